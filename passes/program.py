@@ -1,0 +1,62 @@
+"""Program and Stage: what the compiler rewrites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from autoptd.runtime.manifest import Input, Output
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.placement import Parameter
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous part of the model: a graph, and the tensors it owns by their ``state_dict`` names.
+
+    `graph`: placeholder ``rank`` first, then the boundary values it receives, then batch inputs; ``get_attr`` nodes
+    name entries of `parameters`. `constants`: a graph without placeholders whose output is a dict from the name of
+    each constant to its node; it runs once, at bind. Every node's ``meta`` holds
+
+    - ``val``: a meta tensor (or tuple of them) with the shape ONE rank holds;
+    - ``path``: the module path the user knows ("h.0.attn"), ``line``: "gpt.py:52" (either may be "");
+    - ``divided``: the dimension divided over the tensor ranks, or None; ``partial``: True for a partial sum.
+    """
+
+    graph: fx.Graph
+    parameters: Mapping[str, Parameter]
+    constants: fx.Graph
+
+
+@dataclass(frozen=True)
+class Program:
+    """The model on its way through the compiler: frozen, each pass makes the next one."""
+
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    inputs: tuple[Input, ...]
+    output: Output
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
+
+    def replace_stages(self, stages: tuple[Stage, ...], entry: str) -> Program:
+        """The same program with other stages and one more log line."""
+        return replace(self, stages=stages, log=(*self.log, entry))
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have ``meta`` dicts of their own (values shared: replace them, never mutate)."""
+    copy = fx.Graph()
+    copy.set_codegen(graph._codegen)
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = copy.node_copy(node, lambda n: values[n])
+    return copy
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of a (meta) tensor's elements."""
+    return value.numel() * value.element_size()

@@ -1,0 +1,90 @@
+"""What a rank must know beside its program text: plain data, written as manifest.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.placement import Parameter
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the user's batch, as ONE microbatch has it. `batch_dim` None: given whole to every microbatch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One tensor that crosses from a stage to the next, as one tensor rank holds it.
+
+    `divided`: each tensor rank holds its own part already (no scatter/gather); otherwise all hold the same tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    divided: bool = False
+
+
+@dataclass(frozen=True)
+class StageInterface:
+    """What stage `index` takes and gives; its function is ``stage_<index>(rank, p, *receives, *inputs)``.
+
+    `sends` of stage k are `receives` of stage k + 1; the last stage sends nothing and returns the loss. A stage
+    function returns one tensor, or a tuple where it sends several.
+    """
+
+    index: int
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the call's result is rebuilt round the loss: `kind` "tensor", "tuple", "dict" or "dataclass".
+
+    `type` is "module:qualname" of a dataclass or dict class, `loss` its field name (or tuple index as text),
+    `fields` all field names.
+    """
+
+    kind: str
+    loss: str = ""
+    type: str = ""
+    fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
+
+    `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under.
+    """
+
+    mesh: Mesh
+    schedule: str
+    num_model_chunks: int
+    num_microbatches: int
+    microbatch_size: int
+    scatter_gather: bool
+    seed: int
+    inputs: tuple[Input, ...]
+    stages: tuple[StageInterface, ...]
+    parameters: Mapping[str, Parameter]
+    aliases: Mapping[str, str]
+    output: Output
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""
+        ranks = {s.index % self.mesh.pipeline for s in self.stages if name in s.parameters}
+        return tuple(sorted(ranks))
