@@ -1,0 +1,60 @@
+# `make demo` and `make test` make what they need: a virtual environment, PyTorch, this package.
+#
+#   make test                      in ./.venv, made on the first run
+#   make test VENV=$VIRTUAL_ENV    in an environment you have; what is missing is installed there
+#   make test PYTHON=python        with an interpreter you have; nothing is installed
+#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu      PyTorch without CUDA on Linux
+
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+TESTS ?= tests
+
+ifeq ($(origin PYTHON),command line)
+ENVIRONMENT :=
+else
+PYTHON := $(VENV)/bin/python
+ENVIRONMENT := $(VENV)/.autoptd-installed
+endif
+
+DEMO_ARGUMENTS ?=
+
+.PHONY: demo test test-all lint format install benchmarks clean
+
+demo: $(ENVIRONMENT)
+	$(PYTHON) -m samples.demo $(DEMO_ARGUMENTS)
+
+test: $(ENVIRONMENT)
+	$(PYTHON) -m pytest -q -m "not slow" $(TESTS)
+
+test-all: $(ENVIRONMENT)
+	$(PYTHON) -m pytest -q $(TESTS)
+
+lint: $(ENVIRONMENT)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: $(ENVIRONMENT)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+benchmarks: $(ENVIRONMENT)
+	$(PYTHON) -m samples.benchmarks.compile_time --write
+	$(PYTHON) -m samples.benchmarks.pipeline_efficiency --write
+	$(PYTHON) -m samples.benchmarks.throughput --write
+
+install: $(ENVIRONMENT)
+
+$(VENV)/bin/python:
+	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"autoptd needs Python 3.11 or newer; python3 is {sys.version}")'
+	python3 -m venv $(VENV)
+
+# PyTorch first and alone, so that the wheel chosen here is the one everything else is resolved against.
+$(VENV)/.autoptd-installed: pyproject.toml | $(VENV)/bin/python
+	$(PYTHON) -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PYTHON) -m pip install --quiet --editable '.[models,test]' $(TORCH)
+	touch $@
+
+clean:
+	rm -rf out build *.egg-info .pytest_cache .mypy_cache .ruff_cache
