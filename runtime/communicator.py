@@ -1,0 +1,158 @@
+"""Groups of ranks that reduce, gather and broadcast together: of processes, of threads, or of shapes only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoptd.runtime.threads import Meeting
+
+Reduction = Literal["sum", "max"]
+
+# torch 2.13 renamed it; the old name stays, with a warning.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Group(Protocol):
+    """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
+
+    A group of one never communicates and counts nothing. `counts` holds the calls so far and `elements` the
+    elements of their arguments, both by kind: "all_reduce", "all_gather", "broadcast".
+    """
+
+    size: int
+    index: int
+    counts: Counter[str]
+    elements: Counter[str]
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        """The elementwise sum or maximum over the group, the same bits on every rank. May overwrite `x`."""
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Every rank's `x`, in rank order; all have the same shape and dtype."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """The `x` of the rank with index `source`. May overwrite the others' `x`."""
+
+
+class _Counted:
+    """What all groups share: their size, this rank's index, and the counters."""
+
+    def __init__(self, size: int, index: int) -> None:
+        if not 0 <= index < size:
+            raise ValueError(f"index {index} is outside a group of {size}; use 0 to {size - 1}")
+        self.size = size
+        self.index = index
+        self.counts: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+
+    def _count(self, kind: str, x: Tensor) -> None:
+        self.counts[kind] += 1
+        self.elements[kind] += x.numel()
+
+
+class ProcessGroup(_Counted):
+    """A group of processes: ``torch.distributed`` over gloo or NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_world_size(group), dist.get_rank(group))
+        self.group = group
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        if self.size == 1:
+            return x
+        self._count("all_reduce", x)
+        x = x.contiguous()
+        dist.all_reduce(x, OPERATIONS[op], group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        if self.size == 1:
+            return [x]
+        self._count("all_gather", x)
+        gathered = x.new_empty((self.size * x.numel(),))
+        all_gather_single(gathered, x.reshape(-1), group=self.group)
+        return list(gathered.view(self.size, *x.shape).unbind())
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        if self.size == 1:
+            return x
+        self._count("broadcast", x)
+        x = x.contiguous()
+        dist.broadcast(x, group=self.group, group_src=source)
+        return x
+
+
+class ThreadGroup(_Counted):
+    """A group of threads of this process, which meet at a shared `meeting`; made by `thread_groups`.
+
+    For the CPU: there a backward pass runs in the thread that asked for it, so collectives inside it meet; on a
+    GPU all backward passes of a process share one thread, and would wait for each other.
+    """
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        super().__init__(meeting.size, index)
+        self.meeting = meeting
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        if self.size == 1:
+            return x
+        self._count("all_reduce", x)
+        combine = torch.add if op == "sum" else torch.maximum
+        with self.meeting.exchange(self.index, _signature(f"all_reduce {op}", x), x.detach()) as values:
+            result = values[0].clone()
+            for value in values[1:]:  # in rank order, so that all ranks round alike
+                combine(result, value, out=result)
+        return result
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        if self.size == 1:
+            return [x]
+        self._count("all_gather", x)
+        with self.meeting.exchange(self.index, _signature("all_gather", x), x.detach()) as values:
+            return [value.clone() for value in values]
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        if self.size == 1:
+            return x
+        self._count("broadcast", x)
+        with self.meeting.exchange(self.index, _signature(f"broadcast from {source}", x), x.detach()) as values:
+            return values[source].clone()
+
+
+class LocalGroup(_Counted):
+    """A group without its peers: shapes on the meta device, and real tensors where it has one rank only."""
+
+    def __init__(self, size: int = 1, index: int = 0) -> None:
+        super().__init__(size, index)
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        return self._alone("all_reduce", x)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        x = self._alone("all_gather", x)
+        return [x] if self.size == 1 else [torch.empty_like(x) for _ in range(self.size)]
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return self._alone("broadcast", x)
+
+    def _alone(self, kind: str, x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x
+        if not x.is_meta:
+            raise RuntimeError(
+                f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers to talk "
+                "to; give it meta tensors, or use a ProcessGroup or thread_groups"
+            )
+        self._count(kind, x)
+        return x
+
+
+def _signature(kind: str, x: Tensor) -> str:
+    return f"{kind} of {x.dtype}{list(x.shape)}"

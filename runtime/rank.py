@@ -1,0 +1,63 @@
+"""One rank of the mesh: where it stands, whom it talks to, and what its dropout depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, ThreadGroup
+from autoptd.runtime.mesh import Coordinates, Mesh
+from autoptd.runtime.randomness import Randomness
+from autoptd.runtime.threads import Meeting, ThreadWorld
+
+
+@dataclass
+class Rank:
+    """What a program's collectives and kernels are given as ``rank``."""
+
+    mesh: Mesh
+    coordinates: Coordinates
+    tensor: Group
+    pipeline: Group
+    data: Group
+    randomness: Randomness = field(default_factory=Randomness)
+
+    @classmethod
+    def local(cls, mesh: Mesh, coordinates: Coordinates = Coordinates(0, 0, 0)) -> Rank:
+        """A rank without peers: for shapes on the meta device, or for a mesh of one."""
+        data, pipeline, tensor = coordinates
+        return cls(
+            mesh,
+            Coordinates(data, pipeline, tensor),
+            LocalGroup(mesh.tensor, tensor),
+            LocalGroup(mesh.pipeline, pipeline),
+            LocalGroup(mesh.data, data),
+        )
+
+    @classmethod
+    def distributed(cls, mesh: Mesh, devices: DeviceMesh) -> Rank:
+        """This process's rank; `devices` is `mesh` as torch knows it, with dims "dp", "pp" and "tp"."""
+        groups = {name: ProcessGroup(devices.get_group(name)) for name in ("dp", "pp", "tp")}
+        coordinates = Coordinates(groups["dp"].index, groups["pp"].index, groups["tp"].index)
+        return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"])
+
+
+def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
+    """All ranks of `mesh` as threads of `world`, in the order of their global rank."""
+    meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
+
+    def group(name: str, members: tuple[int, ...], rank: int) -> ThreadGroup:
+        meeting = meetings.setdefault((name, members), Meeting(world, len(members), f"{name} group {list(members)}"))
+        return ThreadGroup(meeting, members.index(rank))
+
+    return [
+        Rank(
+            mesh,
+            mesh.coordinates(rank),
+            group("tensor", mesh.tensor_group(rank), rank),
+            group("pipeline", mesh.pipeline_group(rank), rank),
+            group("data", mesh.data_group(rank), rank),
+        )
+        for rank in range(mesh.size)
+    ]
