@@ -1,4 +1,4 @@
-"""Point-to-point transfer: one first-in-first-out channel per ordered pair of ranks; sends post and never wait."""
+"""Point-to-point: one first-in-first-out channel per ordered pair of ranks; sends post and never wait."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.threads import ThreadWorld
 
 
@@ -82,16 +83,18 @@ class _ThreadPending:
             channel.world.wait(lambda: number in channel._arrived, what)
             x = channel._arrived.pop(number)
         if x.shape != self.shape or x.dtype != self.dtype:
-            raise RuntimeError(f"{what} met a send of {x.dtype}{list(x.shape)}: the ends disagree on their order")
+            raise RuntimeError(
+                f"{what} met a send of {x.dtype}{list(x.shape)}: the two ends disagree on their order"
+            )
         return x
 
 
 class ProcessChannel:
     """A channel between the processes of global ranks `source` and `destination`.
 
-    `group` None uses the default group: right for gloo, where tag-less messages of an ordered pair keep their order
-    and directions do not meet. NCCL runs what is posted to one communicator in turn, so there a channel has a
-    two-rank group of its own, and a send never waits behind a receive; `process_channel` makes it.
+    `group` None is the default group: right for gloo, where messages of an ordered pair keep their order and
+    the two directions do not meet. NCCL runs in turn what is posted to one communicator, so there a channel
+    has a group of its own two ranks, and a send never waits behind a receive.
     """
 
     def __init__(self, source: int, destination: int, group: dist.ProcessGroup | None = None) -> None:
@@ -116,6 +119,14 @@ class ProcessChannel:
         self.elements["receive"] += x.numel()
         return _ProcessPending(_work(dist.irecv(x, self.source, self.group)), x)
 
+    def connect(self, device: torch.device) -> None:
+        """Pass one element, uncounted; returns once both ends are connected."""
+        x = torch.zeros(1, device=device)
+        if dist.get_rank() == self.source:
+            _work(dist.isend(x, self.destination, self.group)).wait()
+        else:
+            _work(dist.irecv(x, self.source, self.group)).wait()
+
     def flush(self) -> None:
         while self._sent:
             self._sent.popleft()[0].wait()
@@ -131,12 +142,37 @@ class _ProcessPending:
         return self.x
 
 
-def process_channel(source: int, destination: int) -> ProcessChannel:
-    """The channel from global rank `source` to `destination`; to be called by both, in the same order of channels."""
-    group = None
-    if dist.get_backend() == "nccl":
-        group = dist.new_group([source, destination], use_local_synchronization=True)
-    return ProcessChannel(source, destination, group)
+def neighbours(mesh: Mesh) -> list[tuple[int, int]]:
+    """Every ordered pair of global ranks that are pipeline neighbours, first and last included, ascending."""
+    pairs = set()
+    for rank in range(mesh.size):
+        line = mesh.pipeline_group(rank)
+        following = line[(line.index(rank) + 1) % len(line)]
+        pairs |= {(rank, following), (following, rank)}
+    return sorted(pair for pair in pairs if pair[0] != pair[1])
+
+
+def thread_channels(mesh: Mesh, world: ThreadWorld) -> dict[tuple[int, int], ThreadChannel]:
+    """All channels of `mesh` by (source, destination), for ranks that are threads of `world`."""
+    return {pair: ThreadChannel(world, f"channel {pair[0]} -> {pair[1]}") for pair in neighbours(mesh)}
+
+
+def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], ProcessChannel]:
+    """This process's channels by (source, destination); every process of `mesh` must call it.
+
+    NCCL connects two ranks at their first message, and there a send does wait. All channels are therefore
+    connected here, in one order everywhere, before any schedule runs.
+    """
+    own = dist.get_rank()
+    channels = {}
+    for source, destination in neighbours(mesh):
+        nccl = device.type == "cuda"
+        group = dist.new_group([source, destination]) if nccl else None  # collective over all ranks
+        if own in (source, destination):
+            channels[source, destination] = channel = ProcessChannel(source, destination, group)
+            if nccl:
+                channel.connect(device)
+    return channels
 
 
 def _work(work: dist.Work | None) -> dist.Work:

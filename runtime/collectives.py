@@ -13,18 +13,24 @@ from autoptd.runtime.rank import Rank
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
     """f: hand a replicated `x` to a divided region. Backward all-reduces the ranks' partial gradients."""
-    return x if rank.tensor.size == 1 else _Copy.apply(x, rank.tensor)
+    if rank.tensor.size == 1:
+        return x
+    copied: Tensor = _Copy.apply(x, rank.tensor)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
     """g: sum the partial `x` of a divided region over the tensor ranks. Backward is the identity."""
-    return x if rank.tensor.size == 1 else _Reduce.apply(x, rank.tensor)
+    if rank.tensor.size == 1:
+        return x
+    reduced: Tensor = _Reduce.apply(x, rank.tensor)  # type: ignore[no-untyped-call]
+    return reduced
 
 
 def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
     """This tensor rank's part of a replicated `x`: the index-th of t equal, contiguous parts along `dim`.
 
-    Backward gives a partial gradient, zero outside the part. Raises ValueError when `dim` does not divide by t.
+    Backward gives a partial gradient, zero outside the part. Raises ValueError when t does not divide `dim`.
     """
     size, index = rank.tensor.size, rank.tensor.index
     if size == 1:

@@ -90,10 +90,10 @@ class ProcessGroup(_Counted):
 
 
 class ThreadGroup(_Counted):
-    """A group of threads of this process, which meet at a shared `meeting`; made by `thread_groups`.
+    """A group of threads of this process, which meet at a shared `meeting`; `rank.thread_ranks` makes them.
 
-    For the CPU: there a backward pass runs in the thread that asked for it, so collectives inside it meet; on a
-    GPU all backward passes of a process share one thread, and would wait for each other.
+    For the CPU: there a backward pass runs in the thread that asked for it, so collectives inside it meet; on
+    a GPU all backward passes of a process share one thread, and would wait for each other.
     """
 
     def __init__(self, meeting: Meeting, index: int) -> None:
@@ -122,7 +122,8 @@ class ThreadGroup(_Counted):
         if self.size == 1:
             return x
         self._count("broadcast", x)
-        with self.meeting.exchange(self.index, _signature(f"broadcast from {source}", x), x.detach()) as values:
+        signature = _signature(f"broadcast from {source}", x)
+        with self.meeting.exchange(self.index, signature, x.detach()) as values:
             return values[source].clone()
 
 
@@ -147,8 +148,8 @@ class LocalGroup(_Counted):
             return x
         if not x.is_meta:
             raise RuntimeError(
-                f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers to talk "
-                "to; give it meta tensors, or use a ProcessGroup or thread_groups"
+                f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
+                "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
             )
         self._count(kind, x)
         return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, ThreadGroup
@@ -11,10 +12,13 @@ from autoptd.runtime.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
 from autoptd.runtime.threads import Meeting, ThreadWorld
 
+ORIGIN = Coordinates(0, 0, 0)
+CPU = torch.device("cpu")
+
 
 @dataclass
 class Rank:
-    """What a program's collectives and kernels are given as ``rank``."""
+    """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live."""
 
     mesh: Mesh
     coordinates: Coordinates
@@ -22,25 +26,26 @@ class Rank:
     pipeline: Group
     data: Group
     randomness: Randomness = field(default_factory=Randomness)
+    device: torch.device = CPU
 
     @classmethod
-    def local(cls, mesh: Mesh, coordinates: Coordinates = Coordinates(0, 0, 0)) -> Rank:
+    def local(cls, mesh: Mesh, coordinates: Coordinates = ORIGIN, device: torch.device = CPU) -> Rank:
         """A rank without peers: for shapes on the meta device, or for a mesh of one."""
-        data, pipeline, tensor = coordinates
         return cls(
             mesh,
-            Coordinates(data, pipeline, tensor),
-            LocalGroup(mesh.tensor, tensor),
-            LocalGroup(mesh.pipeline, pipeline),
-            LocalGroup(mesh.data, data),
+            coordinates,
+            LocalGroup(mesh.tensor, coordinates.tensor),
+            LocalGroup(mesh.pipeline, coordinates.pipeline),
+            LocalGroup(mesh.data, coordinates.data),
+            device=device,
         )
 
     @classmethod
-    def distributed(cls, mesh: Mesh, devices: DeviceMesh) -> Rank:
+    def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
         """This process's rank; `devices` is `mesh` as torch knows it, with dims "dp", "pp" and "tp"."""
         groups = {name: ProcessGroup(devices.get_group(name)) for name in ("dp", "pp", "tp")}
         coordinates = Coordinates(groups["dp"].index, groups["pp"].index, groups["tp"].index)
-        return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"])
+        return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"], device=device)
 
 
 def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
@@ -48,8 +53,8 @@ def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
 
     def group(name: str, members: tuple[int, ...], rank: int) -> ThreadGroup:
-        meeting = meetings.setdefault((name, members), Meeting(world, len(members), f"{name} group {list(members)}"))
-        return ThreadGroup(meeting, members.index(rank))
+        new = Meeting(world, len(members), f"{name} group {list(members)}")
+        return ThreadGroup(meetings.setdefault((name, members), new), members.index(rank))
 
     return [
         Rank(

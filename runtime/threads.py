@@ -17,8 +17,9 @@ R = TypeVar("R")
 class ThreadWorld:
     """The threads that may wait for each other.
 
-    Every wait is on one condition, so the world sees who waits for what: when one rank fails, all others stop;
-    when all that still run are waiting, that is a deadlock and is said at once rather than after a timeout.
+    Every wait is on one condition, so the world sees who waits for what. When one rank fails, all others
+    stop. When all that still run are waiting, that is a deadlock and is said at once, not after a timeout.
+    Waits belong into `run`; after a failure a world is of no further use.
     """
 
     def __init__(self) -> None:
@@ -43,10 +44,9 @@ class ThreadWorld:
             raise RuntimeError(f"gave up waiting for {what}: {self.failure}") from self.failure
 
     def run(self, function: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
-        """Call `function(rank)` for all ranks at once, a thread each; their results in order.
+        """Call `function(rank)` for all ranks at once, a thread each, in the caller's grad mode.
 
-        The first exception of any rank is raised here, after all have stopped. Grad mode and the number of
-        threads torch uses are the caller's.
+        Returns their results in order, or raises the first exception of any rank after all have stopped.
         """
         results: dict[int, R] = {}
         grad = torch.is_grad_enabled()
@@ -57,6 +57,7 @@ class ThreadWorld:
                 with torch.set_grad_enabled(grad):
                     results[number] = function(rank)
             except BaseException as error:  # raised again below, in the caller's thread
+                error.add_note(f"(on rank {number} of {len(ranks)})")
                 self.fail(error)
             finally:
                 with self.condition:
@@ -69,8 +70,12 @@ class ThreadWorld:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt as error:
+            self.fail(error)
+            raise
         if self.failure is not None:
             raise self.failure
         return [results[number] for number in range(len(ranks))]

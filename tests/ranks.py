@@ -19,20 +19,23 @@ import torch.distributed as dist
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Call ``function(rank, *args)`` in `world_size` forked processes joined by gloo; their results, by rank.
 
-    Forked, not spawned: torch is imported already, so 8 ranks start in a fraction of a second, and `function` may
-    be any closure. Results must pickle. Raises RuntimeError with the traceback of the first rank that fails, and
-    TimeoutError when `timeout` seconds pass; the remaining ranks are killed. The environment is torchrun's (RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so code that joins by itself works as well.
+    Forked, not spawned: torch is imported already, so 8 ranks start in a fraction of a second, and `function`
+    may be any closure. Results must pickle. Raises RuntimeError with the traceback of the first rank that
+    fails, and TimeoutError when `timeout` seconds pass; the remaining ranks are killed. The environment is
+    torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so code that joins by itself works.
 
-    A fork copies no threads: an OpenMP pool that the parent has used would be waited for forever, so each rank
-    begins by asking torch for one thread. Do not fork after a backward pass on a GPU.
+    A fork copies no threads: an OpenMP pool that the parent has used would be waited for forever, so each
+    rank begins by asking torch for one thread. Do not fork after a backward pass on a GPU.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port, held until we return
+    # A free port, held until we return.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        context.Process(target=_work, args=(function, rank, world_size, args, store.port, pipes[rank][1], timeout))
-        for rank in range(world_size)
+        context.Process(target=_work, args=(function, rank, world_size, args, store.port, pipe, timeout))
+        for rank, (_, pipe) in enumerate(pipes)
     ]
     for process in processes:
         process.start()

@@ -24,10 +24,12 @@ def attention(
     sample: int | None = 0,
     divided: int | None = None,
 ) -> Tensor:
-    """``dropout(softmax(q k^T * scale + mask)) v`` for q [b, heads, s, a], as ``scaled_dot_product_attention``.
+    """Compute ``dropout(softmax(q k^T * scale + mask)) v``; q, k, v are [b, heads, s, head_size].
 
-    `mask` is True where a key may be seen, or added to the scores; a query that sees no key gives zeros. `divided`
-    is 1 where the heads are divided over the tensor ranks, `sample` the batch dimension; both as in `dropout`.
+    `mask`, `is_causal` and `scale` (default 1 / sqrt(head_size)) mean what they mean to torch's
+    ``scaled_dot_product_attention``: a mask is True where a key may be seen, or is added to the scores; a
+    query that sees no key gives zeros. What is dropped are the weights [b, heads, s, s]: `divided` is 1 where
+    the heads are divided over the tensor ranks, `sample` the batch dimension.
     """
     if mask is not None and is_causal:
         raise ValueError("attention was given a mask and is_causal=True; give one of the two")

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel cross-entropy: logits stay divided, only three numbers per row travel (SC21 §2.3)."""
+"""The vocabulary-parallel cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """Cross-entropy of divided `logits` [N, ceil(V / t)] with `target` [N]: a scalar, equal on all tensor ranks.
+    """Compare divided `logits` [N, ceil(V / t)] with `target` [N]: a scalar, equal on all tensor ranks.
 
-    All-reduces the row maximum, and in one tensor the row's sum of exponentials and its target logit. Columns past
-    `vocabulary` are padding. Rows whose target is `ignore_index` count for nothing; the mean is over the others
-    (nan when there are none). A target outside 0 to V - 1 is torch's own IndexError.
+    All-reduces the row maximum, and in one tensor the row's sum of exponentials and its target logit. Columns
+    past `vocabulary` are padding. Rows whose target is `ignore_index` count for nothing; the mean is over the
+    others (nan when there are none). A target outside 0 to V - 1 is torch's own error. Half-precision logits
+    are summed in float32.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ValueError(
-            f"cross_entropy takes logits [N, V/t] and target [N], not {list(logits.shape)} and {list(target.shape)}"
+            f"cross_entropy was given logits {list(logits.shape)} and target {list(target.shape)}, "
+            "expected [N, V/t] and [N]; flatten them first"
         )
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"cross_entropy reduces by 'mean' or 'sum', not {reduction!r}")
-    return _CrossEntropy.apply(logits, target, rank.tensor, vocabulary, ignore_index, reduction == "mean")
+        raise ValueError(f"cross_entropy was given reduction={reduction!r}, expected 'mean' or 'sum'")
+    mean = reduction == "mean"
+    arguments = (logits, target, rank.tensor, vocabulary, ignore_index, mean)
+    loss: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -46,7 +51,11 @@ class _CrossEntropy(torch.autograd.Function):
         start = group.index * width
         own = max(0, min(width, vocabulary - start))  # columns that are no padding
         kept = target != ignore_index
-        column, here = _own_columns(target - start, kept, own, (target < 0) | (target >= vocabulary), width)
+        illegal = kept & ((target < 0) | (target >= vocabulary))
+        column = target - start
+        here = kept & (column >= 0) & (column < own)
+        # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
+        column = column.masked_fill(~here, 0).masked_fill(illegal, width)
 
         largest = logits.new_full(target.shape, -torch.inf, dtype=dtype)
         if own:
@@ -70,12 +79,3 @@ class _CrossEntropy(torch.autograd.Function):
         direction, kept, count = ctx.saved_tensors
         factor = (gradient if count is None else gradient / count).expand(kept.shape).masked_fill(~kept, 0)
         return direction * factor[:, None], None, None, None, None, None
-
-
-def _own_columns(column: Tensor, kept: Tensor, own: int, illegal: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Each row's column here (0 where its target is elsewhere or ignored), and whether it is here.
-
-    An illegal target becomes a column that does not exist, for torch to refuse as it refuses the plain model's.
-    """
-    here = kept & (column >= 0) & (column < own)
-    return column.masked_fill(~here, 0).masked_fill(illegal & kept, width), here

@@ -21,8 +21,9 @@ def dropout(
 ) -> Tensor:
     """Zero each element with probability `p` and scale the others by 1 / (1 - p); identity when not training.
 
-    The mask is that of `x` viewed as `shape` (this rank's), whose dimension `sample` is the batch (None: no batch)
-    and whose dimension `divided` is this tensor rank's equal, contiguous part; see runtime/randomness.py.
+    The mask is that of `x` viewed as `shape` (this rank's), whose dimension `sample` is the batch (None: no
+    batch) and whose dimension `divided` is this tensor rank's equal, contiguous part; see
+    runtime/randomness.py.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability is {p}, expected 0 to 1")
