@@ -1,0 +1,67 @@
+"""One table on the terminal and, when asked, the same table as a file beside the script."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe_machine() -> str:
+    """Date, processor, cores and versions, in one line."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        names = [
+            line.split(":")[1]
+            for line in information.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        model = names[0].strip() if names else model
+    return (
+        f"{datetime.now(UTC):%d %B %Y}; {model}, {os.cpu_count()} cores; "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def publish(
+    name: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    notes: Sequence[str],
+    write: bool,
+) -> None:
+    """Print the table; with `write` also keep it, and how to make it again, as results/<name>.md."""
+    table = Table(title=title, caption="\n".join(notes), caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if not write:
+        return
+    lines = [
+        f"# {title}",
+        "",
+        describe_machine(),
+        "",
+        f"Again: `python -m samples.benchmarks.{name} --write`",
+        "",
+    ]
+    lines += [
+        "| " + " | ".join(str(cell) for cell in row) + " |"
+        for row in (columns, ["---"] * len(columns), *rows)
+    ]
+    lines += ["", *(f"- {note}" for note in notes)]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")

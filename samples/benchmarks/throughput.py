@@ -1,0 +1,97 @@
+"""Tokens per second of the demo's GPT on meshes of CPU processes, beside one process with two threads.
+
+The same cores do the work in every row, so the ratio is what parallel execution costs on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from samples import corpus
+from samples.benchmarks.report import publish
+
+WARM_UP_STEPS = 2
+
+
+def train(mesh: tuple[int, int, int], plain: bool, steps: int, log: Path) -> list[dict[str, float]]:
+    """Run the training sample once; its log, one entry a step."""
+    launcher = [] if plain else ["-m", "torch.distributed.run", "--nproc-per-node", str(math.prod(mesh))]
+    chunks = ["--plain"] if plain else ["--chunks", "2" if mesh[1] > 1 else "1"]
+    sample = ["-m", "samples.train", "--mesh", ",".join(map(str, mesh)), *chunks]
+    command = [sys.executable, *launcher, *sample, "--steps", str(steps), "--log", str(log)]
+    threads = {"OMP_NUM_THREADS": "2" if plain else "1"}
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **threads})
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def median_rate(entries: list[dict[str, float]]) -> float:
+    return statistics.median(entry["tokens_per_second"] for entry in entries[WARM_UP_STEPS:])
+
+
+def loss_distance(entries: list[dict[str, float]], reference: list[dict[str, float]]) -> float:
+    """Largest relative difference of the loss over the steps."""
+    pairs = zip(entries, reference, strict=True)
+    return max(abs(one["loss"] - two["loss"]) / abs(two["loss"]) for one, two in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mesh", action="append", help="tensor,pipeline,data; may be given several times")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="keep the table in samples/benchmarks/results")
+    args = parser.parse_args()
+    corpus.load_corpus()
+    rows = []
+    for text in args.mesh or ["2,2,2", "1,2,2"]:
+        tensor, pipeline, data = (int(size) for size in text.split(","))
+        mesh = (tensor, pipeline, data)
+        ours, plain, distances = [], [], []
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(args.repetitions):
+                parallel_log = train(mesh, False, args.steps, Path(folder) / "parallel.jsonl")
+                plain_log = train(mesh, True, args.steps, Path(folder) / "plain.jsonl")
+                ours.append(median_rate(parallel_log))
+                plain.append(median_rate(plain_log))
+                distances.append(loss_distance(parallel_log, plain_log))
+        ratios = [one / two for one, two in zip(ours, plain, strict=True)]
+        rows.append(
+            [
+                f"{mesh}, {math.prod(mesh)} processes",
+                f"{statistics.median(ours):.0f}",
+                f"{statistics.median(plain):.0f}",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{max(distances):.1e}",
+            ]
+        )
+    publish(
+        "throughput",
+        "Tokens per second: mesh of processes beside one process with two threads",
+        [
+            "mesh (tensor, pipeline, data)",
+            "tokens/s",
+            "one process",
+            "ratio",
+            "largest relative loss difference",
+        ],
+        rows,
+        [
+            f"{args.repetitions} repetitions of {args.steps} steps, float32 AdamW, in turn",
+            f"rate: median step after the first {WARM_UP_STEPS}; ratio: median (range) of the repetitions",
+        ],
+        args.write,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The samples: text survives the tokenizer, batches agree over replicas, the GPT is an ordinary one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from samples import corpus, train
+from samples.gpt import GPT, GPTConfig
+
+SMALL = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
+
+
+def test_tokenizer_round_trip() -> None:
+    texts = corpus.read_sources(corpus.list_sources()[:12])
+    tokenizer = corpus.train_tokenizer(texts, vocab_size=600)
+    assert tokenizer.get_vocab_size() == 600
+    strange = "def f(x):\n\treturn 'é 漢字 🙂'\r\n  # \x00\x7f end"
+    for text in [*texts, strange]:
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert corpus.train_tokenizer(texts, vocab_size=600).to_str() == tokenizer.to_str()
+
+
+def test_sources_are_no_tests() -> None:
+    sources = corpus.list_sources()
+    assert len(sources) > 300
+    assert sources == sorted(sources)
+    assert not any({"test", "tests", "site-packages"} & set(path.parts[-4:]) for path in sources)
+
+
+def test_corpus_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "list_sources", lambda: [Path(corpus.__file__)])
+    tokens = corpus.load_corpus(tmp_path, vocab_size=300)
+    monkeypatch.setattr(corpus, "train_tokenizer", lambda *_: pytest.fail("trained again"))
+    assert np.array_equal(corpus.load_corpus(tmp_path, vocab_size=300), tokens)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".npy"]
+    with pytest.raises(ValueError, match="257 to 65536"):
+        corpus.load_corpus(tmp_path, vocab_size=100)
+
+
+def test_replicas_share_the_one_device_batch() -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    whole = corpus.batches(tokens, 6, 8, seed=3)
+    replicas = [corpus.batches(tokens, 2, 8, seed=3, replica=r, replicas=3) for r in range(3)]
+    for (idx, targets), *parts in itertools.islice(zip(whole, *replicas, strict=True), 4):
+        assert torch.equal(idx, torch.cat([part[0] for part in parts]))
+        assert torch.equal(targets, torch.cat([part[1] for part in parts]))
+        assert torch.equal(targets, idx + 1)
+
+
+def test_gpt_forward() -> None:
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    idx, targets = torch.randint(0, 96, (2, 2, 16))
+    logits, none = model(idx)
+    assert logits.shape == (2, 16, 96)
+    assert none is None
+    _, loss = model(idx, targets)
+    assert abs(loss.item() - np.log(96)) < 0.2
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model.lm_head.weight is model.wte.weight
+
+
+def test_gpt_is_causal() -> None:
+    torch.manual_seed(0)
+    model = GPT(SMALL).eval()
+    idx = torch.randint(0, 96, (1, 16))
+    changed = idx.clone()
+    changed[0, 9] = (idx[0, 9] + 1) % 96
+    before, after = model(idx)[0], model(changed)[0]
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+@pytest.mark.parametrize("name", list(train.MODELS))
+def test_plain_training_lowers_the_loss(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = np.tile(np.arange(40, dtype=np.uint16), 50)
+    monkeypatch.setattr(corpus, "load_corpus", lambda: tokens)
+    monkeypatch.setattr(corpus, "VOCAB_SIZE", 64)
+    sizes = "--layers 2 --hidden 32 --heads 2 --length 16 --steps 8 --mesh 1,1,2 --learning-rate 1e-2"
+    log = tmp_path / "log.jsonl"
+    train.main(["--plain", "--model", name, *sizes.split(), "--log", str(log)])
+    losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+    assert len(losses) == 8
+    assert losses[-1] < 0.8 * losses[0]
+    assert capsys.readouterr().out.count("tokens/s") == 8
+
+
+def test_accumulated_gradient_is_the_batchs() -> None:
+    torch.manual_seed(0)
+    model = GPT(SMALL).double()
+    idx, targets = torch.randint(0, 96, (2, 6, 16))
+    loss = train.accumulate_gradients(model, {"idx": idx, "targets": targets}, 3)
+    gradients = [gradient_of(parameter) for parameter in model.parameters()]
+    model.zero_grad()
+    whole = model(idx, targets)[1]
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-14, atol=0)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, gradient_of(parameter), rtol=1e-10, atol=1e-15)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_output_without_loss_is_refused() -> None:
+    with pytest.raises(TypeError, match="without a loss"):
+        train.find_loss((torch.zeros(2), None))
