@@ -1,0 +1,286 @@
+"""Axes: the atoms of tensor dimensions, unified over the whole graph.
+
+Every dimension of every tensor is one `Axis`. Operators relate axes: a ``linear`` makes its input's last dimension
+the same axis as its weight's, a ``view`` splits an axis into a product, an uneven ``split`` into a sum of segments.
+`unify` merges two axes (union-find) and lines up their refinements, so that a refinement met anywhere
+(768 = 12 * 64) holds everywhere. What is left unrefined at the end, the leaves, are the axes of the model: heads,
+MLP width, vocabulary, batch. A *blocked* leaf may not be divided over the tensor ranks; it says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from math import prod
+
+_serial = count()
+
+
+class Axis:
+    """One dimension or a part of one; compare the results of `find`, never two `Axis` objects themselves.
+
+    `parts` of a "product" go from outermost to innermost; `parts` of a "sum" are consecutive segments.
+    """
+
+    __slots__ = ("blocked", "kind", "parent", "parts", "serial", "size")
+
+    def __init__(self, size: int, kind: str = "leaf", parts: tuple[Axis, ...] = (), blocked: str = "") -> None:
+        self.size = size
+        self.kind = kind
+        self.parts = parts
+        self.parent: Axis | None = None
+        self.blocked = blocked
+        self.serial = next(_serial)
+
+    def __repr__(self) -> str:
+        axis = find(self)
+        mark = "!" if axis.blocked else ""
+        if axis.kind == "leaf":
+            return f"{axis.size}{mark}"
+        sign = "*" if axis.kind == "product" else "+"
+        return "(" + sign.join(map(repr, axis.parts)) + ")" + mark
+
+
+Axes = tuple[Axis, ...]
+
+
+def find(axis: Axis) -> Axis:
+    """The representative of the axis's class."""
+    while axis.parent is not None:
+        if axis.parent.parent is not None:
+            axis.parent = axis.parent.parent
+        axis = axis.parent
+    return axis
+
+
+def block(axis: Axis, reason: str) -> None:
+    """Forbid dividing the axis, and all that it is made of."""
+    axis = find(axis)
+    if not axis.blocked:
+        axis.blocked = reason
+        for part in axis.parts:
+            block(part, reason)
+
+
+def product(parts: Sequence[Axis]) -> Axis:
+    """The axis that runs over all `parts`, outermost first; parts of size 1 vanish."""
+    parts = tuple(p for p in map(find, parts) if p.size != 1)
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return Axis(1)
+    return Axis(prod(p.size for p in parts), "product", parts)
+
+
+def factors(axis: Axis) -> list[Axis]:
+    """The product's parts down to leaves and sums, outermost first; none for size 1."""
+    axis = find(axis)
+    if axis.kind == "product":
+        return [f for part in axis.parts for f in factors(part)]
+    return [axis] if axis.size != 1 else []
+
+
+def leaves(axis: Axis) -> Iterator[Axis]:
+    """Every leaf below the axis."""
+    axis = find(axis)
+    if axis.kind == "leaf":
+        yield axis
+    for part in axis.parts:
+        yield from leaves(part)
+
+
+def refine(axis: Axis, kind: str, parts: tuple[Axis, ...]) -> None:
+    """Say of a leaf that it is the product or sum of `parts`."""
+    axis = find(axis)
+    assert axis.kind == "leaf"
+    axis.kind, axis.parts = kind, parts
+    for part in parts:
+        if axis.blocked:
+            block(part, axis.blocked)
+
+
+def split_off(axis: Axis, outer: int) -> tuple[Axis, Axis] | None:
+    """Split a factor into [outer, rest]; None where its structure does not allow it."""
+    axis = find(axis)
+    if axis.size % outer:
+        return None
+    if axis.kind == "leaf":
+        pair = (Axis(outer), Axis(axis.size // outer))
+        refine(axis, "product", pair)
+        return pair
+    if axis.kind == "sum":
+        return _split_sum(axis, axis.size // outer)
+    return None
+
+
+def _split_sum(axis: Axis, inner: int) -> tuple[Axis, Axis] | None:
+    """Rewrite a sum of segments, each a multiple of `inner`, as (sum of outer parts) * inner."""
+    if any(find(part).size % inner for part in axis.parts):
+        return None
+    outers, shared = [], Axis(inner)
+    for part in axis.parts:
+        pieces = split_product(part, [find(part).size // inner, inner])
+        if pieces is None:
+            return None
+        outers.append(pieces[0])
+        unify(pieces[1], shared)
+    outer = Axis(axis.size // inner, "sum", tuple(outers), axis.blocked)
+    axis.kind, axis.parts = "product", (outer, find(shared))
+    return outer, find(shared)
+
+
+def split_product(axis: Axis, sizes: Sequence[int]) -> list[Axis] | None:
+    """View the axis as a product of `sizes`, refining it where needed; None (and nothing said) if it cannot be."""
+    return regroup([axis], sizes)
+
+
+def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis] | None:
+    """What ``view`` does: regroup dimensions `axes` into dimensions of `sizes`; None where factors cross."""
+    pending = [f for axis in axes for f in factors(axis)][::-1]
+    result = []
+    for size in sizes:
+        taken: list[Axis] = []
+        left = size
+        while left != 1:
+            if not pending:
+                return None
+            factor = find(pending.pop())
+            if factor.kind == "product":  # refined by a split on the way
+                pending.extend(reversed(factors(factor)))
+                continue
+            if left % factor.size == 0:
+                taken.append(factor)
+                left //= factor.size
+                continue
+            pair = split_off(factor, left) if factor.size % left == 0 else None
+            if pair is None:
+                return None
+            taken.append(pair[0])
+            pending.append(pair[1])
+            left = 1
+        result.append(product(taken))
+    return result if not pending else None
+
+
+def segment(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
+    """Cut the axis at `bounds` (ascending, 0 and size left out) into consecutive segments; None if it cannot be."""
+    axis = find(axis)
+    bounds = [b for b in bounds if 0 < b < axis.size]
+    if not bounds:
+        return [axis]
+    if axis.kind == "product":
+        return _segment_product(axis, bounds)
+    if axis.kind == "leaf":
+        edges = [0, *bounds, axis.size]
+        parts = tuple(Axis(high - low) for low, high in zip(edges, edges[1:], strict=False))
+        refine(axis, "sum", parts)
+        return list(parts)
+    return _segment_sum(axis, bounds)
+
+
+def _segment_product(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
+    """Segments of a product that fall on whole steps of its outermost factor."""
+    first, *rest = factors(axis)
+    inner = axis.size // find(first).size
+    if any(b % inner for b in bounds):
+        return None
+    pieces = segment(first, [b // inner for b in bounds])
+    return None if pieces is None else [product([piece, *rest]) for piece in pieces]
+
+
+def _segment_sum(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
+    """Cut an existing sum further; groups of whole segments between two bounds become one (sum) axis."""
+    pieces: list[Axis] = []
+    start = 0
+    for part in axis.parts:
+        size = find(part).size
+        inside = segment(part, [b - start for b in bounds])
+        if inside is None:
+            return None
+        pieces.extend(inside)
+        start += size
+    groups: list[list[Axis]] = [[]]
+    position = 0
+    for piece in pieces:
+        if position in bounds:
+            groups.append([])
+        groups[-1].append(piece)
+        position += find(piece).size
+    axis.parts = tuple(pieces)
+    return [g[0] if len(g) == 1 else Axis(sum(find(p).size for p in g), "sum", tuple(g)) for g in groups]
+
+
+def unify(a: Axis, b: Axis) -> None:
+    """Make two axes of one size the same; where their structures contradict each other, block both."""
+    a, b = find(a), find(b)
+    if a is b:
+        return
+    assert a.size == b.size, (a, b)
+    if a.size == 1:
+        return
+    if a.kind == "leaf" or b.kind == "leaf":
+        if a.kind != "leaf":
+            a, b = b, a
+        _merge(a, b)
+    elif a.kind == b.kind == "sum":
+        _unify_sums(a, b)
+    else:
+        _unify_products(a, b)
+
+
+def _merge(a: Axis, b: Axis) -> None:
+    """Point class `a` at class `b`, carrying its marks over."""
+    a.parent = b
+    if a.blocked:
+        block(b, a.blocked)
+
+
+def _unify_sums(a: Axis, b: Axis) -> None:
+    def edges(axis: Axis) -> list[int]:
+        total, bounds = 0, []
+        for part in axis.parts:
+            total += find(part).size
+            bounds.append(total)
+        return bounds[:-1]
+
+    bounds = sorted({*edges(a), *edges(b)})
+    left, right = _segment_sum(a, bounds), _segment_sum(b, bounds)
+    if left is None or right is None:
+        _contradict(a, b)
+        return
+    for one, other in zip(left, right, strict=True):
+        unify(one, other)
+    if find(a) is not find(b):
+        _merge(find(a), find(b))
+
+
+def _unify_products(a: Axis, b: Axis) -> None:
+    """Line up two products (either may be one sum, which then must factor)."""
+    left, right = factors(a)[::-1], factors(b)[::-1]
+    while left and right:
+        x, y = find(left.pop()), find(right.pop())
+        if x.size > 1 and x.kind == "product":
+            left.extend(reversed(factors(x)))
+            right.append(y)
+        elif y.kind == "product":
+            right.extend(reversed(factors(y)))
+            left.append(x)
+        elif x.size == y.size:
+            unify(x, y)
+        else:
+            larger, smaller, rest = (x, y, left) if x.size > y.size else (y, x, right)
+            pair = split_off(larger, smaller.size) if larger.size % smaller.size == 0 else None
+            if pair is None:
+                _contradict(a, b)
+                return
+            unify(pair[0], smaller)
+            rest.append(pair[1])
+    a, b = find(a), find(b)
+    if a is not b:
+        _merge(a, b)
+
+
+def _contradict(a: Axis, b: Axis) -> None:
+    reason = f"it is both {a} and {b}, which do not nest"
+    block(a, reason)
+    block(b, reason)

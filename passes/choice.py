@@ -1,0 +1,277 @@
+"""Which axes to divide over the tensor ranks: a choice, made by CP-SAT once per distinct layer.
+
+Dividing an axis saves memory on every rank (parameters with their gradients and optimizer state, activations) and
+costs all-reduces where the axis is contracted or where a replicated value enters the divided region. Two axes of one
+tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and MLP width (SC21 §2.3).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import prod
+
+import torch
+from ortools.sat.python import cp_model
+from torch import fx
+
+from autoptd.passes import axes as ax
+from autoptd.passes.analysis import Analysis, operator_name
+from autoptd.passes.axes import Axes, Axis
+from autoptd.passes.axis_rules import where
+
+STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
+PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
+PADDING_SAFE = PADDED | {
+    "aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.t", "aten.transpose", "aten.view", "aten.reshape",
+    "aten._unsafe_view", "aten.to", "aten._to_copy", "aten.mul", "aten.div", "aten.add", "aten.tanh", "aten.clone",
+    "aten.contiguous", "aten.numpy_T", "aten.flatten",
+}  # fmt: skip
+
+
+@dataclass
+class _Leaf:
+    """What dividing one leaf saves and costs, in bytes per microbatch and rank."""
+
+    axis: Axis
+    saved: int = 0
+    moved: int = 0
+    excludes: set[int] = field(default_factory=set)  # serials of leaves met in one tensor
+    twice: bool = False
+
+
+def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], list[str]]:
+    """The axes to divide, with the padding each needs (0 where t divides it), and what to log.
+
+    Raises ValueError where an attention's heads cannot be divided.
+    """
+    tensor = analysis.tensor
+    if tensor == 1:
+        return {}, []
+    for node in analysis.inputs:
+        for axis in analysis.of(node):
+            ax.block(axis, "it is a dimension of the batch")
+    padded = _paddable(graph, analysis)
+    leaves = {
+        leaf.axis.serial: leaf for leaf in _measure(graph, analysis, padded) if not leaf.twice and leaf.saved
+    }
+    chosen = _solve_components(leaves, tensor)
+    divided = {leaves[s].axis: -leaves[s].axis.size % tensor for s in chosen}
+    _require_heads(analysis, divided)
+    return divided, _describe_rest(graph, analysis, divided)
+
+
+def divided_leaf(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
+    """Is any part of these axes divided?"""
+    return any(leaf in divided for axis in axes for leaf in ax.leaves(axis))
+
+
+def _candidate(axis: Axis, tensor: int, padded: set[Axis]) -> bool:
+    return not axis.blocked and axis.size > 1 and (axis.size % tensor == 0 or axis in padded)
+
+
+def _paddable(graph: fx.Graph, analysis: Analysis) -> set[Axis]:
+    """Leaves that t does not divide but that only meet operators to which zero rows past the end mean nothing."""
+    wanted = {
+        leaf
+        for node, axis in analysis.contractions.items()
+        if operator_name(node.target) in PADDED
+        for leaf in [ax.find(axis)]
+        if leaf.kind == "leaf" and leaf.size % analysis.tensor
+    }
+    if not wanted:
+        return wanted
+    for node in graph.nodes:
+        touched = {leaf for axes in analysis.all_of(node) for axis in axes for leaf in ax.leaves(axis)}
+        touched.update(ax.find(a) for a in [analysis.contractions.get(node)] if a is not None)
+        unsafe = node.op == "call_function" and operator_name(node.target) not in PADDING_SAFE
+        summed = node in analysis.contractions and operator_name(node.target) not in PADDED
+        if summed:
+            wanted.discard(ax.find(analysis.contractions[node]))
+        for axes in analysis.all_of(node):
+            merged = {leaf for a in axes if len(ax.factors(a)) > 1 for leaf in ax.leaves(a)}
+            wanted -= merged
+        if unsafe:
+            wanted -= touched
+    return wanted
+
+
+def _measure(graph: fx.Graph, analysis: Analysis, padded: set[Axis]) -> list[_Leaf]:
+    """Walk the graph once and add up, for each candidate leaf, what it saves, moves and excludes."""
+    found: dict[int, _Leaf] = {}
+    tensor = analysis.tensor
+    for node in graph.nodes:
+        for axes, value in zip(analysis.all_of(node), _values(node), strict=False):
+            groups = list(_exclusive(axes))
+            size = prod(value.shape) * value.element_size()
+            if node.op == "get_attr":
+                size *= STATE_BYTES if analysis.is_weight(node) else 1
+            for position, group in enumerate(groups):
+                for leaf in group:
+                    if not _candidate(leaf, tensor, padded):
+                        continue
+                    entry = found.setdefault(leaf.serial, _Leaf(leaf))
+                    entry.saved += size - size // tensor
+                    for other in groups[:position]:
+                        entry.twice |= leaf in other
+                        for rival in other:
+                            if rival is not leaf and _candidate(rival, tensor, padded):
+                                entry.excludes.add(rival.serial)
+                                found.setdefault(rival.serial, _Leaf(rival)).excludes.add(leaf.serial)
+        _count_moves(node, analysis, found)
+    return list(found.values())
+
+
+def _values(node: fx.Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    yield from value if isinstance(value, (tuple, list)) else [value]
+
+
+def _exclusive(axes: Axes) -> Iterator[list[Axis]]:
+    """The tensor's factors as groups of leaves: leaves of different groups may not be divided together."""
+    for axis in axes:
+        for factor in ax.factors(axis):
+            yield list(dict.fromkeys(ax.leaves(factor)))
+
+
+def _count_moves(node: fx.Node, analysis: Analysis, found: dict[int, _Leaf]) -> None:
+    """Bytes all-reduced for each leaf that this node contracts, or that it meets while an argument lacks it."""
+    axis = analysis.contractions.get(node)
+    if axis is not None:
+        for value in _values(node):
+            for leaf in ax.leaves(axis):
+                if leaf.serial in found:
+                    found[leaf.serial].moved += prod(value.shape) * value.element_size()
+    if node.op != "call_function" or not analysis.all_of(node):
+        return
+    own = {leaf.serial for axes in analysis.all_of(node) for a in axes for leaf in ax.leaves(a)} & found.keys()
+    for source in node.all_input_nodes:
+        if own and source.op == "call_function":
+            has = {leaf.serial for axes in analysis.all_of(source) for a in axes for leaf in ax.leaves(a)}
+            for serial in own - has:
+                for value in _values(source):
+                    found[serial].moved += prod(value.shape) * value.element_size()
+
+
+def _solve_components(leaves: dict[int, _Leaf], tensor: int) -> set[int]:
+    """Solve each group of leaves that exclude one another; equal groups share one solution."""
+    chosen: set[int] = set()
+    solved: dict[tuple[object, ...], list[bool]] = {}
+    for group in _components(leaves):
+        place = {leaf.axis.serial: i for i, leaf in enumerate(group)}
+        rivals = tuple(
+            sorted({(min(i, j), max(i, j)) for i, leaf in enumerate(group) for s in leaf.excludes if (j := place.get(s, i)) != i})
+        )
+        key = (tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
+        if key not in solved:
+            solved[key] = _solve([(leaf.saved, leaf.moved) for leaf in group], rivals)
+        chosen.update(leaf.axis.serial for leaf, take in zip(group, solved[key], strict=True) if take)
+    return chosen
+
+
+def _components(leaves: dict[int, _Leaf]) -> list[list[_Leaf]]:
+    groups, seen = [], set[int]()
+    for serial in sorted(leaves):
+        if serial in seen:
+            continue
+        seen.add(serial)
+        pending, group = [serial], []
+        while pending:
+            leaf = leaves[pending.pop()]
+            group.append(leaf)
+            fresh = sorted(s for s in leaf.excludes if s in leaves and s not in seen)
+            seen.update(fresh)
+            pending.extend(fresh)
+        groups.append(sorted(group, key=lambda leaf: leaf.axis.serial))
+    return groups
+
+
+def _solve(weights: list[tuple[int, int]], rivals: tuple[tuple[int, int], ...]) -> list[bool]:
+    """Most memory saved first; among those, the fewest bytes moved."""
+    model = cp_model.CpModel()
+    divide = [model.new_bool_var(f"divide_{i}") for i in range(len(weights))]
+    for i, j in rivals:
+        model.add_at_most_one(divide[i], divide[j])
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    saved = sum(weight[0] * x for weight, x in zip(weights, divide, strict=True))
+    model.maximize(saved)
+    status = solver.solve(model)
+    assert status == cp_model.OPTIMAL, solver.status_name(status)
+    if rivals:
+        model.add(saved >= round(solver.objective_value))
+        model.minimize(sum(weight[1] * x for weight, x in zip(weights, divide, strict=True)))
+        status = solver.solve(model)
+        assert status == cp_model.OPTIMAL, solver.status_name(status)
+    return [bool(solver.value(x)) for x in divide]
+
+
+def replicated_heads(analysis: Analysis) -> frozenset[fx.Node]:
+    """Attentions whose heads divide over t although neither the key-value heads nor the groups do.
+
+    Their keys and values are computed whole on every rank. Raises ValueError where t is not a multiple of the
+    key-value heads.
+    """
+    tensor = analysis.tensor
+    result = set()
+    for node, axis in analysis.heads:
+        sizes = [ax.find(f).size for f in ax.factors(axis)]
+        if len(sizes) < 2 or any(size % tensor == 0 for size in sizes) or prod(sizes) % tensor or axis.blocked:
+            continue
+        if tensor % sizes[0]:
+            raise ValueError(
+                f"{sizes[0]} key-value heads do not divide over tensor={tensor} at {where(node)}, and tensor is not a "
+                f"multiple of them (which would replicate them); use tensor={_listed(_divisors(sizes[0]))}"
+            )
+        result.add(node)
+    return frozenset(result)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    head, last = numbers[:-1], numbers[-1]
+    return f"{', '.join(map(str, head))} or {last}" if head else str(last)
+
+
+def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
+    """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
+    batch = {leaf for node in analysis.inputs for axis in analysis.of(node) for leaf in ax.leaves(axis)}
+    for node, axis in analysis.heads:
+        own = [f for f in ax.factors(axis) if f not in batch]
+        if divided_leaf(own, divided) or any(f.blocked for f in own) or (not own and ax.find(axis).size > 1):
+            continue
+        heads = prod(f.size for f in own)
+        raise ValueError(
+            f"{heads} heads do not divide over tensor={analysis.tensor} at {where(node)}; "
+            f"use tensor={_listed(_divisors(heads))}"
+        )
+
+
+def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> list[str]:
+    """One line for each kind of thing that every rank holds or computes whole although it is large."""
+    lines: dict[str, list[str]] = defaultdict(list)
+    for node, axis in analysis.heads:
+        if not divided_leaf([axis], divided):
+            reasons = {leaf.blocked for leaf in ax.leaves(axis) if leaf.blocked} or {"it has no heads dimension"}
+            lines[f"attention is replicated: {min(reasons)}"].append(where(node))
+    for (node, tensor), dim in analysis.severed.items():
+        heads = ax.find(analysis.of(tensor)[dim]).size
+        lines[f"keys and values replicated over tensor={analysis.tensor} ({heads} heads taken from)"].append(
+            where(node)
+        )
+    for node in graph.nodes:
+        if node.op == "get_attr" and analysis.is_weight(node) and len(analysis.of(node)) > 1:
+            if not divided_leaf(analysis.of(node), divided):
+                value = node.meta["val"]
+                size = prod(value.shape) * value.element_size()
+                lines[f"weight of shape {list(value.shape)} ({size:,} bytes) replicated"].append(str(node.target))
+    for axis, padding in divided.items():
+        if padding:
+            lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={analysis.tensor}")
+    return [f"{what}: {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "") for what, places in lines.items()]
