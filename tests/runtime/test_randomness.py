@@ -1,0 +1,145 @@
+"""The keyed masks: Random123's known answers, and the same bits however the tensor is cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoptd.runtime.randomness import Randomness, keep_mask, philox
+
+CPU = torch.device("cpu")
+
+
+# kat_vectors of Random123, philox4x32 with 10 rounds: counter, key, answer.
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, (0xFFFFFFFF,) * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            (0xA4093822, 0x299F31D0),
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers(counter: list[int], key: tuple[int, int], answer: list[int]) -> None:
+    words = philox([torch.tensor([word]) for word in counter], key)
+    assert [int(word) for word in words] == answer
+
+
+def written_out(state: Randomness, p: float, operator: int, shape: tuple[int, ...]) -> Tensor:
+    """The mask of a whole [batch, ...] tensor, an element at a time."""
+    kept = []
+    for sample, element in itertools.product(range(shape[0]), range(math.prod(shape[1:]))):
+        counter = (element // 4, operator, state.sample + sample, state.call)
+        words = philox(
+            [torch.tensor([word]) for word in counter], (state.seed & 0xFFFFFFFF, state.seed >> 32)
+        )
+        kept.append(int(words[element % 4]) >= p * 2**32)
+    return torch.tensor(kept).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 4, 5), (2, 2, 3, 3)])
+def test_a_mask_is_what_its_definition_says(shape: tuple[int, ...]) -> None:
+    state = Randomness(seed=(5 << 32) + 7, call=3, sample=11)
+    assert torch.equal(keep_mask(state, 0.25, 9, shape, CPU), written_out(state, 0.25, 9, shape))
+
+
+def cases() -> list[tuple[tuple[int, ...], int, int]]:
+    """(shape, batch dim, divided dim)"""
+    shapes = [
+        (4, 12),
+        (4, 1, 12),
+        (2, 3, 12),
+        (2, 12, 3),
+        (2, 12, 5, 5),
+        (6, 12, 4, 4),
+        (1, 12, 1),
+        (2, 3, 24, 2),
+    ]
+    return [
+        (shape, batch, divided)
+        for shape in shapes
+        for batch, divided in itertools.permutations(range(len(shape)), 2)
+        if shape[divided] % 12 == 0
+    ]
+
+
+@pytest.mark.parametrize(("shape", "batch", "divided"), cases())
+def test_a_mask_does_not_depend_on_the_cut(shape: tuple[int, ...], batch: int, divided: int) -> None:
+    state = Randomness(seed=1, call=2, sample=30)
+    whole = keep_mask(state, 0.5, 4, shape, CPU, sample=batch)
+    for size in (1, 2, 3, 4, 6, 12):
+        local = list(shape)
+        local[divided] //= size
+        parts = [
+            keep_mask(state, 0.5, 4, local, CPU, sample=batch, divided=divided, size=size, index=index)
+            for index in range(size)
+        ]
+        assert torch.equal(torch.cat(parts, divided), whole)
+        # negative dims count from the end, as everywhere
+        dims = {"sample": batch - len(shape), "divided": divided - len(shape)}
+        assert torch.equal(keep_mask(state, 0.5, 4, local, CPU, **dims, size=size, index=size - 1), parts[-1])
+    rows = list(shape)
+    rows[batch] = 1
+    one_by_one = [
+        keep_mask(Randomness(seed=1, call=2, sample=30 + row), 0.5, 4, rows, CPU, sample=batch)
+        for row in range(shape[batch])
+    ]
+    assert torch.equal(torch.cat(one_by_one, batch), whole)
+    first = keep_mask(state, 0.5, 4, shape, CPU, sample=batch).movedim(batch, 0)
+    assert torch.equal(keep_mask(state, 0.5, 4, first.shape, CPU), first)  # the layout is no part of it
+
+
+def test_large_masks_are_made_in_pieces_without_seams() -> None:
+    state = Randomness(seed=8)
+    whole = keep_mask(state, 0.1, 1, (3, 70_003), CPU)
+    parts = [keep_mask(state, 0.1, 1, (3, 10_001), CPU, divided=1, size=7, index=index) for index in range(7)]
+    longer = keep_mask(state, 0.1, 1, (3, 70_007), CPU)
+    assert torch.equal(torch.cat(parts, 1), longer)
+    assert torch.equal(longer[:, :70_003], whole)
+
+
+def test_every_field_of_the_state_matters() -> None:
+    states = [
+        Randomness(),
+        Randomness(seed=1),
+        Randomness(seed=1 << 32),
+        Randomness(seed=-1),
+        Randomness(call=1),
+        Randomness(sample=1),
+    ]
+    masks = [keep_mask(state, 0.5, 0, (1, 64), CPU) for state in states]
+    masks.append(keep_mask(states[0], 0.5, 1, (1, 64), CPU))
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
+
+
+def test_without_a_batch_dimension_the_mask_is_sample_zeros() -> None:
+    at_nine = keep_mask(Randomness(sample=9), 0.5, 0, (3, 7), CPU, sample=None)
+    assert torch.equal(at_nine, keep_mask(Randomness(sample=0), 0.5, 0, (1, 3, 7), CPU)[0])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_masks_drop_the_right_share_independently(p: float) -> None:
+    mask = keep_mask(Randomness(seed=42), p, 3, (8, 1 << 16), CPU).double()
+    spread = math.sqrt(p * (1 - p))
+    assert abs(mask.mean().item() - (1 - p)) < 5 * spread / math.sqrt(mask.numel())
+    centred = (mask - (1 - p)) / spread
+    for lag in (1, 2, 3, 4, 8, 1024):
+        correlation = (centred[:, lag:] * centred[:, :-lag]).mean().item()
+        assert abs(correlation) < 5 / math.sqrt(mask.numel())
+    assert abs((centred[1:] * centred[:-1]).mean().item()) < 5 / math.sqrt(mask.numel())
+
+
+def test_an_operator_number_has_24_bits() -> None:
+    with pytest.raises(ValueError, match="operator number 16777216 is outside 0 to 16777215"):
+        keep_mask(Randomness(), 0.5, 1 << 24, (1, 4), CPU)
+
+
+def test_an_empty_tensor_has_an_empty_mask() -> None:
+    assert keep_mask(Randomness(), 0.5, 0, (2, 0), CPU).shape == (2, 0)
