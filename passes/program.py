@@ -33,7 +33,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """The model on its way through the compiler: frozen, each pass makes the next one."""
+    """The model on its way through the compiler: frozen, each pass makes the next one.
+
+    `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
+    the meta device are absent.
+    """
 
     mesh: Mesh
     stages: tuple[Stage, ...]
@@ -41,6 +45,7 @@ class Program:
     output: Output
     aliases: Mapping[str, str] = field(default_factory=dict)
     log: tuple[str, ...] = ()
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def replace_stages(self, stages: tuple[Stage, ...], entry: str) -> Program:
         """The same program with other stages and one more log line."""

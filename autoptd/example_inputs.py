@@ -1,0 +1,162 @@
+"""The inputs of one microbatch: read from the user's examples, or inferred from the model."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.manifest import Input
+
+_LENGTHS = (
+    "n_positions",
+    "max_position_embeddings",
+    "block_size",
+    "n_ctx",
+    "context_length",
+    "max_seq_len",
+    "max_seq_length",
+    "seq_len",
+    "seq_length",
+)
+_TARGETS = ("targets", "labels", "target", "y")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What one microbatch looks like: its tensors, the arguments that are no tensors, and who takes what.
+
+    `targets` are the names given to loss_fn; all others go to the model's forward.
+    """
+
+    inputs: tuple[Input, ...]
+    constants: Mapping[str, Any]
+    targets: tuple[str, ...]
+
+
+def read_examples(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
+    loss_fn: Callable[..., Tensor] | None,
+    microbatch_size: int | None,
+) -> Examples:
+    """Names, shapes and dtypes of one microbatch's inputs, in the order of forward's signature.
+
+    Raises ValueError where names, shapes or `microbatch_size` disagree, or where nothing can be inferred.
+    """
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(f"microbatch_size={microbatch_size}: a positive number of sequences is needed")
+    forward = inspect.signature(model.forward).parameters
+    targets = _target_names(loss_fn)
+    if example_inputs is None:
+        given: dict[str, Any] = _infer(model, forward, targets, microbatch_size or 1)
+    elif isinstance(example_inputs, Mapping):
+        given = dict(example_inputs)
+    else:
+        given = _by_position(example_inputs, forward, targets)
+    _check_names(given, forward, targets, loss_fn)
+    constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
+    if "use_cache" in forward and "use_cache" not in given:
+        constants["use_cache"] = False  # a training step has no use for the key/value cache
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
+    order = {name: place for place, name in enumerate((*forward, *targets))}
+    names = sorted(tensors, key=lambda name: order.get(name, len(order)))
+    if not names:
+        raise ValueError("example_inputs holds no tensor; give the batch of one microbatch, by argument name")
+    size = _microbatch_size(names[0], tensors[names[0]], microbatch_size)
+    inputs = tuple(Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names)
+    return Examples(inputs, constants, targets)
+
+
+def _target_names(loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
+    if loss_fn is None:
+        return ()
+    if isinstance(loss_fn, nn.Module):
+        loss_fn = loss_fn.forward
+    parameters = list(inspect.signature(loss_fn).parameters.values())
+    return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in _TARGETS)
+
+
+def _infer(
+    model: nn.Module, forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...], size: int
+) -> dict[str, Tensor]:
+    length = _sequence_length(model)
+    names = [n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not names and "input_ids" in forward:
+        names = ["input_ids"]
+    if not targets:
+        names += [n for n in forward if n in _TARGETS and n not in names]
+    if length is None or not names:
+        what = "sequence length" if length is None else "input names"
+        raise ValueError(
+            f"cannot infer the {what} of {type(model).__name__} from its config or embedding tables; "
+            "pass example_inputs={'input_ids': torch.zeros(b, s, dtype=torch.long), ...} for one microbatch"
+        )
+    return {name: torch.empty(size, length, dtype=torch.long, device="meta") for name in (*names, *targets)}
+
+
+def _sequence_length(model: nn.Module) -> int | None:
+    for holder in (getattr(model, "config", None), model):
+        for name in _LENGTHS:
+            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if len(tables) < 2:
+        return None
+    vocabulary = tables.index(max(tables))
+    return next(count for index, count in enumerate(tables) if index != vocabulary)
+
+
+def _by_position(
+    values: Sequence[Any], forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...]
+) -> dict[str, Any]:
+    taken = [n for n, p in forward.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n not in targets]
+    # With a loss function the last values are its targets, in its order.
+    count = max(len(values) - len(targets), 0)
+    names = [*taken[:count], *targets]
+    if isinstance(values, Tensor) or len(values) > len(names):
+        found = "a tensor" if isinstance(values, Tensor) else f"{len(values)} values"
+        raise ValueError(f"example_inputs is {found} for the inputs {names}; pass a dict of keyword arguments")
+    return dict(zip(names, values, strict=False))
+
+
+def _check_names(
+    given: Mapping[str, Any],
+    forward: Mapping[str, inspect.Parameter],
+    targets: tuple[str, ...],
+    loss_fn: Callable[..., Tensor] | None,
+) -> None:
+    if loss_fn is None and any(p.kind is p.VAR_KEYWORD for p in forward.values()):
+        known = set(given)
+    else:
+        known = {n for n, p in forward.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for name in given:
+        if name not in known and name not in targets:
+            near = difflib.get_close_matches(name, (*forward, *targets), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"example_inputs names {name!r}, forward takes {', '.join(forward)}{hint}")
+    required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
+    if missing:
+        raise ValueError(f"example_inputs lacks {', '.join(missing)}; it holds {', '.join(given) or 'nothing'}")
+
+
+def _microbatch_size(name: str, tensor: Tensor, microbatch_size: int | None) -> int:
+    if microbatch_size is None:
+        return tensor.shape[0] if tensor.dim() else 1
+    if microbatch_size not in tensor.shape:
+        raise ValueError(
+            f"microbatch_size={microbatch_size}, but example input {name!r} is {list(tensor.shape)}: "
+            "make them agree, or leave one out"
+        )
+    return microbatch_size
+
+
+def _batch_dim(tensor: Tensor, size: int) -> int | None:
+    return next((dim for dim, extent in enumerate(tensor.shape) if extent == size), None)

@@ -1,0 +1,97 @@
+"""The model together with its loss, as one module of positional tensors: what capture exports."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.manifest import Output
+
+
+class Result:
+    """What the model returned round the loss (an object of its own: torch.export undoes plain attributes)."""
+
+    def __init__(self) -> None:
+        self.output = Output("tensor")
+
+
+class Objective(nn.Module):
+    """Calls `model` with the inputs named in `names`, and returns the scalar loss alone.
+
+    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that
+    are not tensors. After a call `result` says what the model returned round the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        constants: Mapping[str, Any],
+        loss_fn: Callable[..., Tensor] | None,
+        targets: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.names = tuple(names)
+        self.constants = dict(constants)
+        self.loss_fn = loss_fn
+        self.targets = frozenset(targets)
+        self.result = Result()
+
+    def forward(self, *values: Tensor) -> Tensor:
+        given = {**self.constants, **dict(zip(self.names, values, strict=True))}
+        result = self.model(**{k: v for k, v in given.items() if k not in self.targets})
+        if self.loss_fn is not None:
+            loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
+            if not _is_loss(loss):
+                raise LossError(f"loss_fn returned {describe(loss)}: a scalar floating-point tensor is needed")
+            return loss
+        loss, self.result.output = find_loss(result)
+        return loss
+
+
+class LossError(ValueError):
+    """The model or loss_fn gave no scalar loss."""
+
+
+def find_loss(result: object) -> tuple[Tensor, Output]:
+    """The scalar loss in what a model returned, and the shape of the whole. Raises LossError."""
+    if isinstance(result, Tensor):
+        if _is_loss(result):
+            return result, Output("tensor")
+    elif isinstance(result, Mapping) or dataclasses.is_dataclass(result):
+        items = dict(result) if isinstance(result, Mapping) else vars(result)
+        if _is_loss(items.get("loss")):
+            kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
+            cls = type(result)
+            return items["loss"], Output(kind, "loss", f"{cls.__module__}:{cls.__qualname__}", tuple(items))
+    elif isinstance(result, (tuple, list)):
+        for index, item in enumerate(result):
+            if _is_loss(item):
+                fields = tuple(str(i) for i in range(len(result)))
+                cls = type(result)
+                return item, Output("tuple", str(index), f"{cls.__module__}:{cls.__qualname__}", fields)
+    raise LossError(
+        f"the model returned no scalar loss but {describe(result)}; "
+        "return the loss (alone, first in a tuple, or under 'loss'), or pass loss_fn="
+    )
+
+
+def describe(result: object) -> str:
+    """What a value is, in a few words: type, shapes, keys."""
+    if isinstance(result, Tensor):
+        return f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')}"
+    name = type(result).__name__
+    if isinstance(result, Mapping):
+        return f"{name} with {', '.join(f'{k}: {describe(v)}' for k, v in result.items())}"
+    if isinstance(result, (tuple, list)):
+        return f"{name} of {', '.join(describe(v) for v in result)}"
+    return f"{name} {result!r}" if isinstance(result, (str, int, float, bool, type(None))) else name
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and torch.is_floating_point(value)

@@ -1,0 +1,70 @@
+"""A copy of a module with the structure of the user's and none of its data."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private: torch's only tensors with a device and no data
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_OPAQUE = (nn.Module, Tensor, list, tuple, dict, set)
+
+
+def make_mode() -> FakeTensorMode:
+    """The mode in which the skeleton's tensors are made: all on the CPU, none with data.
+
+    CPU and not meta, so that a model which writes ``torch.arange(s)`` or ``torch.tensor([...])`` without a
+    device traces wherever its weights are.
+    """
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Copy `model`'s structure; every parameter and buffer becomes a twin without data, ties kept.
+
+    Nothing of the user's is changed and no weight is copied. The copy is in training mode; a model that is
+    training already keeps its submodules' own modes. Raises TypeError naming what cannot be copied.
+    """
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = _twin(tensor, mode)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = _twin(value, mode) if value.is_meta else value.detach().cpu()
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception:
+        # Locks, files, process groups: share what the forward may read and Python cannot copy.
+        for value in _uncopyable(model, memo):
+            memo[id(value)] = value
+        twin = copy.deepcopy(model, memo)
+    if not twin.training:
+        if isinstance(twin, fx.GraphModule):  # torch.export's refuse train()
+            for module in twin.modules():
+                module.training = True
+        else:
+            twin.train()
+    return twin
+
+
+def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
+        twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)
+
+
+def _uncopyable(model: nn.Module, memo: dict[int, object]) -> list[object]:
+    found = []
+    for module in model.modules():
+        for value in vars(module).values():
+            if not isinstance(value, _OPAQUE):
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:  # anything a foreign __deepcopy__ or __reduce__ may raise
+                    found.append(value)
+    return found

@@ -1,0 +1,93 @@
+"""Names for nodes from their module paths: ``h6_attn_c_attn``, ``layers3_self_attn_q_proj``."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+_INDEX = re.compile(r"_(\d+)(?=_|$)")
+
+
+def name_nodes(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph` without dead nodes, each node named after its module path and operator.
+
+    The last node of a leaf module's call is named after the module itself; containers round the first indexed
+    list ("transformer", "model") are left out. Equal graphs get equal names.
+    """
+    live = _live_nodes(graph)
+    containers = _containers(node.meta.get("path", "") for node in live)
+    heads = _module_results(live)
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in live:
+        name = _candidate(node, node in heads, containers, values)
+        args = fx.map_arg(node.args, values.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+        values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
+        made.meta = node.meta
+    return copy
+
+
+def short_path(path: str, containers: tuple[str, ...]) -> str:
+    """A module path as an identifier: "transformer.h.6.attn" -> "h6_attn"."""
+    for container in containers:
+        if path == container or path.startswith(container + "."):
+            path = path[len(container) + 1 :]
+            break
+    return _INDEX.sub(r"\1", re.sub(r"\W", "_", path))
+
+
+def _live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op in ("output", "placeholder") or node in live:
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in live]
+
+
+def _containers(paths: Iterable[str]) -> tuple[str, ...]:
+    """The paths round a list's own name, longest first: "transformer" of "transformer.h.6"."""
+    found: set[str] = set()
+    for path in dict.fromkeys(paths):
+        parts = path.split(".")
+        index = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+        found.update(".".join(parts[:end]) for end in range(1, index))
+    return tuple(sorted(found, key=lambda path: (-len(path), path)))
+
+
+def _module_results(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The last node of each run of nodes with the path of a module that calls no other."""
+    paths = {node.meta.get("path", "") for node in nodes}
+    inner = {path[:dot] for path in paths for dot in range(len(path)) if path[dot] == "."}
+    inner.add("")
+    calls = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
+    following = [*(node.meta.get("path", "") for node in calls[1:]), ""]
+    return {
+        node
+        for node, after in zip(calls, following, strict=True)
+        if (path := node.meta.get("path", "")) != after and path not in inner
+    }
+
+
+def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values: dict[fx.Node, fx.Node]) -> str:
+    if node.op in ("placeholder", "output"):
+        return node.name
+    if node.op == "get_attr":
+        return short_path(str(node.target), containers)
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return f"{values[node.args[0]].name}_{node.args[1]}"
+    path = short_path(node.meta.get("path", ""), containers)
+    word = operator_word(node.target)
+    name = path if result else f"{path}_{word}" if path else word
+    return name if name.isidentifier() else f"x_{name}"
+
+
+def operator_word(target: Any) -> str:
+    """An operator's plain name: aten.add.Tensor -> "add"."""
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).strip("_")
