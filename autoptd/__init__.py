@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoptd.check import ProgramError
+    from autoptd.compiled import CompiledProgram
     from autoptd.compiler import compile, load
     from autoptd.simulator import simulate_schedule
 
 _HOMES = {
+    "CompiledProgram": "autoptd.compiled",
     "ProgramError": "autoptd.check",
     "compile": "autoptd.compiler",
     "load": "autoptd.compiler",
     "simulate_schedule": "autoptd.simulator",
 }
 
-__all__ = ["ProgramError", "compile", "load", "simulate_schedule"]
+__all__ = ["CompiledProgram", "ProgramError", "compile", "load", "simulate_schedule"]
 
 
 def __getattr__(name: str) -> object:

@@ -72,6 +72,19 @@ def name_inputs(model: str, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"idx": idx, "targets": targets} if model == "gpt" else {"input_ids": idx, "labels": idx.clone()}
 
 
+def compile_program(model: nn.Module, args: argparse.Namespace) -> autoptd.CompiledProgram:
+    """The program of all ranks, made here alone; of the example only shapes and dtypes count."""
+    example = torch.zeros(args.microbatch_size, args.length, dtype=torch.long)
+    return autoptd.compile(
+        model,
+        mesh=args.mesh,
+        example_inputs=name_inputs(args.model, example, example.clone()),
+        num_microbatches=args.microbatches,
+        num_model_chunks=args.chunks,
+        seed=args.seed,
+    )
+
+
 def find_loss(output: object) -> Tensor:
     """The loss in what the model returns: ``(logits, loss)``, or an output with a ``loss`` field."""
     loss = output[1] if type(output) is tuple else getattr(output, "loss", None)
@@ -99,15 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         num_sequences *= args.mesh[2]
         clip_gradients = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     else:
-        example = torch.zeros(args.microbatch_size, args.length, dtype=torch.long)
-        program = autoptd.compile(  # (+)
-            model,
-            mesh=args.mesh,
-            example_inputs=name_inputs(args.model, example, example.clone()),
-            num_microbatches=args.microbatches,
-            num_model_chunks=args.chunks,
-            seed=args.seed,
-        )
+        program = compile_program(model, args)  # (+)
         model = parallel = program.bind()  # (+)
         clip_gradients = parallel.clip_grad_norm_  # (+)
         replica, replicas = program.rank(rank).coordinates.data, args.mesh[2]  # (+)

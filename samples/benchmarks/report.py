@@ -40,6 +40,8 @@ def publish(
     rows: Sequence[Sequence[object]],
     notes: Sequence[str],
     write: bool,
+    *,
+    script: str | None = None,
 ) -> None:
     """Print the table; with `write` also keep it, and how to make it again, as results/<name>.md."""
     table = Table(title=title, caption="\n".join(notes), caption_justify="left")
@@ -55,7 +57,7 @@ def publish(
         "",
         describe_machine(),
         "",
-        f"Again: `python -m samples.benchmarks.{name} --write`",
+        f"Again: `python -m samples.benchmarks.{script or name} --write`",
         "",
     ]
     lines += [
