@@ -13,7 +13,7 @@ from autoptd.runtime.placement import Parameter
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the user's batch, as ONE microbatch has it. `batch_dim` None: given whole to every microbatch."""
+    """One tensor of the user's batch, as ONE microbatch has it; `batch_dim` None: every one gets it whole."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Input:
 class Boundary:
     """One tensor that crosses from a stage to the next, as one tensor rank holds it.
 
-    `divided`: each tensor rank holds its own part already (no scatter/gather); otherwise all hold the same tensor.
+    `divided`: each tensor rank holds its own part already (no scatter/gather); otherwise all hold the same.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Boundary:
 class StageInterface:
     """What stage `index` takes and gives; its function is ``stage_<index>(rank, p, *receives, *inputs)``.
 
-    `sends` of stage k are `receives` of stage k + 1; the last stage sends nothing and returns the loss. A stage
-    function returns one tensor, or a tuple where it sends several.
+    `sends` of stage k are `receives` of stage k + 1; the last stage sends nothing and returns the loss. A
+    stage function returns one tensor, or a tuple where it sends several.
     """
 
     index: int
@@ -68,7 +68,8 @@ class Output:
 class Manifest:
     """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
 
-    `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under.
+    `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under. `transient`
+    are the buffers that the user's module keeps out of its ``state_dict``.
     """
 
     mesh: Mesh
@@ -83,8 +84,19 @@ class Manifest:
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
     output: Output
+    transient: tuple[str, ...] = ()
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""
         ranks = {s.index % self.mesh.pipeline for s in self.stages if name in s.parameters}
         return tuple(sorted(ranks))
+
+    def homes(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that keep `name`: its owners, or without any the first, for checkpoints."""
+        if self.parameters[name].kind == "constant" or name in self.transient:
+            return self.owners(name)
+        return self.owners(name) or (0,)
+
+    def is_saved(self, name: str) -> bool:
+        """Whether the user's ``state_dict`` has `name`."""
+        return self.parameters[name].kind != "constant" and name not in self.transient

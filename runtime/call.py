@@ -1,0 +1,128 @@
+"""What a call takes and gives: the batch, checked and cut; the output, rebuilt round the loss."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.manifest import Input, Manifest, Output
+
+
+def bind_batch(
+    manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> dict[str, Tensor]:
+    """The batch by input name, from a call's arguments; what does not fit is a TypeError or ValueError.
+
+    A further argument that is None counts as not given.
+    """
+    names = [i.name for i in manifest.inputs]
+    if len(args) > len(names):
+        raise TypeError(
+            f"{len(args)} positional arguments: the program was compiled for {len(names)}, {', '.join(names)}"
+        )
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name in given:
+            raise TypeError(f"argument {name} is given twice, by position and by name")
+        if name in names:
+            given[name] = value
+        elif value is not None:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            meant = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise TypeError(
+                f"unexpected argument {name}{meant} The program was compiled for {', '.join(names)}: "
+                "leave it out, or compile with example_inputs that have it"
+            )
+    missing = [name for name in names if given.get(name) is None]
+    if missing:
+        raise TypeError(
+            f"argument {', '.join(missing)} is missing: the program was compiled for {', '.join(names)}; "
+            "give it, or compile with example_inputs that lack it"
+        )
+    for expected in manifest.inputs:
+        _check_input(manifest, expected, given[expected.name], device)
+    return given
+
+
+def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.device) -> None:
+    name = expected.name
+    if not isinstance(value, Tensor):
+        raise TypeError(f"argument {name} is a {type(value).__name__}, expected a tensor")
+    shape = list(expected.shape)
+    count = ""
+    if expected.batch_dim is not None:
+        b, m = manifest.microbatch_size, manifest.num_microbatches
+        shape[expected.batch_dim] *= m
+        count = (
+            f" (microbatch_size {b} x num_microbatches {m} = {b * m} sequences of this replica in dimension "
+            f"{expected.batch_dim})"
+        )
+    if list(value.shape) != shape:
+        raise ValueError(
+            f"argument {name} has shape {list(value.shape)}, expected {shape}{count}: "
+            "give a batch of that shape, or compile for this one"
+        )
+    if value.dtype is not expected.dtype:
+        raise ValueError(
+            f"argument {name} is {value.dtype}, expected {expected.dtype}: give it .to({expected.dtype})"
+        )
+    if value.device.type != device.type or device.index not in (None, value.device.index):
+        raise ValueError(
+            f"argument {name} is on {value.device}, expected {device}: give it .to({str(device)!r})"
+        )
+
+
+def split_batch(
+    manifest: Manifest, batch: Mapping[str, Tensor], names: Sequence[str]
+) -> list[tuple[Tensor, ...]]:
+    """The inputs `names` of each microbatch, in order; contiguous, as they were captured."""
+    columns = []
+    for name in names:
+        (expected,) = (i for i in manifest.inputs if i.name == name)
+        value = batch[name]
+        if expected.batch_dim is None:
+            columns.append([value.contiguous()] * manifest.num_microbatches)
+        else:
+            dim = expected.batch_dim
+            columns.append([x.contiguous() for x in value.split(expected.shape[dim], dim)])
+    if not columns:
+        return [()] * manifest.num_microbatches
+    return list(zip(*columns, strict=True))
+
+
+def output_builder(output: Output) -> Callable[[Tensor], Any]:
+    """A function from the loss to what the model returns: the loss in its place, every other field None."""
+    if output.kind == "tensor":
+        return lambda loss: loss
+    if output.kind == "tuple":
+        place = int(output.loss)
+        return lambda loss: tuple(loss if i == place else None for i in range(len(output.fields)))
+    if output.kind not in ("dict", "dataclass"):
+        raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
+    cls = _find_class(output.type) if output.type else dict
+
+    def build(loss: Tensor) -> Any:
+        fields = dict.fromkeys(output.fields) | {output.loss: loss}
+        return cls(fields) if output.kind == "dict" else cls(**fields)
+
+    return build
+
+
+def _find_class(path: str) -> type:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(
+                f"the model's output class {name} is not found in module {module}: "
+                "define it at a module's top level, where every rank can import it"
+            )
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise ValueError(f"{path} is a {type(found).__name__}, expected the model's output class")
+    return found

@@ -1,0 +1,189 @@
+"""The parallel model of one rank: an nn.Module that runs the whole pipelined step when it is called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.call import bind_batch, output_builder, split_batch
+from autoptd.runtime.clipping import global_norm, scale_gradients
+from autoptd.runtime.connection import Connection
+from autoptd.runtime.data_parallel import DTYPES, reduce_gradients, share_loss
+from autoptd.runtime.executor import Executor
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.schedule import Action
+from autoptd.runtime.weights import Constants, find_tensor, gather_whole, hang_up, take_slice, take_slices
+
+Batch = Mapping[str, Tensor]
+
+
+class Parallel(nn.Module):
+    """This rank's part of the model, used as the whole: ``loss = parallel(**batch).loss; loss.backward()``.
+
+    A call runs the schedule, forwards and backwards, and keeps the gradients; ``backward`` scales them by
+    what it is given and hands them to ``.grad``. Every rank must call it, and gets the same loss. Under
+    ``torch.no_grad()`` it runs the forwards only. Parameters have their names in the user's ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connection: Connection,
+        functions: Mapping[int, Callable[..., Any]],
+        constants: Constants,
+        actions: Sequence[Action],
+        weights: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's slices of the whole `weights` (by the user's names) and bind the program to them.
+
+        `functions` are this rank's stage functions by stage index, `constants` its program's own.
+        """
+        super().__init__()
+        self._manifest = manifest
+        self._rank = connection.rank
+        self._connection = connection
+        self._device = connection.rank.device
+        self._executor = Executor(manifest, connection, functions, actions)
+        self._build_output = output_builder(manifest.output)
+        self._loss_dtype: torch.dtype | None = None
+        hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on this replica's batch; give what the model returns, with only the loss filled in."""
+        batch = bind_batch(self._manifest, args, kwargs, self._device)
+        if torch.is_autocast_enabled(self._device.type):
+            warnings.warn(
+                "autocast has no effect inside a compiled program, which keeps the precision it was captured "
+                "with: call autoptd.compile under torch.autocast, or convert the model first",
+                stacklevel=2,
+            )
+        if torch.is_grad_enabled():
+            trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+            # Makes the loss differentiable on a rank without parameters too.
+            anchor = torch.zeros((), device=self._device, requires_grad=True)
+            values = trained.values()
+            loss = _Step.apply(self, batch, tuple(trained), anchor, *values)  # type: ignore[no-untyped-call]
+        else:
+            loss, _ = self._run(batch, gradients=False)
+        return self._build_output(loss)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradient of the whole model, over all ranks, to `max_norm`; give its norm before.
+
+        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``.
+        """
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        norm = global_norm(self._manifest, self._rank, gradients, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
+                "or pass error_if_nonfinite=False to scale by it all the same"
+            )
+        scale_gradients(gradients, norm, max_norm)
+        dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
+        return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
+
+        Every rank must call it.
+        """
+        return gather_whole(self._manifest, self._rank, self._slices())
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's slices of a whole `state`, given to every rank; ValueError for other names."""
+        manifest = self._manifest
+        names = [name for name in manifest.parameters if manifest.is_saved(name)]
+        unknown = sorted(set(state) - set(names) - set(manifest.aliases))
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} names of the state are unknown to the compiled model: "
+                f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
+            )
+        # All are looked up before any is changed.
+        whole = {name: find_tensor(manifest, state, name) for name in names}
+        with torch.no_grad():
+            for name, own in self._slices().items():
+                if name in whole:
+                    own.copy_(take_slice(manifest.parameters[name], whole[name], self._rank))
+
+    def _slices(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def _run(self, batch: Batch, gradients: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the step; give the loss and, with `gradients`, the gradient of each parameter by its name."""
+        rank, manifest = self._rank, self._manifest
+        rank.randomness.training = self.training
+        slices = self._slices()
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        weights = {}
+        inputs = {}
+        for index in self._executor.stages:
+            interface = manifest.stages[index]
+            # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
+            weights[index] = {
+                name: slices[name].detach().requires_grad_(gradients and name in trained)
+                for name in interface.parameters
+            }
+            inputs[index] = split_batch(manifest, batch, interface.inputs)
+        losses = self._executor.run(weights, inputs, gradients)
+        pair = share_loss(rank, losses)
+        if self._loss_dtype is None:
+            self._loss_dtype = DTYPES[int(pair[1])]
+        if self.training:
+            rank.randomness.call += 1
+        summed = self._sum_stages(weights, trained) if gradients else {}
+        reduce_gradients(manifest, self._connection, summed)
+        return pair[0].to(self._loss_dtype), summed
+
+    def _sum_stages(
+        self, weights: Mapping[int, Mapping[str, Tensor]], trained: set[str]
+    ) -> dict[str, Tensor]:
+        """This rank's gradients: a parameter's sum over its stages here, in ascending order."""
+        gradients: dict[str, Tensor] = {}
+        for stage in sorted(weights):
+            for name, leaf in weights[stage].items():
+                if name not in trained:
+                    continue
+                if leaf.grad is None:
+                    # Its other owners, on other ranks, may have one and sum with this.
+                    if len(self._manifest.owners(name)) > 1:
+                        gradients.setdefault(name, torch.zeros_like(leaf))
+                elif name in gradients:
+                    gradients[name] += leaf.grad
+                else:
+                    gradients[name] = leaf.grad
+        return gradients
+
+
+class _Step(torch.autograd.Function):
+    """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parallel: Parallel,
+        batch: Batch,
+        names: tuple[str, ...],
+        anchor: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        loss, gradients = parallel._run(batch, gradients=True)
+        ctx.kept = [gradients.get(name) for name in names]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is None:
+            raise RuntimeError(
+                "the gradients of this step were handed to .grad by an earlier backward: "
+                "call the parallel model again, or scale the loss before its one backward"
+            )
+        kept, ctx.kept = ctx.kept, None
+        return None, None, None, None, *(g if g is None else g.mul_(scale) for g in kept)

@@ -1,0 +1,126 @@
+"""A rank's slices of the model's tensors: taken from the whole, kept under the user's names, joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.placement import Parameter
+from autoptd.runtime.rank import Rank
+
+Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+class OnCPU(Mapping[str, Tensor]):
+    """`tensors`, each brought to the CPU when it is asked for: where a program's constants are computed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].detach().cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def take_slices(
+    manifest: Manifest, rank: Rank, constants: Constants, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's slice of every tensor it keeps, by name, in the manifest's order, as memory of its own.
+
+    `weights` has whole tensors under the user's names; it is asked only for what this rank keeps and what its
+    constants are computed from.
+    """
+    here = rank.coordinates.pipeline
+    kept = [name for name in manifest.parameters if here in manifest.homes(name)]
+    with torch.no_grad():
+        computed = constants(OnCPU(weights)) if any(_is_constant(manifest, name) for name in kept) else {}
+        slices = {}
+        for name in kept:
+            source = computed if _is_constant(manifest, name) else weights
+            whole = find_tensor(manifest, source, name)
+            slices[name] = take_slice(manifest.parameters[name], whole, rank)
+    return slices
+
+
+def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor stored as `name`, which may go by one of its aliases; ValueError where it is missing."""
+    for candidate in (name, *(alias for alias, stored in manifest.aliases.items() if stored == name)):
+        if candidate in tensors:
+            return tensors[candidate]
+    shape = list(manifest.parameters[name].shape)
+    raise ValueError(f"no tensor {name}{shape} among the {len(tensors)} given: give the whole model's")
+
+
+def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
+    """This rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
+    if whole.is_meta:
+        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
+    if tuple(whole.shape) != parameter.shape:
+        raise ValueError(
+            f"{parameter.name} has shape {list(whole.shape)}, expected {list(parameter.shape)}: "
+            "give the weights of the model that was compiled"
+        )
+    own = parameter.placement.take(whole.detach(), rank.tensor.size, rank.tensor.index)
+    return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
+
+
+def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
+    """Register `slices` below `root` under their dotted names, in plain modules; constants are not saved."""
+    modules = {"": root}
+    for name, tensor in slices.items():
+        parameter = manifest.parameters[name]
+        path, _, leaf = name.rpartition(".")
+        module = _open_path(modules, path)
+        if parameter.kind == "parameter":
+            module.register_parameter(leaf, nn.Parameter(tensor, parameter.requires_grad))
+        else:
+            module.register_buffer(leaf, tensor, persistent=manifest.is_saved(name))
+
+
+def _open_path(modules: dict[str, nn.Module], path: str) -> nn.Module:
+    if path not in modules:
+        above, _, name = path.rpartition(".")
+        modules[path] = nn.Module()
+        _open_path(modules, above).add_module(name, modules[path])
+    return modules[path]
+
+
+def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere.
+
+    One tensor at a time: joined over the tensor group of its first home, then broadcast along the pipeline.
+    """
+    root = rank.mesh.coordinates(0)
+    at = rank.coordinates
+    gathered: dict[str, Tensor] = {}
+    if at.data != root.data:
+        return gathered
+    names = [name for name in manifest.parameters if manifest.is_saved(name)]
+    for name in names:
+        parameter = manifest.parameters[name]
+        home = manifest.homes(name)[0]
+        whole = torch.empty(0)
+        if at.pipeline == home:
+            whole = parameter.placement.join(rank.tensor.all_gather(slices[name].detach()))
+        if at.tensor == root.tensor:
+            if at.pipeline != home:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
+            whole = rank.pipeline.broadcast(whole, home)
+            if at == root:
+                gathered[name] = whole.to("cpu", copy=True)
+    if at == root:
+        for alias, stored in manifest.aliases.items():
+            gathered[alias] = gathered[stored]
+    return gathered
+
+
+def _is_constant(manifest: Manifest, name: str) -> bool:
+    return manifest.parameters[name].kind == "constant"
