@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.dropout import dropout
+from autoptd.runtime.kernels.keyed_dropout import dropout
 from autoptd.runtime.rank import Rank
 
 
