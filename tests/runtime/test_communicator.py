@@ -51,10 +51,10 @@ def test_every_axis_has_its_own_group(run: Callable[..., list[Any]]) -> None:
 @RUNNERS
 def test_collectives_give_equal_bits_and_are_counted(run: Callable[..., list[Any]]) -> None:
     mesh = Mesh(3, 1, 1)
+    xs = [torch.randn(5, 7).t() for _ in range(3)]
 
     def collect(rank: Rank) -> Any:
-        torch.manual_seed(rank.tensor.index)
-        x = torch.randn(5, 7).t()  # not contiguous
+        x = xs[rank.tensor.index]  # not contiguous
         total = rank.tensor.all_reduce(x.clone())
         largest = rank.tensor.all_reduce(x.clone(), "max")
         gathered = rank.tensor.all_gather(x)
@@ -62,10 +62,6 @@ def test_collectives_give_equal_bits_and_are_counted(run: Callable[..., list[Any
         return total, largest, gathered, second, dict(rank.tensor.counts), dict(rank.tensor.elements)
 
     results = run(mesh, collect)
-    xs = []
-    for index in range(3):
-        torch.manual_seed(index)
-        xs.append(torch.randn(5, 7).t())
     for total, largest, gathered, second, counts, elements in results:
         assert torch.equal(total, results[0][0])
         torch.testing.assert_close(total, torch.stack(xs).sum(0))
