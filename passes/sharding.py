@@ -275,7 +275,7 @@ def _contract_with_bias(low: _Lowering, node: fx.Node, target: Any, args: tuple[
     if bias is None:
         return product
     reduced = low.reduce(product, f"{node.name}_g")
-    return low.add(aten.add.Tensor, (reduced, low.whole(bias)), node, name=f"{node.name}_bias")
+    return low.add(aten.add.Tensor, (reduced, low.whole(bias)), node, name=f"{node.name}_biased")
 
 
 def lower_add(low: _Lowering, node: fx.Node) -> fx.Node:

@@ -8,17 +8,19 @@ from torch import Tensor
 from autoptd.runtime.rank import Rank
 
 
-def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_idx: int = -1) -> Tensor:
     """Look `ids` up in this tensor rank's rows of the table: partial, zero where another rank owns the row.
 
     `weight` [ceil(V / t), h] holds rows index * ceil(V / t) on; the last rank's may be padded. An id outside
-    0 to V - 1 is torch's own IndexError on every rank.
+    0 to V - 1 is torch's own IndexError on every rank. The row `padding_idx` (-1: none) gets no gradient.
     """
     if rank.tensor.size == 1:
-        return torch.embedding(weight, ids)
+        return torch.embedding(weight, ids, padding_idx)
     rows = weight.shape[0]
     local = ids - rank.tensor.index * rows
     elsewhere = (local < 0) | (local >= rows)
     illegal = (ids < 0) | (ids >= vocabulary)
     local = local.masked_fill(elsewhere, 0).masked_fill(illegal, rows)
-    return torch.embedding(weight, local).masked_fill(elsewhere.unsqueeze(-1), 0)
+    own_padding = padding_idx - rank.tensor.index * rows
+    own_padding = own_padding if 0 <= own_padding < rows else -1
+    return torch.embedding(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
