@@ -13,13 +13,13 @@ from autoptd.simulator import SimulatedStep, simulate_schedule
 TIMES = ((Fraction(1), Fraction(2)), (1, 1), (0.01, 0.02))
 
 
-@pytest.mark.parametrize("p", [*range(1, 17), 33])
+@pytest.mark.parametrize("p", [*range(1, 17), 24])
 def test_bubble_is_the_closed_form(p: int) -> None:
     """(p - 1)/(v·m) of the ideal time, to the last bit, whatever the two times are (SC21 §2.2)."""
     shapes = [
         *((name, m, 1) for name in ("1f1b", "gpipe") for m in (1, p, 2 * p + 1)),
         *(("gpipe", p + 1, v) for v in (2, 3)),
-        *(("interleaved_1f1b", n * p, v) for v in (1, 2, 3, 4) for n in (1, 2, 3) if p * v * n < 200),
+        *(("interleaved_1f1b", n * p, v) for v in (1, 2, 3, 4) for n in (1, 2, 3) if p * v * n <= 100),
     ]
     for index, (name, m, v) in enumerate(shapes):
         forward, backward = TIMES[index % len(TIMES)]

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from autoptd.runtime.schedule import Action, Schedule, make_schedule, peak_in_flight
 
-RANKS = [*range(1, 17), 33]
+RANKS = [*range(1, 17), 24]
 Shape = tuple[str, int, int, int]
 
 
@@ -22,7 +22,7 @@ def one_forward_one_backward(p: int) -> list[Shape]:
 
 
 def interleaved(p: int) -> list[Shape]:
-    return [("interleaved_1f1b", p, n * p, v) for v in (2, 3, 4) for n in (1, 2, 3) if p * v * n < 200]
+    return [("interleaved_1f1b", p, n * p, v) for v in (2, 3, 4) for n in (1, 2, 3) if p * v * n <= 100]
 
 
 def gpipe(p: int) -> list[Shape]:
