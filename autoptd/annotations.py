@@ -1,0 +1,158 @@
+"""What stands beside a program's lines: shapes, bytes, module headings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.program import Stage, tensor_bytes
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+# A module with fewer calls than this of its own, and no module inside, is told under its parent's heading.
+_OWN_HEADING = 4
+
+
+def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = None, tensor: int = 1) -> str:
+    """``bf16[256, 1, 3072/4]``: a rank's share, its `divided` dimension as the whole over the ranks."""
+    sizes = [str(size) for size in shape]
+    if divided is not None and tensor > 1 and sizes:
+        sizes[divided] = f"{shape[divided] * tensor}/{tensor}"
+    return f"{_DTYPES.get(dtype) or str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+
+
+def write_bytes(count: int) -> str:
+    """``524 kB``: three digits, decimal units."""
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}"
+
+
+def write_value_shape(node: fx.Node, tensor: int) -> str:
+    """The shape of a node's value, or of each part of it; empty where it is unknown."""
+    return _shape_of(node.meta.get("val"), node.meta.get("divided"), tensor)
+
+
+def write_communication(node: fx.Node, tensor: int) -> str:
+    """What the call sends to the other tensor ranks, forward or backward; empty where nothing."""
+    target = node.target
+    module = getattr(target, "__module__", None) or ""
+    value = node.meta.get("val")
+    if tensor == 1 or not module.startswith("autoptd.runtime.") or not isinstance(value, Tensor):
+        return ""
+    name = getattr(target, "__name__", "")
+    if name == "copy_to_tensor":  # f: identity forward
+        return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
+    if name == "reduce_from_tensor":  # g: identity backward
+        return f"all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
+    if name == "cross_entropy" and isinstance(node.args[1], fx.Node):
+        logits = node.args[1].meta["val"]
+        row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
+        return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
+    return ""
+
+
+def _shape_of(value: Any, divided: int | None, tensor: int) -> str:
+    if isinstance(value, Tensor):
+        return write_shape(value.dtype, value.shape, divided, tensor)
+    if isinstance(value, (tuple, list)):
+        parts = [_shape_of(part, divided, tensor) for part in value]
+        if len(parts) > 1 and len(set(parts)) == 1:
+            return f"{len(parts)} x {parts[0]}"
+        return ", ".join(parts)
+    return ""
+
+
+class Headings:
+    """Under which module's heading each path is told, and what range of the model a stage covers."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        calls: Counter[str] = Counter()
+        self._ranges: dict[str, set[int]] = {}
+        self._paths: list[list[str]] = []
+        for index, stage in enumerate(stages):
+            own = Counter(n.meta.get("path", "") for n in stage.graph.nodes if n.op == "call_function")
+            calls += own
+            self._paths.append(list(own))
+            for path in own:
+                self._ranges.setdefault(_block(path), set()).add(index)
+        outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
+        self._group = {
+            path: path if path in outer or count >= _OWN_HEADING else path.rpartition(".")[0]
+            for path, count in calls.items()
+        }
+
+    def group(self, path: str) -> str:
+        """The module whose heading covers `path`: itself, or its parent where it is a small leaf."""
+        return self._group.get(path, path)
+
+    def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:
+        """The name over a run of `nodes` told under `path`."""
+        if path:
+            return path
+        leaves = dict.fromkeys(node.meta.get("path", "") for node in nodes)
+        return ", ".join(leaf for leaf in leaves if leaf) or "loss" * _is_loss(nodes) or "model"
+
+    def stage_range(self, index: int) -> str:
+        """``h.6 - h.11, ln_f``: the repeated blocks and the modules between them that a stage computes."""
+        blocks = [block for block in dict.fromkeys(map(_block, self._paths[index])) if block]
+        texts = [block + " (part)" * (len(self._ranges[block]) > 1) for block in blocks]
+        rows: list[list[str]] = []
+        for block, text in zip(blocks, texts, strict=True):
+            last = rows[-1][-1] if rows else ""
+            if rows and _follows(last.removesuffix(" (part)"), block):
+                rows[-1].append(text)
+            else:
+                rows.append([text])
+        return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows) or "loss"
+
+
+def stage_bytes(stage: Stage, tensor: int) -> int:
+    """Bytes of the parameters and buffers that one rank holds of a stage."""
+    return sum(
+        prod(p.placement.local_shape(p.shape, tensor)) * p.dtype.itemsize for p in stage.parameters.values()
+    )
+
+
+def _is_loss(nodes: Sequence[fx.Node]) -> bool:
+    value = nodes[-1].meta.get("val") if nodes else None
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _block(path: str) -> str:
+    """The path up to its first number ("h.6" of "h.6.attn.c_attn"), or all of it."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return path
+
+
+def _follows(block: str, other: str) -> bool:
+    stem, _, number = block.rpartition(".")
+    other_stem, _, other_number = other.rpartition(".")
+    return (
+        stem == other_stem
+        and number.isdigit()
+        and other_number.isdigit()
+        and int(other_number) == int(number) + 1
+    )

@@ -1,0 +1,86 @@
+"""Two ways to write the same call: short, as a person reads it, and positional, as a graph holds it."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+_REQUIRED = inspect.Parameter.empty
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The call without arguments that only repeat their default, and options by name.
+
+    ``sdpa(q, k, v, None, 0.0, True)`` becomes ``sdpa(q, k, v, is_causal=True)``; values stay where they are,
+    and so do an operator's required arguments.
+    """
+    known = _positional(target)
+    if known is None or len(args) > len(known):
+        return tuple(args), dict(kwargs)
+    is_operator = isinstance(target, OpOverload)
+    short: list[Any] = []
+    options: dict[str, Any] = {}
+    by_position = True
+    for (name, default), value in zip(known, args, strict=False):
+        stays = _holds_node(value) or (default is _REQUIRED and is_operator)
+        if stays and by_position:
+            short.append(value)
+            continue
+        by_position = False
+        if stays or not _same(value, default):
+            options[name] = value
+    return tuple(short), {**options, **kwargs}
+
+
+def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """The call with every argument that can go by position in its position; skipped ones at their default."""
+    known = _positional(target)
+    if known is None or len(args) > len(known):
+        return tuple(args), dict(kwargs)
+    rest = dict(kwargs)
+    names = [name for name, _ in known]
+    last = max((index for index, name in enumerate(names) if name in rest), default=-1)
+    spread = list(args)
+    for name, default in known[len(args) : last + 1]:
+        if name not in rest and default is _REQUIRED:
+            return tuple(args), dict(kwargs)
+        spread.append(rest.pop(name, default))
+    return tuple(spread), rest
+
+
+@cache
+def _positional(target: Any) -> tuple[tuple[str, Any], ...] | None:
+    """Name and default of each argument that can go by position; None where they cannot all be named."""
+    if isinstance(target, OpOverload):
+        known = tuple(
+            (argument.name, argument.default_value if argument.has_default_value() else _REQUIRED)
+            for argument in target._schema.arguments
+            if not argument.kwarg_only
+        )
+    elif inspect.isfunction(target):
+        parameters = inspect.signature(target).parameters.values()
+        if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
+            return None
+        known = tuple((parameter.name, parameter.default) for parameter in parameters)
+    else:
+        return None
+    return None if any(keyword.iskeyword(name) for name, _ in known) else known
+
+
+def _holds_node(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds_node(item) for item in value)
+    return isinstance(value, fx.Node)
+
+
+def _same(value: Any, default: Any) -> bool:
+    # 1 == 1.0 == True, but as arguments they may differ.
+    return type(value) is type(default) and bool(value == default)

@@ -1,0 +1,93 @@
+"""The lines of a rank program: a heading per module, a statement per call, a comment at the side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from autoptd.annotations import write_communication, write_value_shape
+from autoptd.expressions import Names, is_index, write_call, write_index
+
+WIDTH = 110
+COMMENT_COLUMN = 76
+_SHAPE_WIDTH = 20
+_SHAPE_KEPT = ("copy_to_tensor", "reduce_from_tensor")  # their lines have more to say
+
+
+def write_heading(name: str, line: str) -> str:
+    """``# h.6.attn ... gpt.py:52``: the module that the lines below belong to, and its line in the source."""
+    text = f"    # {name}"
+    return f"{text:<{COMMENT_COLUMN + 1}} {line}" if line else text
+
+
+def write_calls(nodes: Sequence[fx.Node], names: Names, tensor: int, device: str | None) -> Iterator[str]:
+    """The lines of consecutive calls; a split is unpacked where its parts are taken at once.
+
+    `tensor` and `device`: the tensor ranks and how a device is written, as in `write_call`.
+    """
+    position = 0
+    while position < len(nodes):
+        node = nodes[position]
+        parts = _parts_taken(node, nodes, position + 1)
+        position += 1 + len(parts)
+        target = ", ".join(names[part] for part in parts or [node])
+        shape, note = _explain(node, tensor)
+        if is_index(node):
+            yield beside(f"    {target} = {write_index(node, names, device)}", write_comment(shape, note))
+        else:
+            yield from _write_statement(target, *write_call(node, names, device), shape, note)
+
+
+def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
+    """A shape and what else there is to say of a line, in two columns; empty where there is nothing."""
+    if not (shape and note):
+        return f"# {shape or note}" if shape or note else ""
+    return f"# {shape:<{_SHAPE_WIDTH}}  {note}" if columns else f"# {shape}  {note}"
+
+
+def beside(code: str, comment: str) -> str:
+    """Code and its comment, which starts at the common column unless that takes it over the width."""
+    if not comment:
+        return code
+    column = min(COMMENT_COLUMN, WIDTH - len(comment))
+    return f"{code:<{max(column, len(code) + 2)}}{comment}"
+
+
+def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
+    """The shape of a call's value, and a note: a partial sum, or what the call sends."""
+    if node.meta.get("partial"):
+        return write_value_shape(node, tensor), "partial"
+    sent = write_communication(node, tensor)
+    if sent and getattr(node.target, "__name__", "") in _SHAPE_KEPT:
+        return "", sent
+    return write_value_shape(node, tensor), sent
+
+
+def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequence[fx.Node]:
+    """The nodes from `position` on that take part 0, 1, ... of `node`'s value, where nobody else uses it."""
+    value = node.meta.get("val")
+    if not isinstance(value, (tuple, list)) or len(node.users) != len(value) or len(value) < 2:
+        return ()
+    parts = nodes[position : position + len(value)]
+    if len(parts) == len(value) and all(
+        is_index(part) and part.args == (node, number) for number, part in enumerate(parts)
+    ):
+        return parts
+    return ()
+
+
+def _write_statement(target: str, function: str, args: Sequence[str], shape: str, note: str) -> Iterator[str]:
+    """One call on one line where it fits, else its arguments on lines of their own below the comment."""
+    inner = ", ".join(args)
+    code = f"    {target} = {function}({inner})"
+    comment = write_comment(shape, note, columns=len(code) + 2 <= COMMENT_COLUMN)
+    if len(code) + 2 + len(comment) <= WIDTH:
+        yield beside(code, comment)
+        return
+    yield beside(f"    {target} = {function}(", write_comment(shape, note))
+    if len(inner) + 8 <= WIDTH:
+        yield f"        {inner}"
+    else:
+        yield from (f"        {arg}," for arg in args)
+    yield "    )"
