@@ -127,6 +127,19 @@ def select(analysis: Analysis, node: fx.Node) -> Axes:
     return tuple(own)
 
 
+def index(analysis: Analysis, node: fx.Node) -> Axes:
+    """Rows picked out of one dimension by a list of numbers: that dimension is needed whole."""
+    own = list(analysis.of(node.args[0]))
+    picks = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type, union-attr]
+    if len(picks) != 1 or len(analysis.of(picks[0][1])) != 1:
+        return opaque(analysis, node)  # type: ignore[no-any-return]
+    dim = picks[0][0]
+    reason = f"{node.name} picks from it"
+    ax.block(own[dim], reason)
+    own[dim] = Axis(shape_of(node)[dim], blocked=reason)
+    return tuple(own)
+
+
 def unbind(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
     own = list(analysis.of(node.args[0]))
     axis = own.pop(int(argument(node, 1, "dim", 0)))
@@ -139,7 +152,8 @@ def slice_rows(analysis: Analysis, node: fx.Node) -> Axes:
     own, shape = list(analysis.of(node.args[0])), shape_of(node)
     dim = int(argument(node, 1, "dim", 0)) % len(own)
     axis = ax.find(own[dim])
-    if shape[dim] == axis.size:
+    if shape[dim] in (0, axis.size):
+        own[dim] = axis if shape[dim] else Axis(0)
         return tuple(own)
     start = int(argument(node, 2, "start") or 0)
     start = start + axis.size if start < 0 else start
@@ -189,7 +203,7 @@ def concatenate(analysis: Analysis, node: fx.Node) -> Axes:
         for d, (a, b) in enumerate(zip(parts[0], other, strict=True)):
             if d != dim:
                 ax.unify(a, b)
-    segments = tuple(p[dim] for p in parts)
+    segments = tuple(p[dim] for p in parts if ax.find(p[dim]).size)
     joined = segments[0] if len(segments) == 1 else Axis(shape_of(node)[dim], "sum", segments)
     return (*parts[0][:dim], joined, *parts[0][dim + 1 :])
 
@@ -476,6 +490,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["aten.expand", "aten.expand_as", "aten.broadcast_to"], expand),
     "aten.repeat_interleave": repeat_interleave,
     "aten.select": select,
+    "aten.index": index,
     "aten.unbind": unbind,
     **dict.fromkeys(["aten.slice", "aten.narrow"], slice_rows),
     **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], split),

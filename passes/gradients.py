@@ -202,6 +202,7 @@ def _minimum_cut(shape: Shape) -> tuple[frozenset[int], frozenset[int]]:
             network.add_edge((i, "out"), "sink")
         for reader in inner:
             network.add_edge((i, "out"), (reader, "in"))
+            network.add_edge((reader, "in"), (i, "in"))  # a reader with a whole gradient gives a whole one
     _, (near, _) = nx.minimum_cut(network, "source", "sink")
     before = frozenset(i for i in range(len(shape)) if (i, "in") in near)
     return frozenset(i for i in before if (i, "out") not in near), before
