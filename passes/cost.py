@@ -1,0 +1,168 @@
+"""What a node costs on one rank: FLOPs, memory traffic, and nanoseconds of forward and backward.
+
+Rough on purpose: the cut needs proportions, and every number comes from the shapes in ``meta["val"]``, which are
+one rank's already.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.runtime import aten, collectives, kernels
+
+NANOSECONDS = 10**9
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one device: FLOP/s reached in 2-byte GEMMs, and bytes/s of its memory and links.
+
+    The defaults are an A100's: half of 312 TFLOP/s, as SC21 §5.1 measures, NVLink inside a server and 200 Gb/s
+    InfiniBand between servers. `latency` is the time of the smallest message between stages, in nanoseconds.
+    """
+
+    flops: float = 156e12
+    memory: float = 1.5e12
+    tensor_link: float = 300e9
+    pipeline_link: float = 25e9
+    latency: int = 5_000
+
+
+REFERENCE = Device()
+
+# GEMM -> the position of its argument whose last dimension is contracted.
+GEMMS: Mapping[Any, int] = {
+    aten.linear.default: 0,
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.matmul.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}
+# Attention -> the position of its queries; keys and values follow.
+ATTENTIONS: Mapping[Any, int] = {aten.scaled_dot_product_attention.default: 0, kernels.attention: 1}
+# Lookups -> the position of their table.
+LOOKUPS: Mapping[Any, int] = {aten.embedding.default: 0, kernels.embedding: 1}
+# Times that ``kernels.attention``, in plain torch, reads or writes the scores: masked, softmax, dropout, product.
+SCORE_PASSES = 8
+
+
+def node_flops(node: fx.Node) -> int:
+    """Forward FLOPs: 2mkn for a GEMM, both products of an attention in full, else one per element of the result."""
+    if node.op != "call_function" or is_free(node) or node.target in COLLECTIVES:
+        return 0
+    value = node.meta["val"]
+    if node.target in GEMMS:
+        factor: Any = node.args[GEMMS[node.target]]
+        flops: int = 2 * value.numel() * factor.meta["val"].shape[-1]
+        return flops
+    if node.target in ATTENTIONS:
+        q, k, v = (tensor.shape for tensor in _attended(node))
+        return int(2 * q[:-1].numel() * k[-2] * (q[-1] + v[-1]))
+    return _sum_over(value, torch.Tensor.numel)
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Bytes that a forward reads and writes: arguments and result; of a table only the rows looked up."""
+    if node.op != "call_function" or is_free(node):
+        return 0
+    written = _bytes(node)
+    if node.target in LOOKUPS:
+        return 2 * written
+    read = sum(map(_bytes, node.all_input_nodes))
+    if node.target is kernels.attention:
+        q, k, _ = _attended(node)
+        read += SCORE_PASSES * q.shape[:-1].numel() * k.shape[-2] * q.element_size()
+    return int(read + written)
+
+
+def node_nanoseconds(node: fx.Node, *, tensor: int, device: Device = REFERENCE) -> int:
+    """Time of forward and backward on one of `tensor` tensor ranks, at least 1; views are free, 0.
+
+    A GEMM's backward is two GEMMs, any other backward twice the arithmetic. Backward reads the result's gradient
+    and the arguments, and writes the arguments' gradients. Compute or memory, whichever takes longer, and then
+    communication by rings.
+    """
+    if node.op != "call_function" or is_free(node):
+        return 0
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    forward, written = node_bytes(node), _bytes(node)
+    compute, moved = node_flops(node), forward
+    if first.is_floating_point():
+        compute *= 3
+        moved += 2 * (forward - written) + written
+    if node.target in LOOKUPS:
+        table: Any = node.args[LOOKUPS[node.target]]
+        moved += 3 * _bytes(table)  # its gradient is made whole, and added to the others
+    rate = device.flops * min(1.0, 2 / first.element_size())
+    time = max(compute / rate, moved / device.memory)
+    if node.target in COLLECTIVES:
+        time += 2 * (tensor - 1) / tensor * COLLECTIVES[node.target](node) / device.tensor_link
+    return max(1, ceil(time * NANOSECONDS))
+
+
+def transfer_nanoseconds(
+    value: torch.Tensor, *, divided: bool, gradient: bool, tensor: int, device: Device = REFERENCE
+) -> int:
+    """Time to send one tensor to the next stage, and its `gradient` back.
+
+    Of an undivided tensor each tensor rank sends 1/t, all-gathered on arrival (SC21 §4.1).
+    """
+    size = _bytes_of(value)
+    share = size if divided else size / tensor
+    time = share / device.pipeline_link + (size - share) / device.tensor_link
+    return (ceil(time * NANOSECONDS) + device.latency) * (2 if gradient else 1)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether the node only looks at its argument's memory in another way. Contiguous copies are not free."""
+    if node.target is operator.getitem or node.target is collectives.take_own:
+        return True
+    if not getattr(node.target, "is_view", False) or node.target is aten.contiguous.default:
+        return False
+    value = node.meta["val"]
+    source = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else value
+    return not isinstance(value, torch.Tensor) or bool(value.dtype == source.dtype)
+
+
+def _loss_statistics(node: fx.Node) -> int:
+    """Bytes that a vocabulary-parallel loss reduces: three float32 numbers per row."""
+    logits: Any = node.args[1]
+    return 12 * int(logits.meta["val"].shape[0])
+
+
+def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first = ATTENTIONS[node.target]
+    q, k, v = (argument.meta["val"] for argument in node.args[first : first + 3])  # type: ignore[union-attr]
+    return q, k, v
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return 0 if value is None else _sum_over(value, _bytes_of)
+
+
+def _bytes_of(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _sum_over(value: Any, measure: Callable[[torch.Tensor], int]) -> int:
+    if isinstance(value, torch.Tensor):
+        return measure(value)
+    return sum(measure(tensor) for tensor in value if isinstance(tensor, torch.Tensor))
+
+
+# Collective -> the bytes that it all-reduces, forward or backward.
+COLLECTIVES: Mapping[Any, Callable[[fx.Node], int]] = {
+    collectives.copy_to_tensor: _bytes,
+    collectives.reduce_from_tensor: _bytes,
+    kernels.cross_entropy: _loss_statistics,
+}

@@ -1,0 +1,288 @@
+"""Cut a sequence of costs into contiguous stages so that the slowest pipeline rank is as fast as can be.
+
+Stage k is on pipeline rank k mod p; a rank's load is the sum of its v chunks (SC21 §2.2), and a cut costs its
+transfer time to both neighbours. For v = 1 a dynamic programme is exact. For v > 1 CP-SAT improves its cut in a
+window round it. Fixed seed, one worker and a deterministic time limit: ranks that compile for themselves get the
+same cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from autoptd.passes.sequence import (
+    UNLIMITED,
+    CostSequence,
+    Ints,
+    Memory,
+    fold,
+    minimize_slowest_stage,
+    place_cuts,
+    smooth,
+    undominated,
+)
+
+GB = 10**9
+WINDOW = 4  # places worth a cut to either side of the hint: most of a transformer layer
+WHOLE = 400  # stages x places up to which the window is the whole sequence
+ROUNDS = 3  # windows, each round the last one's result
+PRECISION = 24  # bits of the costs and bytes that the solver sees
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, transfers included.
+
+    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut, also outside
+    the window and above the ceiling that were searched.
+    """
+
+    positions: tuple[int, ...]
+    stage_costs: tuple[int, ...]
+    bottleneck: int
+    lower_bound: int
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """How far the slowest rank is above the lower bound, as a fraction of it."""
+        return self.bottleneck / self.lower_bound - 1
+
+
+def cut_sequence(
+    costs: Sequence[int],
+    boundary_costs: Sequence[int | None],
+    memory: Memory | None = None,
+    *,
+    num_stages: int,
+    num_pipeline_ranks: int,
+    memory_limit: int | None = None,
+    stage_ceiling: float | None = 1.0,
+    effort: float = 0.4,
+) -> Cut:
+    """Find the cut into `num_stages` whose slowest pipeline rank costs least.
+
+    Args:
+        costs: integers, one per item; their sum below 2**60.
+        boundary_costs: what a cut before item i adds to the stages on both sides of it; None forbids it.
+        memory: what items hold; with `memory_limit`, bytes that no rank's stages may exceed together.
+        stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. Ranks
+            balanced out of uneven chunks wait for each other: simulated interleaved steps take 15 to 45 % longer.
+            None: any stages.
+        effort: deterministic seconds of each CP-SAT round.
+
+    Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
+    Raises ValueError if the sequence has fewer units than stages, or if no cut fits in memory.
+    """
+    if num_stages % num_pipeline_ranks:
+        raise ValueError(
+            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; use a multiple of them"
+        )
+    sequence = fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
+    units = count_pieces(sequence)
+    if units < num_stages:
+        raise ValueError(
+            f"{num_stages} stages asked, but the graph has {units} cuttable units; "
+            f"make pipeline ranks x model chunks at most {units}"
+        )
+    start = _first_cut(sequence, memory_limit)
+    slowest = int(sequence.stage_costs(start).max())
+    bound = _lower_bound(sequence, slowest if memory_limit is None else 0)
+    if num_stages == num_pipeline_ranks:
+        cut, bound, method = start, slowest, "dynamic programme, exact"
+    elif sequence.bottleneck(start) == bound and _fits(sequence, start, memory_limit):
+        cut, method = start, "dynamic programme, equal to the lower bound"
+    else:
+        ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
+        cut, bound, method = _improve(sequence, start, ceiling, memory_limit, bound, effort)
+    _require_fit(sequence, cut, memory_limit)
+    cut = _even(sequence, cut, memory_limit)
+    positions = tuple(sequence.places[cut[1:-1]].tolist())
+    stage_costs = tuple(sequence.stage_costs(cut).tolist())
+    return Cut(positions, stage_costs, sequence.bottleneck(cut), bound, method)
+
+
+def count_pieces(sequence: CostSequence) -> int:
+    """The most stages that the sequence could be cut into."""
+    return len(np.unique(sequence.start + sequence.end)) - 1
+
+
+def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
+    """The cut with the least slowest *stage*; where no even share of the memory will do, the one with least memory."""
+    room = None if memory_limit is None else memory_limit * sequence.num_ranks // sequence.num_stages
+    cut = minimize_slowest_stage(sequence, room)
+    return _least_memory(sequence) if cut is None else cut
+
+
+def _least_memory(sequence: CostSequence) -> Ints:
+    """The cut whose fullest stage holds the fewest bytes."""
+    low, high = 0, int(sequence.held(int(sequence.in_flight.argmax()))[-1])
+    while low < high:
+        middle = (low + high) // 2
+        if place_cuts(sequence, UNLIMITED, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    cut = place_cuts(sequence, UNLIMITED, high)
+    assert cut is not None, "a stage with room for everything leads to some cut"
+    return cut
+
+
+def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
+    """A bound for any cut: the even share of all work and of the cheapest transfers, or the slowest stage's rank.
+
+    `slowest_stage` is the least possible, or 0 where that is not known.
+    """
+    transfers = int(np.sort((sequence.end - sequence.start)[1:-1])[: sequence.num_stages - 1].sum())
+    share = -(-(int(sequence.end[-1]) + transfers) // sequence.num_ranks)
+    work = np.unique(sequence.start + sequence.end) // 2
+    chunks = sequence.num_stages // sequence.num_ranks
+    return max(share, slowest_stage + (chunks - 1) * int(np.diff(work).min()))
+
+
+def _improve(
+    sequence: CostSequence, start: Ints, ceiling: int, memory_limit: int | None, bound: int, effort: float
+) -> tuple[Ints, int, str]:
+    """Improve a cut for several chunks a rank; also the lower bound, and how it was found."""
+    whole = sequence.num_stages * len(sequence.places) <= WHOLE
+    kept = np.arange(len(sequence.places)) if whole else undominated(sequence, start)
+    places, cut, method = sequence.take(kept), np.searchsorted(kept, start), ""
+    window = len(kept) if whole else WINDOW
+    for _ in range(ROUNDS):
+        fits = _fits(places, cut, memory_limit)
+        search = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound)
+        if memory_limit is not None:
+            search.limit_memory(memory_limit)
+        found, optimal = search.solve(effort)
+        if found is None:
+            return kept[cut], bound, method or "dynamic programme; CP-SAT found nothing within its limit"
+        method = "CP-SAT, optimal" if whole and optimal else "CP-SAT in a window"
+        if whole and optimal and search.exact and ceiling == UNLIMITED and memory_limit is None:
+            bound = places.bottleneck(found)
+        gain = places.bottleneck(cut) - places.bottleneck(found)
+        if fits and gain <= 0:
+            break
+        cut = found
+        if whole or (fits and gain * 1000 < bound):
+            break
+    if method == "CP-SAT, optimal" and ceiling < UNLIMITED:
+        method += " under the stage ceiling"
+    return kept[cut], bound, method
+
+
+def _even(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> Ints:
+    """Make the stages even and their boundaries narrow, with no rank and no stage above the present slowest.
+
+    Works on overlapping runs of p stages, in which no two share a rank.
+    """
+    slowest, ranks = sequence.bottleneck(cut), sequence.num_ranks
+    ceiling = sequence.stage_costs(cut).max()
+    for _ in range(6):
+        before = cut
+        for first in range(0, sequence.num_stages, max(1, (ranks + 1) // 2)):
+            last = min(sequence.num_stages, first + ranks)
+            limits = np.minimum(slowest - sequence.others(sequence.stage_costs(cut)), ceiling)
+            room = None if memory_limit is None else memory_limit - sequence.others(sequence.stage_bytes(cut))
+            cut = smooth(sequence, cut, first, last, limits, room)
+        if np.array_equal(before, cut):
+            break
+    return cut
+
+
+def _fits(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> bool:
+    return memory_limit is None or int(sequence.rank_sums(sequence.stage_bytes(cut)).max()) <= memory_limit
+
+
+def _require_fit(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> None:
+    """Raise ValueError naming the stage that breaks the limit in the best cut found."""
+    if memory_limit is None or _fits(sequence, cut, memory_limit):
+        return
+    held = sequence.stage_bytes(cut)
+    on_rank = sequence.rank_sums(held)
+    rank = int(on_rank.argmax())
+    stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[k]))
+    raise ValueError(
+        f"no cut fits in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
+        f"{held[stage] / GB:.2f} GB and its pipeline rank {rank} is {(on_rank[rank] - memory_limit) / GB:.2f} GB "
+        "over; use a larger tensor or pipeline axis, a smaller microbatch, or a higher limit"
+    )
+
+
+class _Search:
+    """The CP-SAT model of all cuts within `window` places of `hint`, no stage above `ceiling`.
+
+    Where each cut stands is a variable; the costs there are elements of the prefix sums; the slowest rank is the
+    objective. Costs are rounded to `PRECISION` bits, upwards.
+    """
+
+    def __init__(self, sequence: CostSequence, hint: Ints, window: int, ceiling: int, bound: int) -> None:
+        self.sequence, self.hint = sequence, hint
+        self.model = cp_model.CpModel()
+        last = len(sequence.places) - 1
+        self.low = np.maximum(hint - window, 1)
+        self.high = np.minimum(hint + window, last - 1)
+        self.low[[0, -1]] = self.high[[0, -1]] = 0, last
+        self.index = [
+            self.model.new_int_var(a, b, "") for a, b in zip(self.low.tolist(), self.high.tolist(), strict=True)
+        ]
+        for variable, place in zip(self.index, hint.tolist(), strict=True):
+            self.model.add_hint(variable, place)
+        shift = max(0, int(sequence.end.max()).bit_length() - PRECISION)
+        self.exact = shift == 0
+        self._minimize(sequence.start >> shift, -(-sequence.end >> shift), -(-ceiling >> shift), bound >> shift)
+
+    def _minimize(self, start: Ints, end: Ints, ceiling: int, bound: int) -> None:
+        sequence, model = self.sequence, self.model
+        stages, ranks = sequence.num_stages, sequence.num_ranks
+        hinted = end[self.hint[1:]] - start[self.hint[:-1]]
+        ceiling = max(ceiling, int(hinted.max()))  # the hint stays a solution, whatever rounding did
+        cost = [self._at(end, k + 1) - self._at(start, k) for k in range(stages)]
+        for k in range(stages):
+            model.add(cost[k] <= min(ceiling, int(end[-1] - start[0]) + 2 * int((end - start).max())))
+            if sequence.before[self.low[k + 1]] <= self.high[k]:
+                model.add(self.index[k] < self._at(sequence.before, k + 1))
+        slowest = int(sequence.rank_sums(hinted).max())
+        bottleneck = model.new_int_var(min(bound, slowest), UNLIMITED >> PRECISION, "")
+        model.add_hint(bottleneck, slowest)
+        for rank in range(ranks):
+            model.add(sum(cost[rank::ranks]) <= bottleneck)
+        model.minimize(bottleneck)
+
+    def limit_memory(self, limit: int) -> None:
+        """Hold each rank's stages within `limit` bytes, less what rounding may hide."""
+        sequence = self.sequence
+        shift = max(0, limit.bit_length() - PRECISION)
+        hidden = sequence.num_stages // sequence.num_ranks if shift else 0
+        held = [
+            self._at(sequence.held(k) >> shift, k + 1) - self._at(sequence.held(k) >> shift, k)
+            for k in range(sequence.num_stages)
+        ]
+        for rank in range(sequence.num_ranks):
+            self.model.add(sum(held[rank :: sequence.num_ranks]) <= (limit >> shift) - hidden)
+
+    def _at(self, prefix: Ints, cut: int) -> cp_model.IntVar:
+        """The entry of `prefix` at the place of a cut."""
+        low = int(self.low[cut])
+        values = prefix[low : self.high[cut] + 1].tolist()
+        value = self.model.new_int_var(min(values), max(values), "")
+        self.model.add_element(self.index[cut] - low, values, value)
+        self.model.add_hint(value, values[int(self.hint[cut]) - low])
+        return value
+
+    def solve(self, effort: float) -> tuple[Ints | None, bool]:
+        """The best cut found in `effort` deterministic seconds, and whether it is proved the best of the model."""
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        solver.parameters.max_deterministic_time = effort
+        # No linear relaxation, quick restarts: found the best cuts soonest on models of 24 to 256 layers.
+        solver.parameters.linearization_level = 0
+        solver.parameters.search_branching = cp_model.PORTFOLIO_WITH_QUICK_RESTART_SEARCH
+        status = solver.solve(self.model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, False
+        return np.array([solver.value(variable) for variable in self.index], np.int64), status == cp_model.OPTIMAL

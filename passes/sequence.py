@@ -1,0 +1,232 @@
+"""A sequence of costs folded to the places where a cut may stand, and the exact moves of cuts along it.
+
+A cut is an array of place numbers, one more than there are stages: stage k runs from ``cut[k]`` to ``cut[k + 1]``.
+All moves are dynamic programmes over integers, in fixed order, so that every rank of a job computes the same cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+UNREACHED = -(2**61)
+UNLIMITED = 2**61
+REACH = 48  # places to either side that `smooth` looks at: wider than a transformer layer has worthwhile ones
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that items add to their rank: `static` once, `activation` for every microbatch in flight.
+
+    Both have one entry per item; `in_flight` has the microbatches that each stage holds at its peak.
+    """
+
+    static: Sequence[int]
+    activation: Sequence[int]
+    in_flight: Sequence[int]
+
+
+@dataclass(frozen=True)
+class CostSequence:
+    """The places of a sequence, both ends included, as arrays over them.
+
+    A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has work
+    in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and `activation` are the
+    bytes of all items before a place. `in_flight` has one entry per stage.
+    """
+
+    places: Ints
+    start: Ints
+    end: Ints
+    before: Ints
+    static: Ints
+    activation: Ints
+    in_flight: Ints
+    num_ranks: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.in_flight)
+
+    def stage_costs(self, cut: Ints) -> Ints:
+        return self.end[cut[1:]] - self.start[cut[:-1]]
+
+    def stage_bytes(self, cut: Ints) -> Ints:
+        return np.diff(self.static[cut]) + self.in_flight * np.diff(self.activation[cut])
+
+    def held(self, stage: int) -> Ints:
+        """Bytes of the items before each place, were they all in `stage`."""
+        return self.static + self.activation * self.in_flight[stage]
+
+    def rank_sums(self, per_stage: Ints) -> Ints:
+        """Sum over each pipeline rank's chunks: stage k is on rank k mod p."""
+        sums: Ints = per_stage.reshape(-1, self.num_ranks).sum(0)
+        return sums
+
+    def others(self, per_stage: Ints) -> Ints:
+        """For each stage, the sum of the other stages of its rank."""
+        return np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks) - per_stage
+
+    def bottleneck(self, cut: Ints) -> int:
+        """Cost of the slowest pipeline rank."""
+        return int(self.rank_sums(self.stage_costs(cut)).max())
+
+    def take(self, kept: Ints) -> CostSequence:
+        """The same sequence with the places of numbers `kept` only (ascending)."""
+        work = (self.start + self.end)[kept]
+        return replace(
+            self,
+            places=self.places[kept],
+            start=self.start[kept],
+            end=self.end[kept],
+            before=np.searchsorted(work, work, "left"),
+            static=self.static[kept],
+            activation=self.activation[kept],
+        )
+
+
+def fold(
+    costs: Sequence[int],
+    boundary_costs: Sequence[int | None],
+    memory: Memory | None,
+    num_stages: int,
+    num_ranks: int,
+) -> CostSequence:
+    """Keep one place in each run of items that cost and hold nothing: the cheapest, and the first of equals."""
+    count = len(costs)
+    work, static, activation = (np.zeros(count + 1, np.int64) for _ in range(3))
+    work[1:] = np.cumsum(np.asarray(costs, np.int64))
+    in_flight = np.zeros(num_stages, np.int64)
+    if memory is not None:
+        static[1:] = np.cumsum(np.asarray(memory.static, np.int64))
+        activation[1:] = np.cumsum(np.asarray(memory.activation, np.int64))
+        in_flight[:] = memory.in_flight
+    keys = list(zip(work.tolist(), static.tolist(), activation.tolist(), strict=True))
+    cheapest: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for place in range(1, count):
+        toll = boundary_costs[place]
+        if toll is not None and 0 < keys[place][0] < keys[-1][0]:
+            known = cheapest.get(keys[place])
+            if known is None or toll < known[0]:
+                cheapest[keys[place]] = (toll, place)
+    places = np.array([0, *(place for _, place in cheapest.values()), count], np.int64)
+    tolls = np.array([0, *(toll for toll, _ in cheapest.values()), 0], np.int64)
+    work = work[places]
+    before = np.searchsorted(work, work, "left")
+    return CostSequence(
+        places, work - tolls, work + tolls, before, static[places], activation[places], in_flight, num_ranks
+    )
+
+
+def undominated(sequence: CostSequence, kept: Ints) -> Ints:
+    """Numbers of the places that no other beats on both sides, and of `kept`.
+
+    A place is beaten when a stage may end at another at no more cost, and the next start there at no more.
+    In a GPT this leaves the narrow places of a layer, about five of twenty.
+    """
+    best = UNREACHED
+    keep = np.zeros(len(sequence.places), bool)
+    for place in np.lexsort((-sequence.start, sequence.end)).tolist():
+        keep[place] = int(sequence.start[place]) > best
+        best = max(best, int(sequence.start[place]))
+    keep[[0, -1]] = True
+    keep[kept] = True
+    return np.flatnonzero(keep)
+
+
+def place_cuts(sequence: CostSequence, limit: int, room: int | None) -> Ints | None:
+    """A cut whose stages each cost at most `limit` and hold at most `room` bytes, near equal shares.
+
+    Exact: None means that there is none. Walks the stages and keeps every place where the next may start: a
+    stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
+    """
+    start, end, before = sequence.start, sequence.end, sequence.before
+    layers = [np.where(np.arange(len(start)) == 0, start, UNREACHED)]
+    floors = []
+    for stage in range(sequence.num_stages):
+        floor = np.zeros_like(before)
+        if room is not None:
+            held = sequence.held(stage)
+            floor = np.minimum(np.searchsorted(held, held - room, "left"), before)
+        best = _prefix_max(layers[-1], before) if room is None else _range_max(layers[-1], floor, before)
+        layers.append(np.where((best > UNREACHED) & (end - limit <= best), start, UNREACHED))
+        floors.append(floor)
+    if layers[-1][-1] == UNREACHED:
+        return None
+    cut = np.zeros(sequence.num_stages + 1, np.int64)
+    cut[-1] = here = len(start) - 1
+    work = (start + end) // 2
+    for stage in range(sequence.num_stages - 1, 0, -1):
+        floor, least = floors[stage][here], max(int(end[here]) - limit, UNREACHED + 1)
+        usable = floor + np.flatnonzero(layers[stage][floor : before[here]] >= least)
+        share = int(work[-1]) * stage // sequence.num_stages
+        cut[stage] = here = int(usable[np.argmin(np.abs(work[usable] - share))])
+    return cut
+
+
+def minimize_slowest_stage(sequence: CostSequence, room: int | None) -> Ints | None:
+    """The cut whose slowest stage costs least, exact by bisection; None when no cut keeps `room` in every stage."""
+    found = place_cuts(sequence, UNLIMITED, room)
+    if found is None:
+        return None
+    low, high = -(-int(sequence.end[-1]) // sequence.num_stages), int(sequence.stage_costs(found).max())
+    while low < high:
+        middle = (low + high) // 2
+        better = place_cuts(sequence, middle, room)
+        if better is None:
+            low = middle + 1
+        else:
+            found, high = better, int(sequence.stage_costs(better).max())
+    return found
+
+
+def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints | None) -> Ints:
+    """Move the cuts inside stages [first, last) to the least sum of squared stage costs.
+
+    That is to even stages and narrow boundaries; in a window round `cut`, and keeping each stage's limit of cost
+    and room of bytes, as `cut` must.
+    """
+    score, starts = np.zeros(1), cut[first : first + 1]
+    trail = []
+    for stage in range(first, last):
+        ends = cut[last : last + 1]
+        if stage + 1 < last:
+            near = int(cut[stage + 1])
+            ends = np.arange(max(near - REACH, cut[first]), min(near + REACH, cut[last]) + 1)
+        cost = sequence.end[ends][None, :] - sequence.start[starts][:, None]
+        allowed = (cost <= limits[stage]) & (starts[:, None] < sequence.before[ends][None, :])
+        if room is not None:
+            held = sequence.held(stage)
+            allowed &= held[ends][None, :] - held[starts][:, None] <= room[stage]
+        total = np.where(allowed, score[:, None] + cost.astype(np.float64) ** 2, np.inf)
+        parent = total.argmin(0)
+        score = total[parent, np.arange(len(ends))]
+        trail.append((starts, parent))
+        starts = ends
+    moved, here = cut.copy(), 0
+    for stage in range(last - 1, first - 1, -1):
+        starts, parent = trail[stage - first]
+        here = int(parent[here])
+        moved[stage] = starts[here]
+    return moved
+
+
+def _prefix_max(values: Ints, high: Ints) -> Ints:
+    """Largest of ``values[:high[i]]`` for each i."""
+    return np.where(high > 0, np.maximum.accumulate(values)[high - 1], UNREACHED)
+
+
+def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:
+    """Largest of ``values[low[i]:high[i]]`` for each i, UNREACHED where empty: from maxima over powers of two."""
+    result = np.full(len(low), UNREACHED, np.int64)
+    level, width = values, 1
+    while width <= len(values):
+        fits = np.flatnonzero((high - low >= width) & (high - low < 2 * width))
+        result[fits] = np.maximum(level[low[fits]], level[high[fits] - width])
+        level, width = np.maximum(level[:-width], level[width:]), 2 * width
+    return result
