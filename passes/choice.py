@@ -261,10 +261,8 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
             reasons = {leaf.blocked for leaf in ax.leaves(axis) if leaf.blocked} or {"it has no heads dimension"}
             lines[f"attention is replicated: {min(reasons)}"].append(where(node))
     for (node, tensor), dim in analysis.severed.items():
-        heads = ax.find(analysis.of(tensor)[dim]).size
-        lines[f"keys and values replicated over tensor={analysis.tensor} ({heads} heads taken from)"].append(
-            where(node)
-        )
+        heads = ax.factors(analysis.of(tensor)[dim])[0].size
+        lines[f"{heads} key-value heads replicated over tensor={analysis.tensor}"].append(where(node))
     for node in graph.nodes:
         if node.op == "get_attr" and analysis.is_weight(node) and len(analysis.of(node)) > 1:
             if not divided_leaf(analysis.of(node), divided):

@@ -6,23 +6,16 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from autoptd.passes.rewrites import Writer
 from autoptd.runtime import aten
 
 _SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
-
-
-class Emitter(Protocol):
-    """What appends a call to the graph being written."""
-
-    def emit(
-        self, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], kwargs: Mapping[str, Any] | None = None
-    ) -> fx.Node: ...
 
 
 @dataclass(eq=False)
@@ -56,7 +49,7 @@ def functional_twin(target: OpOverload) -> OpOverload | None:
 class Storage:
     """Which value each tensor has now, written through views to what they look into."""
 
-    def __init__(self, writer: Emitter) -> None:
+    def __init__(self, writer: Writer) -> None:
         self.writer = writer
 
     def read(self, cell: Cell) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ def name_nodes(graph: fx.Graph) -> fx.Graph:
     The last node of a leaf module's call is named after the module itself; containers round the first indexed
     list ("transformer", "model") are left out. Equal graphs get equal names.
     """
-    live = _live_nodes(graph)
+    live = live_nodes(graph)
     containers = _containers(node.meta.get("path", "") for node in live)
     heads = _module_results(live)
     copy = fx.Graph()
@@ -41,7 +42,8 @@ def short_path(path: str, containers: tuple[str, ...]) -> str:
     return _INDEX.sub(r"\1", re.sub(r"\W", "_", path))
 
 
-def _live_nodes(graph: fx.Graph) -> list[fx.Node]:
+def live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the output needs, and all placeholders, in graph order."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in live:
@@ -61,20 +63,28 @@ def _containers(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _module_results(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The last node of each run of nodes with the path of a module that calls no other."""
-    paths = {node.meta.get("path", "") for node in nodes}
-    inner = {path[:dot] for path in paths for dot in range(len(path)) if path[dot] == "."}
-    inner.add("")
-    calls = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
-    following = [*(node.meta.get("path", "") for node in calls[1:]), ""]
-    return {
-        node
-        for node, after in zip(calls, following, strict=True)
-        if (path := node.meta.get("path", "")) != after and path not in inner
+    """The last node of each call of a module that calls no other and gives one result."""
+    inner = {path[:dot] for path in {node.meta.get("path", "") for node in nodes} for dot in _dots(path)} | {
+        ""
     }
+    results: set[fx.Node] = set()
+    calls = [node for node in nodes if node.op == "call_function"]
+    for path, run in itertools.groupby(calls, key=lambda node: node.meta.get("path", "")):
+        if path not in inner:
+            *others, last = run
+            members = {*others, last}
+            if last.target is not operator.getitem and all(members.issuperset(node.users) for node in others):
+                results.add(last)
+    return results
 
 
-def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values: dict[fx.Node, fx.Node]) -> str:
+def _dots(path: str) -> list[int]:
+    return [place for place, letter in enumerate(path) if letter == "."]
+
+
+def _candidate(
+    node: fx.Node, result: bool, containers: tuple[str, ...], values: dict[fx.Node, fx.Node]
+) -> str:
     if node.op in ("placeholder", "output"):
         return node.name
     if node.op == "get_attr":

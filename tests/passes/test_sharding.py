@@ -160,3 +160,165 @@ def all_reduces(program: Program) -> tuple[int, int]:
 def test_a_divided_model_has_the_plain_models_loss_and_gradients(name: str, tensor: int) -> None:
     # Hugging Face computes the loss in float32 even of a float64 model, whence the tolerance.
     check_equal(build(name), tensor, tokens(), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_sample_gpt_in_float64(tensor: int, tied: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=67, block_size=8, n_layer=2, n_head=4, n_embd=32, bias=bias, tie_weights=tied)
+    ids = {"idx": torch.randint(67, (2, 8)), "targets": torch.randint(67, (2, 8))}
+    program = check_equal(GPT(config).double(), tensor, ids)
+    # Two per layer (SC21 §2.3), and one for the embedding forward, one before the head backward.
+    assert all_reduces(program) == (2 * 2 + 1, 2 * 2 + 1)
+
+
+def segments(program: Program, name: str) -> tuple[int | None, list[tuple[int, int, int, bool]]]:
+    placement = program.stages[0].parameters[name].placement
+    return placement.dim, [(s.outer, s.size, s.inner, s.divided) for s in placement.segments]
+
+
+def test_packed_weights_are_divided_per_head_inside_each_block() -> None:
+    program = prepare(build("gpt2"), 2, tokens())
+    assert segments(program, "transformer.h.0.attn.c_attn.weight") == (1, [(3, 4, 8, True)])  # stored in x out
+    assert segments(program, "transformer.h.0.attn.c_proj.weight") == (0, [(1, 4, 8, True)])
+    program = prepare(build("bloom"), 2, tokens())
+    name = "transformer.h.0.self_attention.query_key_value.weight"
+    assert segments(program, name) == (0, [(1, 4, 24, True)])  # interleaved per head
+    program = prepare(build("phi3"), 2, tokens())
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert segments(program, name) == (0, [(1, 2, 16, True), (1, 2, 8, True), (1, 2, 8, True)])
+    assert segments(program, "model.layers.0.mlp.gate_up_proj.weight") == (0, [(2, 48, 1, True)])
+
+
+def test_key_value_heads_fewer_than_t_are_replicated_and_reported() -> None:
+    program = prepare(build("phi3"), 4, tokens())
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    dim, found = segments(program, name)
+    assert (dim, [row[-1] for row in found]) == (0, [True, False, False])
+    assert program.stages[0].parameters[name].partial_gradient
+    assert any(line.startswith("2 key-value heads replicated over tensor=4") for line in program.log)
+    assert all_reduces(program) == (5, 5)  # no further all-reduce: gradients of k and v are summed with x's
+
+
+def test_an_odd_vocabulary_is_padded_in_memory_only() -> None:
+    program = prepare(build("llama"), 2, tokens())
+    placement = program.stages[0].parameters["lm_head.weight"].placement
+    assert (placement.dim, placement.padding) == (0, 1)
+    assert any(line.startswith("an axis of 67 padded by 1 in memory") for line in program.log)
+
+
+def test_a_parallel_residual_reads_its_norm_through_one_f() -> None:
+    _, backward = all_reduces(prepare(build("gptj"), 2, tokens()))
+    assert backward == 2 + 1  # attention and MLP share the layer's norm
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_place_and_the_divisors() -> None:
+    config = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=4, n_embd=32)
+    ids = {"idx": torch.zeros(1, 8, dtype=torch.long), "targets": torch.zeros(1, 8, dtype=torch.long)}
+    message = r"4 heads do not divide over tensor=3 at h.0.attn \(gpt.py:\d+\); use tensor=1, 2 or 4"
+    with pytest.raises(ValueError, match=message):
+        prepare(GPT(config), 3, ids)
+
+
+def test_key_value_heads_that_do_not_fit_are_refused() -> None:
+    options = {**LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, use_cache=False))
+    with pytest.raises(ValueError, match=r"6 key-value heads do not divide over tensor=4 .* use tensor=1, 2, 3 or 6"):
+        prepare(model, 4, tokens())
+
+
+def test_groups_of_queries_divide_where_their_key_value_heads_do_not() -> None:
+    torch.manual_seed(0)
+    options = {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, use_cache=False)).double()
+    program = check_equal(model, 2, tokens(), tolerance=2e-6)
+    assert segments(program, "model.layers.0.self_attn.q_proj.weight") == (0, [(3, 2, 8, True)])
+    assert segments(program, "model.layers.0.self_attn.k_proj.weight") == (None, [])
+
+
+@torch.library.custom_op("autoptd_test::scale_rows", mutates_args=())
+def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+scale_rows.register_fake(lambda x, scale: torch.empty_like(x))
+scale_rows.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1], (g * ctx.saved_tensors[0]).sum((0, 1))),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Scaled(nn.Module):
+    """A gated MLP with a custom operator inside the divided region, and one parameter for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.up = nn.Linear(16, 32)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 32))
+        self.down = nn.Linear(32, 16)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(idx)
+        x = torch.nn.functional.layer_norm(x + self.down(scale_rows(self.up(x), self.scale)), [16])
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+SCALED_INPUTS = {"idx": torch.arange(16).view(2, 8), "targets": torch.arange(16).view(2, 8) + 3}
+
+
+def test_an_operator_without_a_rule_is_refused_with_the_way_to_give_one() -> None:
+    message = r"no sharding rule for autoptd_test.scale_rows at .*test_sharding.py:\d+.*rules=\{"
+    with pytest.raises(ValueError, match=message):
+        prepare(Scaled(), 2, SCALED_INPUTS)
+
+
+@pytest.mark.parametrize("key", [torch.ops.autoptd_test.scale_rows, "autoptd_test::scale_rows"])
+def test_a_users_rule_divides_a_custom_operator(key: Any) -> None:
+    torch.manual_seed(0)
+    model = Scaled().double()
+    program = prepare(model, 2, SCALED_INPUTS, rules={key: "b s f, f -> b s f"})
+    assert segments(program, "scale") == (0, [(1, 32, 1, True)])
+    loss, gradients = run_plain_loss(model, SCALED_INPUTS)
+    losses, shards = run_sharded(program, dict(model.named_parameters()), SCALED_INPUTS)
+    assert all(abs(float(own - loss)) < 1e-14 for own in losses)
+    assert largest_error(join_gradients(program, shards), gradients) < 1e-12
+
+
+def run_plain_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss: Tensor = model(**inputs)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_rule_that_keeps_an_axis_whole_is_obeyed() -> None:
+    program = prepare(Scaled(), 2, SCALED_INPUTS, rules={"autoptd_test::scale_rows": "b s f!, f! -> b s f"})
+    assert segments(program, "up.weight") == (None, [])
+    assert any(line.startswith("weight of shape [32, 16]") and "replicated" in line for line in program.log)
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"autoptd_test::scale_rows": "b s f"}, ValueError, 'found \'b s f\', without one "->"'),
+        ({"autoptd_test::scale_rows": "b f, f -> b f"}, ValueError, "does not fit the call at"),
+        ({"autoptd_test::scale_rows": 3}, TypeError, "must be a text such as"),
+    ],
+)
+def test_a_rule_that_is_no_rule_is_refused(rules: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prepare(Scaled(), 2, SCALED_INPUTS, rules=rules)
+
+
+def test_the_batch_dimension_is_found_whichever_it_is() -> None:
+    program = prepare(build("llama"), 1, tokens(batch=3))
+    assert [i.batch_dim for i in program.inputs] == [0, 0]
+
+
+def test_sharding_is_deterministic() -> None:
+    first, second = (prepare(build("phi3"), 4, tokens()) for _ in range(2))
+    assert str(first.stages[0].graph) == str(second.stages[0].graph)
+    assert first.log == second.log

@@ -1,0 +1,132 @@
+"""What `autoptd.compile` and `autoptd.load` return: the texts that run, and everything one may ask of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.archive import program_hash, save_folder
+from autoptd.check import check_program
+from autoptd.passes.program import Stage
+from autoptd.rank_program import RankProgram
+from autoptd.runtime.connection import connect
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.module import Parallel
+from autoptd.runtime.program_text import read_program
+from autoptd.runtime.schedule import Action
+from autoptd.summary import summarize
+from autoptd.tracing import program_filename
+from autoptd.verify import Report, verify_program
+from autoptd.weights import read_weights
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledProgram:
+    """The parallel program: `texts`, one per pipeline rank, are what runs; `stages` are the same as graphs.
+
+    `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module, where it is known:
+    `bind` takes its weights, `verify` compares with it.
+    """
+
+    stages: tuple[Stage, ...]
+    log: tuple[str, ...]
+    texts: tuple[str, ...]
+    manifest: Manifest
+    buffers: Mapping[str, Tensor] = field(repr=False)
+    title: str = ""
+    model: nn.Module | None = field(default=None, repr=False)
+    loss_fn: Callable[..., Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.manifest.mesh
+
+    @cached_property
+    def schedule(self) -> tuple[tuple[Action, ...], ...]:
+        """Every pipeline rank's actions, as its text says them."""
+        return tuple(
+            read_program(text, program_filename(rank, len(self.texts))).actions for rank, text in enumerate(self.texts)
+        )
+
+    def __str__(self) -> str:
+        """What was decided and what it costs."""
+        return summarize(self.manifest, self.stages, self.log, self.title)
+
+    def rank(self, rank: int) -> RankProgram:
+        """The program of one global rank. ValueError outside the mesh."""
+        coordinates = self.mesh.coordinates(rank)
+        return RankProgram(self.manifest, rank, self.texts[coordinates.pipeline])
+
+    def check(self) -> None:
+        """Prove over all ranks, without running anything, that the program does not contradict itself.
+
+        Raises `ProgramError` naming the first contradiction (autoptd/check.py lists what is proved).
+        """
+        check_program(self.manifest, self.stages, self.schedule)
+
+    def verify(
+        self,
+        *,
+        model: nn.Module | None = None,
+        weights: str | Mapping[str, Tensor] | None = None,
+        batch: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
+    ) -> Report:
+        """Run one step of all ranks on this machine in float64 and compare loss and every gradient.
+
+        See `autoptd.verify.verify_program` for the arguments and what is raised.
+        """
+        reference = model or self.model
+        if reference is None:
+            raise ValueError("a loaded program knows no model to compare with; call verify(model=...)")
+        return verify_program(
+            self.texts, self.manifest, self.buffers, reference, self.loss_fn, weights=weights, batch=batch, seed=seed
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`."""
+        save_folder(folder, self.texts, self.manifest, self.schedule, self.buffers)
+
+    def bind(
+        self,
+        device: str | torch.device | None = None,
+        weights: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
+    ) -> Parallel:
+        """This process's rank of the program as an nn.Module, under torchrun (a mesh of one needs no launcher).
+
+        Args:
+            device: default the CUDA device LOCAL_RANK where there is one, else the CPU. NCCL or gloo to match.
+            weights: whole tensors by the user's names: a module, a state_dict, or a folder or file of safetensors;
+                default the compiled model's own. Only this rank's slices are copied.
+
+        Raises ValueError where WORLD_SIZE is not the mesh's or a tensor is missing; RuntimeError where ranks have
+        different programs.
+        """
+        placed = torch.device(device) if device is not None else _default_device()
+        tensors = read_weights(weights if weights is not None else self.model, self.buffers)
+        connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
+        at = connection.rank.coordinates.pipeline
+        text = read_program(self.texts[at], program_filename(at, len(self.texts)))
+        return Parallel(
+            self.manifest, connection, text.stages, text.constants or _no_constants, text.actions, tensors
+        )
+
+
+def _no_constants(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {}
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+

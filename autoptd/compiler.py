@@ -1,0 +1,191 @@
+"""compile: capture, the pipeline of passes, emission, proof. The one file that knows the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoptd.archive import load_folder
+from autoptd.capture import capture
+from autoptd.compiled import CompiledProgram
+from autoptd.emit import emit_texts
+from autoptd.options import check_count, check_known, check_schedule_name, read_mesh
+from autoptd.passes.constants import fold_constants
+from autoptd.passes.cost import node_flops
+from autoptd.passes.normalize import normalize
+from autoptd.passes.program import Program
+from autoptd.passes.sharding import shard_tensors
+from autoptd.passes.stages import count_units, cut_stages
+from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
+from autoptd.runtime.placement import Parameter
+from autoptd.runtime.schedule import make_schedule
+from autoptd.tracing import trace_program
+from autoptd.watch import Watch
+
+Pass = Callable[[Program], Program]
+
+
+def compile(
+    model: nn.Module,
+    mesh: object,
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    microbatch_size: int | None = None,
+    num_microbatches: int | None = None,
+    schedule: str = "interleaved_1f1b",
+    num_model_chunks: int | None = None,
+    scatter_gather: bool = True,
+    rules: Mapping[Any, str] | None = None,
+    seed: int = 0,
+    **unknown: object,
+) -> CompiledProgram:
+    """Compile a plain model into the program that trains it on ``tensor x pipeline x data`` devices.
+
+    Runs anywhere: no GPU, no process group. `model` is never modified; its weights may be on the meta device.
+
+    Args:
+        model: an nn.Module or fx.GraphModule that returns its loss (or its output, with `loss_fn`).
+        mesh: (tensor, pipeline, data), or a DeviceMesh with dims "tp", "pp", "dp".
+        example_inputs: keyword arguments (or a tuple) of ONE microbatch; only shapes and dtypes count. None: taken
+            from ``model.config``, else from the embedding tables.
+        loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
+        microbatch_size: b, sequences; default the example's, else 1.
+        num_microbatches: m per pipeline and step; default 8 p. A step takes b * m * d sequences.
+        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2).
+        num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
+        scatter_gather: send 1/t of a replicated boundary tensor per tensor rank, all-gather on arrival (SC21 §4.1).
+        rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (passes/axis_rules.py).
+        seed: of dropout masks, which depend on neither mesh nor microbatch size.
+
+    Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
+    """
+    check_known(compile, unknown)
+    check_schedule_name(schedule)
+    check_count("microbatch_size", microbatch_size)
+    check_count("num_microbatches", num_microbatches)
+    check_count("num_model_chunks", num_model_chunks)
+    placed = read_mesh(mesh)
+    count = num_microbatches or 8 * placed.pipeline
+    with Watch("compile") as watch:
+        watch.say("capture")
+        program = capture(
+            model,
+            mesh=placed,
+            example_inputs=example_inputs,
+            loss_fn=loss_fn,
+            microbatch_size=microbatch_size,
+        )
+        for name, step in _passes(rules):
+            watch.say(name)
+            program = step(program)
+        parameters = program.stages[0].parameters
+        watch.say("cut stages")
+        program = _cut(program, schedule, count, num_model_chunks)
+        watch.say("emit and check")
+        chunks = len(program.stages) // placed.pipeline
+        actions = make_schedule(schedule, placed.pipeline, count, chunks)
+        manifest = Manifest(
+            mesh=placed,
+            schedule=schedule,
+            num_model_chunks=chunks,
+            num_microbatches=count,
+            microbatch_size=_microbatch_size(program),
+            scatter_gather=scatter_gather,
+            seed=seed,
+            inputs=program.inputs,
+            stages=tuple(_interface(index, program) for index in range(len(program.stages))),
+            parameters=parameters,
+            aliases=program.aliases,
+            output=program.output,
+            transient=_transient(parameters, model),
+        )
+        title = f"{type(model).__name__}, {_count(parameters):,} parameters"
+        flops = [sum(map(node_flops, stage.graph.nodes)) for stage in program.stages]
+        texts = emit_texts(program, manifest, actions, title=title, flops=flops)
+        result = CompiledProgram(program.stages, program.log, texts, manifest, program.buffers, title, model, loss_fn)
+        result.check()
+    return result
+
+
+def load(folder: str | Path) -> CompiledProgram:
+    """The program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
+
+    Runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
+    trace; `ProgramError` if the program contradicts itself.
+    """
+    texts, manifest, buffers = load_folder(folder)
+    program = trace_program(texts, manifest)
+    result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, Path(folder).name)
+    result.check()
+    return result
+
+
+def _passes(rules: Mapping[Any, str] | None) -> tuple[tuple[str, Pass], ...]:
+    """The corridor up to the cut: each pass makes the next program."""
+    return (
+        ("normalize", normalize),
+        ("fold constants", fold_constants),
+        ("shard tensors", partial(shard_tensors, rules=rules)),
+    )
+
+
+def _cut(program: Program, schedule: str, num_microbatches: int, chunks: int | None) -> Program:
+    """Cut into p * v stages, with v as asked, or 2 where the schedule and the model allow it."""
+    pipeline = program.mesh.pipeline
+    if chunks is None:
+        even = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0
+        chunks = 2 if pipeline > 1 and even and count_units(program) >= 2 * pipeline else 1
+    make_schedule(schedule, pipeline, num_microbatches, chunks)  # refuse what cannot be scheduled before cutting
+    return cut_stages(program, num_stages=pipeline * chunks)
+
+
+def _microbatch_size(program: Program) -> int:
+    """Sequences per microbatch: the batch dimension of the inputs that have one."""
+    return min((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None), default=1)
+
+
+def _interface(index: int, program: Program) -> StageInterface:
+    """What a stage takes and gives, read off its graph."""
+    graph = program.stages[index].graph
+    receives = [n for n in graph.nodes if n.meta.get("role") == "boundary"]
+    sends: tuple[fx.Node, ...] = ()
+    if index + 1 < len(program.stages):
+        (output,) = (n.args[0] for n in graph.nodes if n.op == "output")
+        sends = output if isinstance(output, tuple) else (output,)  # type: ignore[assignment]
+    following = program.stages[index + 1].graph if sends else graph
+    names = [n for n in following.nodes if n.meta.get("role") == "boundary"] if sends else []
+    return StageInterface(
+        index,
+        tuple(_boundary(n, n) for n in receives),
+        tuple(_boundary(name, value) for name, value in zip(names, sends, strict=True)),
+        tuple(str(n.target) for n in graph.nodes if n.meta.get("role") == "input"),
+        tuple(program.stages[index].parameters),
+    )
+
+
+def _boundary(name: fx.Node, value: fx.Node) -> Boundary:
+    tensor = value.meta["val"]
+    return Boundary(
+        str(name.target),
+        tuple(tensor.shape),
+        tensor.dtype,
+        tensor.is_floating_point(),
+        value.meta.get("divided") is not None,
+    )
+
+
+def _transient(parameters: Mapping[str, Parameter], model: nn.Module) -> tuple[str, ...]:
+    """Buffers that the user's ``state_dict`` does not have."""
+    saved = model.state_dict().keys()
+    return tuple(sorted(name for name, p in parameters.items() if p.kind == "buffer" and name not in saved))
+
+
+def _count(parameters: Mapping[str, Parameter]) -> int:
+    """Parameters of the whole model, tied ones once."""
+    return sum(torch.Size(p.shape).numel() for p in parameters.values() if p.kind == "parameter")

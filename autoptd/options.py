@@ -1,0 +1,82 @@
+"""What the user gives `autoptd.compile`, checked at the door."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoptd.runtime.mesh import Mesh
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+AXES = ("tensor", "pipeline", "data")
+DEVICE_MESH_DIMS = ("dp", "pp", "tp")
+
+
+def read_mesh(mesh: object) -> Mesh:
+    """The mesh from (tensor, pipeline, data), or from a DeviceMesh with dims "tp", "pp" and "dp" in any order.
+
+    Raises TypeError for another type, ValueError for wrong entries.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, DeviceMesh):
+        return _read_device_mesh(mesh)
+    if isinstance(mesh, str) or not isinstance(mesh, Iterable):
+        raise TypeError(
+            f"mesh is {mesh!r}; expected three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), or a DeviceMesh"
+        )
+    entries = tuple(mesh)
+    if len(entries) != len(AXES):
+        raise ValueError(
+            f"mesh has {len(entries)} entries {entries}; expected three: (tensor, pipeline, data), e.g. mesh=(2, 2, 2)"
+        )
+    for position, (axis, entry) in enumerate(zip(AXES, entries, strict=True)):
+        if isinstance(entry, bool) or not isinstance(entry, int) or entry < 1:
+            raise ValueError(f"mesh entry {position} ({axis}) is {entry!r}; expected a positive integer")
+    return Mesh(*entries)
+
+
+def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names or ()
+    if sorted(names) != sorted(DEVICE_MESH_DIMS):
+        raise ValueError(
+            f'the DeviceMesh has dims {names}; expected "tp", "pp" and "dp": '
+            'init_device_mesh(device, (d, p, t), mesh_dim_names=("dp", "pp", "tp"))'
+        )
+    ordered = mesh.mesh.permute([names.index(name) for name in DEVICE_MESH_DIMS])
+    data, pipeline, tensor = ordered.shape
+    ranks = tuple(int(rank) for rank in ordered.flatten().tolist())
+    return Mesh(tensor, pipeline, data, None if ranks == tuple(range(len(ranks))) else ranks)
+
+
+def check_schedule_name(schedule: str) -> None:
+    """Raise ValueError for a schedule that does not exist, with the nearest that does."""
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"unknown schedule {schedule!r}; did you mean {nearest(schedule, SCHEDULES)!r}? "
+            f"Known are {', '.join(SCHEDULES)}"
+        )
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a positive integer or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} is {value!r}; expected a positive integer")
+
+
+def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
+    """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has."""
+    known = [
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
+    for name in unknown:
+        raise TypeError(f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The known name that looks most like `name`."""
+    return difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)[0]

@@ -1,0 +1,246 @@
+"""The operators that normalisation rewrites: one small function each, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoptd.runtime import aten, kernels
+
+
+class Writer(Protocol):
+    """The graph being written, as rules see it; `trained` are the nodes that a gradient passes through."""
+
+    rank: fx.Node
+    trained: set[fx.Node]
+
+    def emit(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        meta: Mapping[str, Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> fx.Node:
+        """Append a call of `target`, its ``meta`` taken from the operator it stands for."""
+
+    def next_dropout(self) -> int:
+        """The number of the next operator that draws a mask."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the exported graph, `node`, its arguments already those of the new graph."""
+
+    writer: Writer
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def source(self) -> fx.Node:
+        """The first argument, a node of the new graph."""
+        node: fx.Node = self.args[0]
+        return node
+
+    @property
+    def given(self) -> Tensor:
+        """The first argument's shape and dtype."""
+        val: Tensor = self.source.meta["val"]
+        return val
+
+    @property
+    def val(self) -> Any:
+        """The result's shape and dtype: a meta tensor, or a list of them."""
+        return self.node.meta["val"]
+
+    def argument(self, name: str) -> Any:
+        """The argument `name`, by position, keyword or default."""
+        for place, spec in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
+            if spec.name == name:
+                return (
+                    self.args[place] if place < len(self.args) else self.kwargs.get(name, spec.default_value)
+                )
+        raise KeyError(name)
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write a call of `target` in its stead."""
+        return self.writer.emit(target, args, self.node.meta, kwargs)
+
+
+Rule = Callable[[Call], "fx.Node | None"]
+"""What stands for a call: a new node, one that was there already, or None to keep the call as it is."""
+
+
+def rewrite(target: Any, call: Call) -> fx.Node:
+    """Write what stands for `call` in the normalised graph. Raises ValueError for a random operator."""
+    rule = RULES.get(target)
+    made = rule(call) if rule is not None else None
+    if made is not None:
+        return made
+    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        raise ValueError(
+            f"{where(call.node)}: {target} draws random numbers, which would differ between meshes; only "
+            "dropout and attention dropout are supported: pass the numbers in as an input"
+        )
+    return call.writer.emit(target, call.args, call.node.meta, call.kwargs)
+
+
+def where(node: fx.Node) -> str:
+    """The user's place of a node, for messages: "gpt.py:52 (h.0.attn)"."""
+    path, line = node.meta.get("path", ""), node.meta.get("line", "")
+    return f"{line} ({path})" if line and path else line or path or node.name
+
+
+def _same(call: Call) -> fx.Node | None:
+    return call.source
+
+
+def _cast(call: Call) -> fx.Node | None:
+    if call.given.dtype == call.val.dtype:
+        return call.source
+    return call.emit(aten.to.dtype, call.source, call.val.dtype)
+
+
+def _contiguous(call: Call) -> fx.Node | None:
+    if call.given.stride() == call.val.stride():
+        return call.source
+    return call.emit(aten.contiguous.default, call.source)
+
+
+def _reshape(call: Call) -> fx.Node | None:
+    """View and reshape alike, sizes spelt out; reshape, because later passes may change what strides are."""
+    if call.given.shape == call.val.shape:
+        return call.source
+    return call.emit(aten.reshape.default, call.source, list(call.val.shape))
+
+
+def _expand(call: Call) -> fx.Node | None:
+    if call.given.shape == call.val.shape:
+        return call.source
+    return call.emit(aten.expand.default, call.source, list(call.val.shape))
+
+
+def _slice(call: Call) -> fx.Node | None:
+    extent = call.given.shape
+    if extent == call.val.shape:
+        return call.source
+    dim, start, end, step = (call.argument(name) for name in ("dim", "start", "end", "step"))
+    start, end, _ = slice(start, end).indices(extent[dim])
+    sizes = (dim % len(extent), start, end) if step == 1 else (dim % len(extent), start, end, step)
+    return call.emit(aten.slice.Tensor, call.source, *sizes)
+
+
+def _chunk(call: Call) -> fx.Node | None:
+    dim = call.argument("dim")
+    return call.emit(aten.split.Tensor, call.source, call.val[0].shape[dim], dim)
+
+
+def _detach(call: Call) -> fx.Node | None:
+    return None if call.source in call.writer.trained else call.source
+
+
+def _transpose(call: Call) -> fx.Node | None:
+    dims = call.given.dim()
+    if dims < 2:
+        return call.source
+    if dims == 2:
+        return call.emit(aten.transpose.int, call.source, 0, 1)
+    return call.emit(aten.permute.default, call.source, list(reversed(range(dims))))
+
+
+def _neutral(value: int) -> Rule:
+    """x * 1 and, for integers, x + 0 are x (a float's -0.0 + 0 is not)."""
+
+    def rule(call: Call) -> fx.Node | None:
+        source, other = call.args[:2]
+        if not isinstance(source, fx.Node) or isinstance(other, fx.Node) or other != value:
+            return None
+        same = call.given.dtype == call.val.dtype and call.given.shape == call.val.shape
+        return source if same and (value == 1 or not call.val.is_floating_point()) else None
+
+    return rule
+
+
+def _as(target: OpOverload) -> Rule:
+    return lambda call: call.emit(target, *call.args)
+
+
+def _dropout(call: Call) -> fx.Node | None:
+    p = call.argument("p")
+    if p == 0 or not call.argument("train"):
+        return call.source
+    return call.emit(kernels.dropout, call.writer.rank, call.source, p, call.writer.next_dropout())
+
+
+def _attention(call: Call) -> fx.Node | None:
+    q, k, v, mask, p = (call.argument(n) for n in ("query", "key", "value", "attn_mask", "dropout_p"))
+    is_causal, scale, grouped = (call.argument(name) for name in ("is_causal", "scale", "enable_gqa"))
+    if p == 0:
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": grouped}
+        kept = {name: value for name, value in options.items() if value not in (None, False)}
+        masks = () if mask is None else (mask,)
+        return call.emit(aten.scaled_dot_product_attention.default, q, k, v, *masks, **kept)
+    if grouped:
+        k, v = _repeat_heads(call, k), _repeat_heads(call, v)
+    number = call.writer.next_dropout()
+    return call.emit(kernels.attention, call.writer.rank, q, k, v, mask, p, number, is_causal, scale)
+
+
+def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
+    """Each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
+    b, g, s, a = x.meta["val"].shape
+    times = call.given.shape[1] // g
+    for target, shape in (
+        (aten.reshape.default, [b, g, 1, s, a]),
+        (aten.expand.default, [b, g, times, s, a]),
+        (aten.reshape.default, [b, g * times, s, a]),
+    ):
+        x = call.writer.emit(target, (x, shape), {**call.node.meta, "val": call.val.new_empty(shape)})
+    return x
+
+
+_CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.to.prim_Device,
+    aten.to.prim_dtype,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+_SHAPES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+)
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _same),
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((aten.contiguous.default, aten.clone.default), _contiguous),
+    **dict.fromkeys(_SHAPES, _reshape),
+    **dict.fromkeys((aten.expand.default, aten.expand_as.default), _expand),
+    **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
+    aten.slice.Tensor: _slice,
+    aten.chunk.default: _chunk,
+    aten.detach.default: _detach,
+    aten.mul.Tensor: _neutral(1),
+    aten.add.Tensor: _neutral(0),
+    aten.dropout.default: _dropout,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.__and__.Tensor: _as(aten.bitwise_and.Tensor),
+    aten.__and__.Scalar: _as(aten.bitwise_and.Scalar),
+    aten.__or__.Tensor: _as(aten.bitwise_or.Tensor),
+    aten.__or__.Scalar: _as(aten.bitwise_or.Scalar),
+    aten.__xor__.Tensor: _as(aten.bitwise_xor.Tensor),
+}
