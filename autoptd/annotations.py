@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -71,11 +71,13 @@ def write_communication(node: fx.Node, tensor: int) -> str:
     return ""
 
 
-def _shape_of(value: Any, divided: int | None, tensor: int) -> str:
+def _shape_of(value: Any, divided: Any, tensor: int) -> str:
+    """Where the value has parts, `divided` has one dimension (or None) for each, or one for all."""
     if isinstance(value, Tensor):
         return write_shape(value.dtype, value.shape, divided, tensor)
     if isinstance(value, (tuple, list)):
-        parts = [_shape_of(part, divided, tensor) for part in value]
+        dims = divided if isinstance(divided, (tuple, list)) else [divided] * len(value)
+        parts = [_shape_of(part, dim, tensor) for part, dim in zip(value, dims, strict=True)]
         if len(parts) > 1 and len(set(parts)) == 1:
             return f"{len(parts)} x {parts[0]}"
         return ", ".join(parts)
@@ -97,9 +99,10 @@ class Headings:
                 self._ranges.setdefault(_block(path), set()).add(index)
         outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
         self._group = {
-            path: path if path in outer or count >= _OWN_HEADING else path.rpartition(".")[0]
+            path: path if path in outer or count >= _OWN_HEADING else _caller(path, calls)
             for path, count in calls.items()
         }
+        self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
 
     def group(self, path: str) -> str:
         """The module whose heading covers `path`: itself, or its parent where it is a small leaf."""
@@ -109,17 +112,19 @@ class Headings:
         """The name over a run of `nodes` told under `path`."""
         if path:
             return path
-        leaves = dict.fromkeys(node.meta.get("path", "") for node in nodes)
+        leaves = dict.fromkeys(node.meta.get("path", "").rpartition(".")[2] for node in nodes)
         return ", ".join(leaf for leaf in leaves if leaf) or "loss" * _is_loss(nodes) or "model"
 
     def stage_range(self, index: int) -> str:
         """``h.6 - h.11, ln_f``: the repeated blocks and the modules between them that a stage computes."""
         blocks = [block for block in dict.fromkeys(map(_block, self._paths[index])) if block]
-        texts = [block + " (part)" * (len(self._ranges[block]) > 1) for block in blocks]
+        texts = [
+            (_short(block) if self._shorten else block) + " (part)" * (len(self._ranges[block]) > 1)
+            for block in blocks
+        ]
         rows: list[list[str]] = []
-        for block, text in zip(blocks, texts, strict=True):
-            last = rows[-1][-1] if rows else ""
-            if rows and _follows(last.removesuffix(" (part)"), block):
+        for previous, block, text in zip(["", *blocks], blocks, texts, strict=False):
+            if _follows(previous, block):
                 rows[-1].append(text)
             else:
                 rows.append([text])
@@ -145,6 +150,18 @@ def _block(path: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return path
+
+
+def _short(block: str) -> str:
+    """Without the containers round it: "h.6" of "transformer.h.6", "ln_f" of "transformer.ln_f"."""
+    parts = block.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def _caller(path: str, calls: Mapping[str, int]) -> str:
+    """The module round a leaf; where that is a container of them all (a ModuleDict), the model."""
+    parent = path.rpartition(".")[0]
+    return parent if parent in calls or any(part.isdigit() for part in parent.split(".")) else ""
 
 
 def _follows(block: str, other: str) -> bool:

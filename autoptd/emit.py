@@ -20,9 +20,10 @@ from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.schedule_text import format_schedule
 from autoptd.runtime.transfer import is_scattered
-from autoptd.statements import WIDTH, beside, write_calls, write_comment, write_heading
+from autoptd.statements import WIDTH, align, beside, write_calls, write_comment, write_heading
 
 DEVICE = "rank.device"
+ADVICE = "This text is what runs. An edit to it runs too: autoptd.load(folder) checks it, verify() proves it."
 
 
 def emit_texts(
@@ -35,9 +36,10 @@ def emit_texts(
 ) -> tuple[str, ...]:
     """Write one program per pipeline rank of a cut `program`.
 
-    `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). `flops`,
-    told in the header where given, are each stage's forward floating-point operations, for one microbatch on
-    one rank. Raises ValueError for a node that cannot be written, or a stage that does not match its interface.
+    `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads").
+    `flops`, told in the header where given, are each stage's forward floating-point operations, for one
+    microbatch on one rank. Raises ValueError for a node that cannot be written, or a stage that does not
+    match its interface.
     """
     headings = Headings(program.stages)
     log = _wrap(" | ".join(program.log))
@@ -60,12 +62,12 @@ def _write_program(
     functions = [_write_stage(program, manifest, index, headings) for index in indices]
     constants = _write_constants([program.stages[index] for index in indices])
     title, *log = notes
-    totals = [_stage_line(program, index, headings, flops) for index in indices]
+    totals = [line for index in indices for line in _stage_lines(program, index, headings, flops)]
     body = "\n".join(line for function in [*functions, constants] for line in ["", "", *function] if function)
     imports = ["import torch\n"] if "torch." in body else []
     return "\n".join(
         [
-            *_docstring([*_first_lines(program, rank, title), *log, *totals]),
+            *_docstring([*_first_lines(program, rank, title), *log, *totals, *_wrap(ADVICE)]),
             *imports,
             "from autoptd.runtime import aten, collectives, kernels",
             "",
@@ -86,10 +88,10 @@ def _first_lines(program: Program, rank: int, title: str) -> list[str]:
     return [left, right]
 
 
-def _stage_line(program: Program, index: int, headings: Headings, flops: Sequence[int]) -> str:
-    held = f"{write_bytes(stage_bytes(program.stages[index], program.mesh.tensor))} of parameters per rank"
-    work = [f"{flops[index] / 1e9:.3g} GFLOP forward per microbatch"] if flops else []
-    return f"stage {index}: {headings.stage_range(index)}    " + "    ".join([*work, held])
+def _stage_lines(program: Program, index: int, headings: Headings, flops: Sequence[int]) -> list[str]:
+    held = f"{write_bytes(stage_bytes(program.stages[index], program.mesh.tensor))} of parameters"
+    work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
+    return _wrap(f"stage {index}: {headings.stage_range(index)}: {work}{held} per rank", "    ")
 
 
 def _docstring(lines: Sequence[str]) -> list[str]:
@@ -101,8 +103,10 @@ def _write_schedule(actions: Sequence[Action]) -> list[str]:
     return ['SCHEDULE = """', *format_schedule(actions).splitlines(), '"""']
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _write_stage(program: Program, manifest: Manifest, index: int, headings: Headings) -> list[str]:
@@ -144,15 +148,16 @@ def _write_signature(
         shape = write_value_shape(node, tensor)
         if number < received:
             crossing = _crossing(manifest, interface.receives[number], "gathered")
-            comments.append(write_comment(shape, f"from stage {interface.index - 1}, {crossing}"))
+            note = f"from stage {interface.index - 1}, {crossing}"
         else:
-            comments.append(write_comment(shape, "batch"))
+            note = "batch"
+        comments.append(write_comment(shape, note, columns=len(values) == 1))
     head = f"def stage_{interface.index}("
     if len(values) == 1:
         return [beside(f"{head}rank, p, {names[values[0]]}):", comments[0])]
     if not values:
         return [f"{head}rank, p):"]
-    rows = [beside(f"    {names[node]},", note) for node, note in zip(values, comments, strict=True)]
+    rows = align([(f"    {names[node]},", note) for node, note in zip(values, comments, strict=True)])
     return [head, "    rank,", "    p,", *rows, "):"]
 
 
@@ -186,11 +191,8 @@ def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node
     ]
     if len(notes) == 1:
         return [beside(f"    return {text}", notes[0])]
-    rows = [
-        beside(f"        {write_value(node, names, DEVICE)},", note)
-        for node, note in zip(values, notes, strict=True)
-    ]
-    return ["    return (", *rows, "    )"]
+    codes = [f"        {write_value(node, names, DEVICE)}," for node in values]
+    return ["    return (", *align(list(zip(codes, notes, strict=True))), "    )"]
 
 
 def _node_shape(node: object, boundary: Boundary, tensor: int) -> str:
@@ -220,7 +222,7 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
     if not result:
         return []
     rows = [f"        {write_value(name, names, None)}: {value}," for name, value in result.items()]
-    comment = "# runs once, when the weights are bound"
+    comment = "# runs once, when weights are bound"
     return [beside("def constants(p):", comment), *lines[1:], "", "    return {", *rows, "    }"]
 
 

@@ -107,21 +107,24 @@ class RankProgram:
             },
         )
 
-    def module(self) -> nn.Module:
-        """The same program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...), from the text.
+    def module(self, device: str | torch.device = "meta") -> nn.Module:
+        """The text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).
 
         A stage takes (rank, received values, batch inputs), as its function does without ``p``. Parameters
-        have the rank's own shapes, on the meta device; no process group is needed. Raises ValueError for a
-        text that does not trace.
+        have the rank's own shapes, on `device` and without values; no process group is needed. Raises
+        ValueError for a text that does not trace.
         """
+        placed = torch.device(device)
         tensors: dict[str, Tensor] = {}
         for name, local in self.parameters.items():
             parameter = self.manifest.parameters[name]
-            value = torch.empty(local.local_shape, dtype=parameter.dtype, device="meta")
+            value = torch.empty(local.local_shape, dtype=parameter.dtype, device=placed)
             trained = parameter.kind == "parameter"
             tensors[name] = nn.Parameter(value, parameter.requires_grad) if trained else value
         root = nn.Module()
         for index, graph in trace_stages(self.code, self._filename, self.manifest).items():
+            for node in graph.nodes:  # rank.device, where the stage makes tensors itself
+                node.kwargs = {k: placed if k == "device" else v for k, v in node.kwargs.items()}
             own = {name: tensors[name] for name in self.manifest.stages[index].parameters}
             root.add_module(f"stage_{index}", fx.GraphModule(own, graph, f"Stage{index}"))
         return root

@@ -37,7 +37,9 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         by_position = False
         if stays or not _same(value, default):
             options[name] = value
-    return tuple(short), {**options, **kwargs}
+    defaults = dict(known)
+    options.update({n: v for n, v in kwargs.items() if n not in defaults or not _same(v, defaults[n])})
+    return tuple(short), options
 
 
 def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

@@ -43,15 +43,23 @@ def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
     """A shape and what else there is to say of a line, in two columns; empty where there is nothing."""
     if not (shape and note):
         return f"# {shape or note}" if shape or note else ""
-    return f"# {shape:<{_SHAPE_WIDTH}}  {note}" if columns else f"# {shape}  {note}"
+    wide = f"# {shape:<{_SHAPE_WIDTH}}  {note}"
+    return wide if columns and COMMENT_COLUMN + len(wide) <= WIDTH else f"# {shape}  {note}"
 
 
-def beside(code: str, comment: str) -> str:
-    """Code and its comment, which starts at the common column unless that takes it over the width."""
+def beside(code: str, comment: str, column: int = COMMENT_COLUMN) -> str:
+    """Code and its comment, which starts at `column` unless that takes it over the width."""
     if not comment:
         return code
-    column = min(COMMENT_COLUMN, WIDTH - len(comment))
+    column = min(column, WIDTH - len(comment))
     return f"{code:<{max(column, len(code) + 2)}}{comment}"
+
+
+def align(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines of code, each with its comment, all comments at one column."""
+    longest = max((len(comment) for _, comment in rows), default=0)
+    column = min(COMMENT_COLUMN, WIDTH - longest)
+    return [beside(code, comment, column) for code, comment in rows]
 
 
 def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
@@ -79,15 +87,18 @@ def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequ
 
 def _write_statement(target: str, function: str, args: Sequence[str], shape: str, note: str) -> Iterator[str]:
     """One call on one line where it fits, else its arguments on lines of their own below the comment."""
-    inner = ", ".join(args)
-    code = f"    {target} = {function}({inner})"
+    code = f"    {target} = {function}({', '.join(args)})"
     comment = write_comment(shape, note, columns=len(code) + 2 <= COMMENT_COLUMN)
     if len(code) + 2 + len(comment) <= WIDTH:
         yield beside(code, comment)
         return
     yield beside(f"    {target} = {function}(", write_comment(shape, note))
-    if len(inner) + 8 <= WIDTH:
-        yield f"        {inner}"
-    else:
-        yield from (f"        {arg}," for arg in args)
+    line = "       "
+    for number, arg in enumerate(args):
+        word = f" {arg}," if number + 1 < len(args) else f" {arg}"
+        if len(line) + len(word) > WIDTH and line.strip():
+            yield line
+            line = "       "
+        line += word
+    yield line
     yield "    )"
