@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoptd.archive import load_folder
 from autoptd.capture import capture
@@ -20,8 +20,8 @@ from autoptd.passes.cost import node_flops
 from autoptd.passes.normalize import normalize
 from autoptd.passes.program import Program
 from autoptd.passes.sharding import shard_tensors
-from autoptd.passes.stages import count_units, cut_stages
-from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
+from autoptd.passes.stages import boundaries, count_units, cut_stages
+from autoptd.runtime.manifest import Manifest, StageInterface
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import make_schedule
 from autoptd.tracing import trace_program
@@ -99,7 +99,7 @@ def compile(
             scatter_gather=scatter_gather,
             seed=seed,
             inputs=program.inputs,
-            stages=tuple(_interface(index, program) for index in range(len(program.stages))),
+            stages=_interfaces(program),
             parameters=parameters,
             aliases=program.aliases,
             output=program.output,
@@ -150,33 +150,18 @@ def _microbatch_size(program: Program) -> int:
     return min((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None), default=1)
 
 
-def _interface(index: int, program: Program) -> StageInterface:
-    """What a stage takes and gives, read off its graph."""
-    graph = program.stages[index].graph
-    receives = [n for n in graph.nodes if n.meta.get("role") == "boundary"]
-    sends: tuple[fx.Node, ...] = ()
-    if index + 1 < len(program.stages):
-        (output,) = (n.args[0] for n in graph.nodes if n.op == "output")
-        sends = output if isinstance(output, tuple) else (output,)  # type: ignore[assignment]
-    following = program.stages[index + 1].graph if sends else graph
-    names = [n for n in following.nodes if n.meta.get("role") == "boundary"] if sends else []
-    return StageInterface(
-        index,
-        tuple(_boundary(n, n) for n in receives),
-        tuple(_boundary(name, value) for name, value in zip(names, sends, strict=True)),
-        tuple(str(n.target) for n in graph.nodes if n.meta.get("role") == "input"),
-        tuple(program.stages[index].parameters),
-    )
-
-
-def _boundary(name: fx.Node, value: fx.Node) -> Boundary:
-    tensor = value.meta["val"]
-    return Boundary(
-        str(name.target),
-        tuple(tensor.shape),
-        tensor.dtype,
-        tensor.is_floating_point(),
-        value.meta.get("divided") is not None,
+def _interfaces(program: Program) -> tuple[StageInterface, ...]:
+    """What each stage takes and gives, read off the graphs: it sends what the next receives."""
+    received = boundaries(program)
+    return tuple(
+        StageInterface(
+            index,
+            received[index],
+            received[index + 1] if index + 1 < len(received) else (),
+            tuple(str(n.target) for n in stage.graph.nodes if n.meta.get("role") == "input"),
+            tuple(stage.parameters),
+        )
+        for index, stage in enumerate(program.stages)
     )
 
 

@@ -30,6 +30,9 @@ Shape = tuple[tuple[int, bool, bool, tuple[int, ...]], ...]  # price, source?, s
 def place_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], int]:
     """Insert f into `graph` (in place, while it is still the caller's own) and mark parameters.
 
+    Activations whose gradient is partial get ``meta["partial_gradient"]``: no stage boundary may cross them, for
+    what is scattered over the tensor ranks must be the same on all.
+
     Returns the parameters with ``partial_gradient`` set, and the number of f placed.
     """
     region = _Region(graph, parameters)
@@ -38,6 +41,9 @@ def place_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> tuple[
     solved: dict[Shape, tuple[frozenset[int], frozenset[int]]] = {}
     for component in region.components():
         cut, before = region.cut(component, solved)
+        for node in component:
+            if node not in before:
+                node.meta["partial_gradient"] = True
         for node in cut:
             partial = [n for n in region.partial_readers(node) if n not in before]
             whole = len(partial) < sum(n.op == "output" or n in region.differentiable for n in node.users)
@@ -171,7 +177,7 @@ class _Region:
             copy = self.graph.create_node(
                 "call_function", collectives.copy_to_tensor, (self.rank, node), {}, name=f"{node.name}_f"
             )
-        copy.meta = {**node.meta, "divided": None, "partial": False}
+        copy.meta = {**node.meta, "divided": None, "partial": False, "partial_gradient": True}
         for reader in readers:
             reader.replace_input_with(node, copy)
 
