@@ -86,10 +86,10 @@ def compile(
             program = step(program)
         parameters = program.stages[0].parameters
         watch.say("cut stages")
-        program = _cut(program, schedule, count, num_model_chunks)
+        chunks = num_model_chunks or _default_chunks(program, schedule, count)
+        actions = make_schedule(schedule, placed.pipeline, count, chunks)  # refuses before the cut is solved
+        program = cut_stages(program, num_stages=placed.pipeline * chunks)
         watch.say("emit and check")
-        chunks = len(program.stages) // placed.pipeline
-        actions = make_schedule(schedule, placed.pipeline, count, chunks)
         manifest = Manifest(
             mesh=placed,
             schedule=schedule,
@@ -135,14 +135,11 @@ def _passes(rules: Mapping[Any, str] | None) -> tuple[tuple[str, Pass], ...]:
     )
 
 
-def _cut(program: Program, schedule: str, num_microbatches: int, chunks: int | None) -> Program:
-    """Cut into p * v stages, with v as asked, or 2 where the schedule and the model allow it."""
+def _default_chunks(program: Program, schedule: str, num_microbatches: int) -> int:
+    """Stages per pipeline rank: 2 where the schedule and the model allow it."""
     pipeline = program.mesh.pipeline
-    if chunks is None:
-        even = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0
-        chunks = 2 if pipeline > 1 and even and count_units(program) >= 2 * pipeline else 1
-    make_schedule(schedule, pipeline, num_microbatches, chunks)  # refuse what cannot be scheduled before cutting
-    return cut_stages(program, num_stages=pipeline * chunks)
+    interleaves = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0 and pipeline > 1
+    return 2 if interleaves and count_units(program) >= 2 * pipeline else 1
 
 
 def _microbatch_size(program: Program) -> int:
