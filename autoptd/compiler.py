@@ -14,7 +14,7 @@ from autoptd.archive import load_folder
 from autoptd.capture import capture
 from autoptd.compiled import CompiledProgram
 from autoptd.emit import emit_texts
-from autoptd.options import check_count, check_known, check_schedule_name, read_mesh
+from autoptd.options import check_built, check_count, check_known, check_schedule_name, read_mesh
 from autoptd.passes.constants import fold_constants
 from autoptd.passes.cost import node_flops
 from autoptd.passes.normalize import normalize
@@ -41,6 +41,9 @@ def compile(
     schedule: str = "interleaved_1f1b",
     num_model_chunks: int | None = None,
     scatter_gather: bool = True,
+    recompute: str = "none",
+    fuse: bool = False,
+    layout: str = "bsh",
     rules: Mapping[Any, str] | None = None,
     seed: int = 0,
     **unknown: object,
@@ -60,6 +63,7 @@ def compile(
         schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2).
         num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
         scatter_gather: send 1/t of a replicated boundary tensor per tensor rank, all-gather on arrival (SC21 §4.1).
+        recompute, fuse, layout: "none", False and "bsh" are what is built so far; other values are refused.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (passes/axis_rules.py).
         seed: of dropout masks, which depend on neither mesh nor microbatch size.
 
@@ -67,6 +71,7 @@ def compile(
     """
     check_known(compile, unknown)
     check_schedule_name(schedule)
+    check_built(recompute=(recompute, "none"), fuse=(fuse, False), layout=(layout, "bsh"))
     check_count("microbatch_size", microbatch_size)
     check_count("num_microbatches", num_microbatches)
     check_count("num_model_chunks", num_model_chunks)

@@ -25,6 +25,8 @@ def read_mesh(mesh: object) -> Mesh:
         return mesh
     if isinstance(mesh, DeviceMesh):
         return _read_device_mesh(mesh)
+    if mesh == "auto":
+        raise ValueError('mesh="auto" is not built yet; give (tensor, pipeline, data), e.g. mesh=(2, 2, 2)')
     if isinstance(mesh, str) or not isinstance(mesh, Iterable):
         raise TypeError(
             f"mesh is {mesh!r}; expected three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), or a DeviceMesh"
@@ -66,6 +68,13 @@ def check_count(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a positive integer or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is {value!r}; expected a positive integer")
+
+
+def check_built(**options: tuple[object, object]) -> None:
+    """Raise ValueError for an option, given as (value, the value that is built), that would not be obeyed."""
+    for name, (value, built) in options.items():
+        if value != built:
+            raise ValueError(f"{name}={value!r} is not built yet; use {name}={built!r}")
 
 
 def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
