@@ -26,7 +26,7 @@ _DTYPES = {
 }
 
 # A module with fewer calls than this of its own, and no module inside, is told under its parent's heading.
-_OWN_HEADING = 4
+_OWN_HEADING = 8
 
 
 def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = None, tensor: int = 1) -> str:
@@ -97,7 +97,7 @@ class Headings:
             self._paths.append(list(own))
             for path in own:
                 self._ranges.setdefault(_block(path), set()).add(index)
-        outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
+        self._outer = outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
         self._group = {
             path: path if path in outer or count >= _OWN_HEADING else _caller(path, calls)
             for path, count in calls.items()
@@ -117,7 +117,9 @@ class Headings:
 
     def stage_range(self, index: int) -> str:
         """``h.6 - h.11, ln_f``: the repeated blocks and the modules between them that a stage computes."""
-        blocks = [block for block in dict.fromkeys(map(_block, self._paths[index])) if block]
+        blocks = [
+            b for b in dict.fromkeys(map(_block, self._paths[index])) if b and _is_block(b, self._outer)
+        ]
         texts = [
             (_short(block) if self._shorten else block) + " (part)" * (len(self._ranges[block]) > 1)
             for block in blocks
@@ -162,6 +164,11 @@ def _caller(path: str, calls: Mapping[str, int]) -> str:
     """The module round a leaf; where that is a container of them all (a ModuleDict), the model."""
     parent = path.rpartition(".")[0]
     return parent if parent in calls or any(part.isdigit() for part in parent.split(".")) else ""
+
+
+def _is_block(block: str, outer: set[str]) -> bool:
+    """Whether it says more than its containers would: "transformer" round "transformer.h.0" does not."""
+    return block not in outer or block.rpartition(".")[2].isdigit()
 
 
 def _follows(block: str, other: str) -> bool:

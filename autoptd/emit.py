@@ -23,7 +23,9 @@ from autoptd.runtime.transfer import is_scattered
 from autoptd.statements import WIDTH, align, beside, write_calls, write_comment, write_heading
 
 DEVICE = "rank.device"
-ADVICE = "This text is what runs. An edit to it runs too: autoptd.load(folder) checks it, verify() proves it."
+ADVICE = (
+    "This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it."
+)
 
 
 def emit_texts(
@@ -121,7 +123,8 @@ def _write_stage(program: Program, manifest: Manifest, index: int, headings: Hea
     for number, (group, run) in enumerate(groupby(calls, lambda n: headings.group(n.meta.get("path", "")))):
         members = list(run)
         lines += [""] if number else []
-        lines.append(write_heading(headings.heading(group, members), members[0].meta.get("line", "")))
+        own = next((n for n in members if n.meta.get("path", "") == group), members[0])
+        lines.append(write_heading(headings.heading(group, members), own.meta.get("line", "")))
         lines += write_calls(members, names, tensor, DEVICE)
     lines.append("")
     lines += _write_return(manifest, interface, nodes[-1], names)

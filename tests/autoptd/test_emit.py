@@ -98,6 +98,20 @@ def test_text_means_the_graph_bitwise() -> None:
     assert torch.equal(loss, graph_loss)
 
 
+def test_edited_text_runs() -> None:
+    _, manifest, _ = two_stages(tensor=1)
+    _, other = emit_two_stages(tensor=1)
+    line = next(line for line in other.splitlines() if line.startswith("    new = "))
+    edited = other.replace(line, line.replace("1.5", "0.0"))
+    p = random_tensors(manifest)
+    rank = Rank.local(manifest.mesh)
+    ids, h, q = torch.arange(8)[None], torch.randn(1, 8, 16), torch.randn(1, 4, 8, 4)
+    loss = read_program(edited, "edited.py").stages[1](rank, p, h, q, ids)
+    plain = torch.nn.functional.cross_entropy(h[0] @ p["wte.weight"].T, ids[0])
+    torch.testing.assert_close(loss, plain)
+    assert not torch.equal(read_program(other, "other.py").stages[1](rank, p, h, q, ids), loss)
+
+
 CALLS: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("aten.add(x, 2)", aten.add.Tensor, ["x", 2], {}),
     ("aten.add(x, 1, alpha=3)", aten.add.Tensor, ["x", 1], {"alpha": 3}),

@@ -1,7 +1,7 @@
 """Pipeline rank 1 of 2, on each of its 2 tensor x 1 data ranks.     tiny GPT, mesh tensor=2 pipeline=2 data=1
 capture 40 nodes | shard_tensors 40 -> 46 nodes | cut_stages 2 stages
 stage 1: gate, head: 0.0045 GFLOP forward, 960 B of parameters per rank
-This text is what runs. An edit to it runs too: autoptd.load(folder) checks it, verify() proves it.
+This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 
 import torch
@@ -22,14 +22,12 @@ def stage_1(
     q,                                                 # f32[1, 4/2, 8, 4]  from stage 0, 256 B per rank
     targets,                                           # i64[1, 8]  batch
 ):
-    # gate                                                                    gpt.py:70
+    # gate, head                                                              gpt.py:91
     mean = aten.mean(q)                                                     # f32[]                 partial
     mean_g = collectives.reduce_from_tensor(rank, mean)                     # all-reduce, 4 B over tensor
     new = aten.full([], 1.5, dtype=torch.float32, device=rank.device)       # f32[]
     gated = aten.addcmul(h, mean_g, new, value=0.5)                         # f32[1, 8, 16]
     gated_f = collectives.copy_to_tensor(rank, gated)                # backward: all-reduce, 512 B over tensor
-
-    # head                                                                    gpt.py:90
     head = aten.linear(gated_f, p["wte.weight"])                            # f32[1, 8, 30/2]
     logits = aten.view(head, [8, 15])                                       # f32[8, 30/2]
     flat = aten.view(targets, [8])                                          # i64[8]
