@@ -52,6 +52,11 @@ class Parallel(nn.Module):
         self._loss_dtype: torch.dtype | None = None
         hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights))
 
+    @property
+    def sent_elements(self) -> Mapping[str, int]:
+        """Elements this rank has sent so far over each stage boundary: "stage 0 -> 1", "stage 1 -> 0"."""
+        return self._executor.sent
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on this replica's batch; give what the model returns, with only the loss filled in."""
         batch = bind_batch(self._manifest, args, kwargs, self._device)

@@ -1,0 +1,76 @@
+"""Joining the ranks: the right number of them, all with one program; a mesh of one needs nobody."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autoptd.runtime.connection import check_world_size, connect
+from autoptd.runtime.mesh import Mesh
+from tests.ranks import run_ranks
+from tests.runtime.chain import Chain
+
+CPU = torch.device("cpu")
+
+
+def test_mesh_of_one_needs_no_launcher() -> None:
+    manifest = replace(Chain((1, 1, 1)).manifest, seed=7)
+    connection = connect(manifest, CPU, "text")
+    assert not dist.is_initialized()
+    assert connection.rank.randomness.seed == 7
+    assert not connection.outgoing
+
+
+def test_world_size_must_be_the_mesh_and_legal_ones_are_named() -> None:
+    message = (
+        "WORLD_SIZE is 6, but mesh tensor=2 pipeline=2 data=2 is a program for 8 ranks: start 8 processes "
+        "with torchrun, or compile for 6 with mesh=(2, 1, 3) or (2, 3, 1) or (1, 2, 3)"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_world_size(Mesh(2, 2, 2), 6)
+
+
+def test_world_size_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 4"):
+        connect(Chain((1, 2, 1)).manifest, CPU, "text")
+    assert not dist.is_initialized()
+
+
+def test_ranks_with_another_program_are_named() -> None:
+    manifest = Chain((1, 3, 1), "gpipe", 1, 1).manifest
+
+    def body(rank: int) -> str:
+        try:
+            connect(manifest, CPU, "edited" if rank == 2 else "text")
+        except RuntimeError as error:
+            return str(error)
+        return "connected"
+
+    assert all(said.startswith("ranks [2] of 3 have another program") for said in run_ranks(body, 3))
+
+
+def test_groups_and_channels_follow_a_reordered_mesh() -> None:
+    chain = Chain((2, 2, 1), "1f1b", 1, 1, tied=True)
+    manifest = replace(chain.manifest, mesh=replace(chain.mesh, ranks=(0, 2, 1, 3)))
+
+    def body(rank: int) -> tuple[object, ...]:
+        connection = connect(manifest, CPU, "text")
+        tied = connection.tied[0, 1].all_gather(torch.tensor(rank))
+        at = connection.rank.coordinates
+        peer = 1 - at.pipeline
+        connection.outgoing[peer].send(torch.tensor([rank]))
+        heard = connection.incoming[peer].receive((1,), torch.int64, CPU).wait()
+        connection.outgoing[peer].flush()
+        return tuple(at), [int(x) for x in tied], int(heard)
+
+    assert run_ranks(body, 4) == [
+        ((0, 0, 0), [0, 1], 1),
+        ((0, 1, 0), [0, 1], 0),
+        ((0, 0, 1), [2, 3], 3),
+        ((0, 1, 1), [2, 3], 2),
+    ]

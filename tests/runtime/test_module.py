@@ -1,0 +1,300 @@
+"""The parallel module in the loops people write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.call import output_builder
+from autoptd.runtime.connection import Connection, connect, run_threads
+from autoptd.runtime.manifest import Output
+from autoptd.runtime.module import Parallel
+from tests.ranks import run_ranks
+from tests.runtime.chain import Chain
+
+CPU = torch.device("cpu")
+
+
+class Plain(nn.Module):
+    """The chain as an ordinary module: parameters by name, a call that runs all microbatches."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__()
+        self.chain = chain
+        for name, tensor in chain.weights().items():
+            path, _, leaf = name.rpartition(".")
+            module: nn.Module = self
+            for part in path.split(".") if path else ():
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            if chain.manifest.parameters[name].kind == "buffer":
+                module.register_buffer(leaf, tensor)
+            else:
+                module.register_parameter(leaf, nn.Parameter(tensor))
+        if chain.tied:
+            self.head = nn.Module()
+            self.head.scale = self.scale
+
+    def gradients(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        """Add one batch's gradients to ``.grad``; give the loss."""
+        weights = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        loss, gradients = self.chain.plain({n: w.detach() for n, w in weights.items()}, batch, scale)
+        for name, gradient in gradients.items():
+            p = self.get_parameter(name)
+            p.grad = gradient if p.grad is None else p.grad + gradient
+        return loss
+
+
+def alone(**options: Any) -> tuple[Chain, Parallel]:
+    chain = Chain((1, 1, 1), "gpipe", 2, 3, **options)
+    return chain, chain.parallel(connect(chain.manifest, CPU, "text"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_twenty_sgd_steps_stay_bitwise(tied: bool) -> None:
+    chain = Chain((1, 2, 1), "interleaved_1f1b", 2, 4, tied)
+
+    def train(model: nn.Module, step: Callable[[int], Tensor]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for number in range(20):
+            losses.append(step(number))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def body(connection: Connection) -> tuple[list[Tensor], dict[str, Tensor]]:
+        parallel = chain.parallel(connection)
+
+        def step(number: int) -> Tensor:
+            loss: Tensor = parallel(**chain.batch(number % 3))["loss"]
+            loss.backward()
+            return loss.detach()
+
+        return train(parallel, step), parallel.state_dict()
+
+    plain = Plain(chain)
+    losses = train(plain, lambda number: plain.gradients(chain.batch(number % 3)))
+    for own_losses, own in run_threads(chain.manifest, body):
+        assert all(map(torch.equal, own_losses, losses))
+        for name, tensor in own.items():
+            assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+def test_backward_scales_and_accumulates() -> None:
+    chain, parallel = alone()
+    plain = Plain(chain)
+    for replica in range(3):
+        (parallel(**chain.batch(replica))["loss"] / 3).backward()
+        plain.gradients(chain.batch(replica), 1 / 3)
+    for name, p in parallel.named_parameters():
+        torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, rtol=1e-13, atol=1e-15)
+
+
+def test_second_backward_is_refused() -> None:
+    chain, parallel = alone()
+    loss = parallel(**chain.batch())["loss"]
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"handed to \.grad by an earlier backward"):
+        loss.backward()
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    chain, parallel = alone()
+    frozen = parallel.get_parameter("layer.0.row.weight")
+    frozen.requires_grad_(False)
+    parallel(**chain.batch())["loss"].backward()
+    assert frozen.grad is None
+    assert parallel.get_parameter("layer.0.row.bias").grad is not None
+
+
+def test_wholly_frozen_rank_still_takes_backward() -> None:
+    chain = Chain((1, 2, 1), "1f1b", 1, 2)
+
+    def body(connection: Connection) -> list[str]:
+        parallel = chain.parallel(connection)
+        if connection.rank.coordinates.pipeline == 0:
+            parallel.requires_grad_(False)
+        parallel(**chain.batch())["loss"].backward()
+        return [n for n, p in parallel.named_parameters() if p.grad is not None]
+
+    first, second = run_threads(chain.manifest, body)
+    assert first == []
+    assert len(second) == 4
+
+
+def test_positional_arguments_and_absent_ones() -> None:
+    chain, parallel = alone()
+    batch = chain.batch()
+    by_name = parallel(**batch)["loss"]
+    assert torch.equal(parallel(*batch.values(), attention_mask=None)["loss"], by_name)
+
+
+def test_wrong_batches_are_named() -> None:
+    chain, parallel = alone()
+    batch = chain.batch()
+
+    def refused(kind: type[Exception], message: str, *args: Any, **changes: Any) -> None:
+        with pytest.raises(kind, match=message):
+            parallel(*args, **{**batch, **changes})
+
+    with pytest.raises(TypeError, match="argument target is missing"):
+        parallel(x=batch["x"], ids=batch["ids"])
+    refused(TypeError, "unexpected argument targets; did you mean target?", targets=batch["target"])
+    refused(TypeError, "argument x is given twice", batch["x"])
+    refused(TypeError, "argument ids is a list, expected a tensor", ids=[1])
+    refused(
+        ValueError,
+        r"argument x has shape \[5, 8\], expected \[6, 8\] "
+        r"\(microbatch_size 2 x num_microbatches 3 = 6 sequences of this replica in dimension 0\)",
+        x=batch["x"][:5],
+    )
+    refused(ValueError, "argument ids is torch.int32, expected torch.int64", ids=batch["ids"].int())
+    refused(ValueError, "argument x is on meta, expected cpu", x=batch["x"].to("meta"))
+
+
+def test_autocast_at_the_call_is_warned_of_and_has_no_effect() -> None:
+    chain, parallel = alone(dtype=torch.float32)
+    loss = parallel(**chain.batch())["loss"]
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast has no effect"):
+        assert torch.equal(parallel(**chain.batch())["loss"], loss)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clip_takes_the_norm_of_the_whole_model(norm_type: float) -> None:
+    chain = Chain((2, 2, 2), "interleaved_1f1b", 2, 2, tied=True)
+
+    def body(connection: Connection) -> tuple[Tensor, dict[str, Tensor]]:
+        parallel = chain.parallel(connection)
+        parallel(**chain.batch())["loss"].backward()
+        norm = parallel.clip_grad_norm_(0.01, norm_type)
+        return norm, {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
+
+    plain = Plain(chain)
+    plain.gradients(chain.batch())
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    results = run_threads(chain.manifest, body)
+    for rank, (norm, own) in enumerate(results):
+        assert torch.equal(norm, results[0][0])
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for name, gradient in own.items():
+            whole = plain.get_parameter(name).grad
+            assert whole is not None
+            placement = chain.manifest.parameters[name].placement
+            part = placement.take(whole, 2, chain.mesh.coordinates(rank).tensor)
+            torch.testing.assert_close(gradient, part, rtol=1e-11, atol=1e-14)
+
+
+def test_clip_can_refuse_what_is_not_finite() -> None:
+    chain, parallel = alone()
+    parallel(**chain.batch())["loss"].backward()
+    parallel.get_parameter("layer.0.row.bias").grad = torch.full((8,), float("nan"), dtype=chain.dtype)
+    with pytest.raises(RuntimeError, match=r"2\.0-norm of the gradient is nan"):
+        parallel.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_full_state_loads_into_the_plain_model_and_back() -> None:
+    chain = Chain((2, 2, 2), "interleaved_1f1b", 2, 2, tied=True)
+
+    def body(rank: int) -> tuple[dict[str, Tensor], bool]:
+        parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+        before = {n: x.clone() for n, x in parallel.state_dict().items()}
+        state = parallel.full_state_dict()
+        with torch.no_grad():
+            for p in parallel.parameters():
+                p.zero_()
+        given = {n: w for n, w in chain.weights().items() if n != "scale"} | {
+            "head.scale": chain.weights()["scale"]
+        }
+        parallel.load_full_state_dict(given)
+        after = parallel.state_dict()
+        return state, all(torch.equal(after[n], x) for n, x in before.items())
+
+    results = run_ranks(body, 8)
+    assert all(same for _, same in results)
+    assert all(state == {} for state, _ in results[1:])
+    plain = Plain(chain)
+    expected = {n: x.clone() for n, x in plain.state_dict().items()}
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.zero_()
+    plain.load_state_dict(results[0][0], strict=True)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_wrong_states_are_named() -> None:
+    chain, parallel = alone()
+    state = chain.weights()
+    with pytest.raises(ValueError, match="1 names of the state are unknown to the compiled model: wte"):
+        parallel.load_full_state_dict({**state, "wte": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"layer.0.row.bias has shape \[3\], expected \[8\]"):
+        parallel.load_full_state_dict({**state, "layer.0.row.bias": torch.zeros(3)})
+    del state["layer.0.row.bias"]
+    with pytest.raises(ValueError, match=r"no tensor layer.0.row.bias\[8\] among"):
+        parallel.load_full_state_dict(state)
+
+
+def test_constants_and_transient_buffers_are_not_saved() -> None:
+    chain = Chain((1, 1, 1), "gpipe", 1, 1)
+    chain.manifest = replace(chain.manifest, transient=("offset",))
+    parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+    assert {n for n, _ in parallel.named_buffers()} == {"offset", "constant.shift"}
+    assert not {"offset", "constant.shift"} & set(parallel.state_dict())
+    assert set(parallel.full_state_dict()) == set(parallel.state_dict())
+    assert "unused.weight" in parallel.state_dict()
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    logits: Tensor | None
+
+
+class Fields(dict[str, Any]):
+    pass
+
+
+def test_outputs_are_rebuilt_round_the_loss() -> None:
+    loss = torch.tensor(3.0)
+    assert output_builder(Output("tensor"))(loss) is loss
+    assert output_builder(Output("tuple", "1", "", ("0", "1")))(loss) == (None, loss)
+    assert output_builder(Output("dict", "loss", "", ("loss", "logits")))(loss) == {
+        "loss": loss,
+        "logits": None,
+    }
+    named = output_builder(Output("dict", "loss", f"{__name__}:Fields", ("loss", "logits")))(loss)
+    assert isinstance(named, Fields)
+    assert output_builder(Output("dataclass", "loss", f"{__name__}:Result", ("loss", "logits")))(
+        loss
+    ) == Result(loss, None)
+    with pytest.raises(ValueError, match="output class Missing is not found in module"):
+        output_builder(Output("dataclass", "loss", f"{__name__}:Missing", ("loss",)))
+
+
+def test_accelerate_loop_accumulates_clips_and_schedules() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    chain, parallel = alone(dtype=torch.float32)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.9**number)
+    model, optimizer, scheduler = accelerator.prepare(parallel, optimizer, scheduler)
+    losses = []
+    for _ in range(12):
+        with accelerator.accumulate(model):
+            loss = model(**chain.batch())["loss"]
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.unwrap_model(model).clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    assert losses[-1] < losses[0]
