@@ -123,7 +123,7 @@ def _write_stage(program: Program, manifest: Manifest, index: int, headings: Hea
     for number, (group, run) in enumerate(groupby(calls, lambda n: headings.group(n.meta.get("path", "")))):
         members = list(run)
         lines += [""] if number else []
-        own = next((n for n in members if n.meta.get("path", "") == group), members[0])
+        own = next((n for n in members if group and n.meta.get("path", "") == group), members[0])
         lines.append(write_heading(headings.heading(group, members), own.meta.get("line", "")))
         lines += write_calls(members, names, tensor, DEVICE)
     lines.append("")

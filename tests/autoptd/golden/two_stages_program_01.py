@@ -22,7 +22,7 @@ def stage_1(
     q,                                                 # f32[1, 4/2, 8, 4]  from stage 0, 256 B per rank
     targets,                                           # i64[1, 8]  batch
 ):
-    # gate, head                                                              gpt.py:91
+    # gate, head                                                              gpt.py:70
     mean = aten.mean(q)                                                     # f32[]                 partial
     mean_g = collectives.reduce_from_tensor(rank, mean)                     # all-reduce, 4 B over tensor
     new = aten.full([], 1.5, dtype=torch.float32, device=rank.device)       # f32[]
