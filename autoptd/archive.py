@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -43,9 +44,12 @@ def save_folder(
         _write(folder / program_filename(rank, len(texts)), text)
     _write(folder / MANIFEST, to_json(manifest))
     _write(folder / SCHEDULE, _describe_schedule(schedule))
-    save_file(
-        {name: buffer.detach().cpu().contiguous() for name, buffer in buffers.items()}, folder / BUFFERS
-    )
+    # Copies: two names may share one tensor's memory, which the file format refuses.
+    copies = {
+        name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, buffer in buffers.items()
+    }
+    save_file(copies, folder / BUFFERS)
 
 
 def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, Tensor]]:

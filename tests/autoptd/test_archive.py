@@ -19,7 +19,8 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.program_text import read_program
 from tests.two_stages import two_stages
 
-BUFFERS = {"h.0.attn.mask": torch.ones(8, 8).tril(), "scale": torch.tensor(2, dtype=torch.int64)}
+MASK = torch.ones(8, 8).tril()
+BUFFERS = {"h.0.attn.mask": MASK, "h.1.attn.mask": MASK.T, "scale": torch.tensor(2, dtype=torch.int64)}
 
 
 @pytest.fixture
