@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autoptd.custom_gradients import Functions
 from autoptd.example_inputs import Examples, read_examples
 from autoptd.objective import LossError, Objective
 from autoptd.passes.program import Program, Stage
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
 from autoptd.skeleton import make_mode, make_skeleton
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+from autoptd.source_lines import short_line, user_line
 
 
 def capture(
@@ -36,11 +32,11 @@ def capture(
     loss_fn: Callable[..., Tensor] | None = None,
     microbatch_size: int | None = None,
 ) -> Program:
-    """Trace `model` and its loss into a Program of one stage, for one microbatch; the model is left unchanged.
+    """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
-    The graph is what torch.export gives in training mode: aten's training operators, parameters as ``get_attr``
-    nodes under their first ``state_dict`` name. Raises TypeError for what is not a plain module and ValueError
-    for what cannot be traced, with the user's file and line.
+    The graph is what torch.export gives in training mode: aten's training operators, parameters as
+    ``get_attr`` nodes under their first ``state_dict`` name. Raises TypeError for what is not a plain module
+    and ValueError for what cannot be traced, with the user's file and line.
     """
     _check_model(model)
     examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
@@ -51,13 +47,21 @@ def capture(
     loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
     names = [i.name for i in examples.inputs]
     objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
-    exported = _export(objective, values, model)
+    functions = Functions()
+    exported = _export(objective, values, functions, model)
+    notes = functions.check()
     tensors = _name_tensors(model, objective, exported)
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     entry = f"capture {type(model).__name__}: {len(graph.nodes)} nodes"
     return Program(
-        mesh, (stage,), examples.inputs, objective.result.output, tensors.aliases, (entry,), tensors.buffers
+        mesh,
+        (stage,),
+        examples.inputs,
+        objective.result.output,
+        tensors.aliases,
+        (entry, *notes),
+        tensors.buffers,
     )
 
 
@@ -65,17 +69,28 @@ def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; compile takes an nn.Module or an fx.GraphModule")
     name = type(model).__name__
-    if isinstance(model, (DataParallel, DistributedDataParallel)) or "FSDP" in name or "FullyShardedDataParallel" in name:
-        raise TypeError(f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh")
+    if (
+        isinstance(model, (DataParallel, DistributedDataParallel))
+        or "FSDP" in name
+        or "FullyShardedDataParallel" in name
+    ):
+        raise TypeError(
+            f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh"
+        )
     if type(model).__module__.startswith("autoptd."):
-        raise TypeError(f"model is an autoptd {name}, compiled already; pass the plain module it was compiled from")
+        raise TypeError(
+            f"model is an autoptd {name}, compiled already; pass the plain module it was compiled from"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a torch.jit.ScriptModule; pass the nn.Module it was scripted from")
 
 
-def _export(objective: Objective, values: tuple[Tensor, ...], model: nn.Module) -> ExportedProgram:
+def _export(
+    objective: Objective, values: tuple[Tensor, ...], functions: Functions, model: nn.Module
+) -> ExportedProgram:
     try:
-        return torch.export.export(objective, values, strict=False)
+        with functions.watch():
+            return torch.export.export(objective, values, strict=False)
     except LossError:
         raise
     except Exception as error:
@@ -84,18 +99,18 @@ def _export(objective: Objective, values: tuple[Tensor, ...], model: nn.Module) 
 
 def _explain(error: Exception, model: nn.Module) -> str:
     """What stopped the trace, where in the user's code, and the ways out."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_TORCH, _HERE, "<"))]
-    place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else type(model).__name__
-    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    found = f"{type(error).__name__}: {first}"
-    if "DataDependent" in found or "data-dependent" in str(error).lower() or "UserError" in found:
+    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
+    found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    if "DataDependent" in found or "data-dependent" in str(error).lower():
         return (
-            f"{place}: control flow depends on the values of a tensor, which one traced program cannot follow "
-            f"({found}). Ways out: compute the condition from shapes or the config; use torch.where or a mask "
-            "instead of the branch; pass the module without that branch"
+            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
+            f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
+            "instead of the branch; pass a module without that branch"
         )
-    return f"{place}: the model cannot be traced ({found}). Rewrite that call with torch operators, or move it out of forward"
+    return (
+        f"{place}: the model cannot be traced ({found}). "
+        "Write that call with torch operators, or move it out of forward"
+    )
 
 
 @dataclass(frozen=True)
@@ -123,10 +138,9 @@ def _name_tensors(model: nn.Module, objective: Objective, exported: ExportedProg
             aliases[name] = home
             continue
         trained = isinstance(tensor, nn.Parameter)
-        kind = "parameter" if trained else "buffer"
-        parameters[name] = Parameter(
-            name, tuple(tensor.shape), tensor.dtype, kind, trained and tensor.requires_grad  # type: ignore[arg-type]
-        )
+        kind: Literal["parameter", "buffer"] = "parameter" if trained else "buffer"
+        gradient = trained and tensor.requires_grad
+        parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, kind, gradient)
         if not trained and not tensor.is_meta:
             buffers[name] = tensor.detach()
     placeholders: dict[str, str] = {}
@@ -134,9 +148,11 @@ def _name_tensors(model: nn.Module, objective: Objective, exported: ExportedProg
         if spec.kind is InputKind.USER_INPUT:
             continue
         target = str(spec.target)
-        name = target.removeprefix("model.")
+        name = target.removeprefix("captured.")
         if target.startswith("loss_fn.") and spec.kind is not InputKind.CONSTANT_TENSOR:
-            raise ValueError(f"loss_fn owns the tensor {target}; only the model may own parameters and buffers")
+            raise ValueError(
+                f"loss_fn owns the tensor {target}; only the model may own parameters and buffers"
+            )
         if spec.kind is InputKind.CONSTANT_TENSOR:
             value = exported.constants[target]
             parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
@@ -147,17 +163,10 @@ def _name_tensors(model: nn.Module, objective: Objective, exported: ExportedProg
 
 
 def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:
-    """The exported graph in our conventions: inputs under their own names, tensors as get_attr at first use."""
+    """The exported graph in our conventions: inputs by their own names, tensors as get_attr at first use."""
     specs = exported.graph_signature
     inputs = [s.arg.name for s in specs.input_specs if s.kind is InputKind.USER_INPUT]
     names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
-    kinds = [output.kind for output in specs.output_specs]
-    for output in specs.output_specs:
-        if output.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
-            raise ValueError(
-                f"forward writes to {str(output.target).removeprefix('model.')!r}: a buffer that changes "
-                "during the step is not supported; keep it constant, or update it outside of forward"
-            )
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, fx.Node] = {}
@@ -177,8 +186,8 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
 
     for node in exported.graph.nodes:
         if node.op == "output":
-            loss = node.args[0][kinds.index(OutputKind.USER_OUTPUT)]
-            graph.output(fx.map_arg(loss, value_of))
+            result = value_of(node.args[0][0])
+            graph.output(result).meta = {"val": result.meta["val"], "path": "", "line": ""}
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
             values[node].meta = _meta(node)
@@ -200,15 +209,10 @@ def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
 def _meta(node: fx.Node) -> dict[str, Any]:
     stack = node.meta.get("nn_module_stack")
     path = re.sub(r"@\d+", "", list(stack.values())[-1][0]) if stack else ""
-    frames = [
-        (file, line)
-        for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")
-        if not file.startswith((_TORCH, _HERE))
-    ]
     return {
         "val": fx.node.map_aggregate(node.meta.get("val"), _plain),
-        "path": path.removeprefix("model").removeprefix("."),
-        "line": f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else "",
+        "path": path.removeprefix("captured").removeprefix("."),
+        "line": short_line(node.meta.get("stack_trace") or ""),
     }
 
 

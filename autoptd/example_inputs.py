@@ -69,7 +69,9 @@ def read_examples(
     if not names:
         raise ValueError("example_inputs holds no tensor; give the batch of one microbatch, by argument name")
     size = _microbatch_size(names[0], tensors[names[0]], microbatch_size)
-    inputs = tuple(Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names)
+    inputs = tuple(
+        Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names
+    )
     return Examples(inputs, constants, targets)
 
 
@@ -122,7 +124,9 @@ def _by_position(
     names = [*taken[:count], *targets]
     if isinstance(values, Tensor) or len(values) > len(names):
         found = "a tensor" if isinstance(values, Tensor) else f"{len(values)} values"
-        raise ValueError(f"example_inputs is {found} for the inputs {names}; pass a dict of keyword arguments")
+        raise ValueError(
+            f"example_inputs is {found} for the inputs {names}; pass a dict of keyword arguments"
+        )
     return dict(zip(names, values, strict=False))
 
 
@@ -144,7 +148,9 @@ def _check_names(
     required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
     if missing:
-        raise ValueError(f"example_inputs lacks {', '.join(missing)}; it holds {', '.join(given) or 'nothing'}")
+        raise ValueError(
+            f"example_inputs lacks {', '.join(missing)}; it holds {', '.join(given) or 'nothing'}"
+        )
 
 
 def _microbatch_size(name: str, tensor: Tensor, microbatch_size: int | None) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.fx.traceback
+from torch import Tensor, fx, nn
 
 from autoptd.runtime.manifest import Output
 
@@ -22,8 +24,8 @@ class Result:
 class Objective(nn.Module):
     """Calls `model` with the inputs named in `names`, and returns the scalar loss alone.
 
-    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that
-    are not tensors. After a call `result` says what the model returned round the loss.
+    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments
+    that are not tensors. After a call `result` says what the model returned round the loss.
     """
 
     def __init__(
@@ -35,7 +37,7 @@ class Objective(nn.Module):
         targets: Sequence[str],
     ) -> None:
         super().__init__()
-        self.model = model
+        self.captured = model
         self.names = tuple(names)
         self.constants = dict(constants)
         self.loss_fn = loss_fn
@@ -44,14 +46,26 @@ class Objective(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor:
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
-        result = self.model(**{k: v for k, v in given.items() if k not in self.targets})
+        result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
         if self.loss_fn is not None:
             loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
             if not _is_loss(loss):
-                raise LossError(f"loss_fn returned {describe(loss)}: a scalar floating-point tensor is needed")
+                raise LossError(
+                    f"loss_fn returned {describe(loss)}: a scalar floating-point tensor is needed"
+                )
             return loss
         loss, self.result.output = find_loss(result)
         return loss
+
+
+def _call(model: nn.Module, given: Mapping[str, Any]) -> object:
+    if not isinstance(model, fx.GraphModule):
+        return model(**given)
+    # Node by node, so that each keeps the module path and the line that the user's graph knows.
+    bound = inspect.signature(model.forward).bind(**given)
+    bound.apply_defaults()
+    with fx.traceback.preserve_node_meta():
+        return fx.Interpreter(model).run(*bound.args)
 
 
 class LossError(ValueError):
@@ -67,14 +81,12 @@ def find_loss(result: object) -> tuple[Tensor, Output]:
         items = dict(result) if isinstance(result, Mapping) else vars(result)
         if _is_loss(items.get("loss")):
             kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
-            cls = type(result)
-            return items["loss"], Output(kind, "loss", f"{cls.__module__}:{cls.__qualname__}", tuple(items))
+            return items["loss"], Output(kind, "loss", _type_name(result), tuple(items))
     elif isinstance(result, (tuple, list)):
         for index, item in enumerate(result):
             if _is_loss(item):
                 fields = tuple(str(i) for i in range(len(result)))
-                cls = type(result)
-                return item, Output("tuple", str(index), f"{cls.__module__}:{cls.__qualname__}", fields)
+                return item, Output("tuple", str(index), _type_name(result), fields)
     raise LossError(
         f"the model returned no scalar loss but {describe(result)}; "
         "return the loss (alone, first in a tuple, or under 'loss'), or pass loss_fn="
@@ -91,6 +103,10 @@ def describe(result: object) -> str:
     if isinstance(result, (tuple, list)):
         return f"{name} of {', '.join(describe(v) for v in result)}"
     return f"{name} {result!r}" if isinstance(result, (str, int, float, bool, type(None))) else name
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def _is_loss(value: object) -> bool:

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private: torch's only tensors with a device and no data
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: a device, but no data
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _OPAQUE = (nn.Module, Tensor, list, tuple, dict, set)
@@ -51,8 +51,8 @@ def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    with mode:
-        twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    twin = FakeTensor(mode, shape, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from autoptd.passes.masks import MaskJudge
 from autoptd.passes.naming import live_nodes
@@ -25,8 +28,8 @@ _SHAPE_ONLY = (
     aten.select.int,
 )
 
-# Operators that read no more than a tensor's shape and dtype -> the operator that makes the same from nothing.
-_FACTORIES = {
+# Operators that read no more than a tensor's shape and dtype -> what makes the same from nothing.
+_FACTORIES: dict[Any, OpOverload] = {
     aten.new_ones.default: aten.ones.default,
     aten.new_zeros.default: aten.zeros.default,
     aten.new_full.default: aten.full.default,
@@ -39,19 +42,24 @@ _FACTORIES = {
 def fold_constants(program: Program) -> Program:
     """Move constant subgraphs to ``Stage.constants``, each made once; drop masks that are exactly causal.
 
-    A constant depends on buffers at most. Attention whose mask is proved, by evaluating it, to allow just the
-    keys up to each query gets ``is_causal=True``; one that allows every key gets no mask; all others are kept.
+    A constant depends on buffers at most. Attention whose mask is proved, by computing it, to allow just the
+    keys up to each query gets ``is_causal=True``; one that allows every key gets no mask; others are kept.
     """
     (stage,) = program.stages
     folder = _Folder(stage, program.buffers)
+    folder.slice_indices()
     verdicts = folder.drop_masks()
     constants = folder.split()
     graph, made = folder.graph, folder.made
     used = {str(n.target) for g in (graph, constants) for n in g.nodes if n.op == "get_attr"}
-    lifted = {name for name in program.buffers if name.startswith("lifted_tensor_")}
-    kept = {name: p for name, p in stage.parameters.items() if name in used or name not in lifted}
+    kept = {
+        name: parameter
+        for name, parameter in stage.parameters.items()
+        if name in used or not name.rpartition(".")[2].startswith("lifted_tensor_")
+    }
     size = sum(p.bytes for p in made.values())
-    entry = f"fold_constants {len(stage.graph.nodes)} -> {len(graph.nodes)} nodes, {len(made)} constants of {size} bytes"
+    before, after = len(stage.graph.nodes), len(graph.nodes)
+    entry = f"fold_constants {before} -> {after} nodes, {len(made)} constants of {size} bytes"
     proofs = "".join(f"; {count} attention masks {verdict}" for verdict, count in sorted(verdicts.items()))
     return program.replace_stages((Stage(graph, {**kept, **made}, constants),), entry + proofs)
 
@@ -99,6 +107,30 @@ class _Folder:
             if verdict in ("causal", "open"):
                 _drop_mask(node, verdict == "causal")
         return counts
+
+    def slice_indices(self) -> None:
+        """An index of constant, consecutive numbers is a slice (Falcon takes its one key head so)."""
+        for node in list(self.graph.nodes):
+            if node.target is aten.index.Tensor and node not in self.constant:
+                found = self._consecutive(node)
+                if found is not None:
+                    node.target, node.args = aten.slice.Tensor, (node.args[0], *found)
+
+    def _consecutive(self, node: fx.Node) -> tuple[int, int, int] | None:
+        """The dimension, start and end that an index takes, if it is a run of one dimension."""
+        arguments: Any = node.args
+        source, indices = arguments
+        (dim, index), *others = [(d, i) for d, i in enumerate(indices) if i is not None]
+        if others or index not in self.constant or index.meta["val"].dim() != 1:
+            return None
+        numbers = self.judge.value(index)
+        if numbers is None or numbers.dtype != torch.int64 or not len(numbers):
+            return None
+        start, count = int(numbers[0]), len(numbers)
+        if start < 0:
+            start, numbers = start + source.meta["val"].shape[dim], numbers + source.meta["val"].shape[dim]
+        run = torch.equal(numbers, torch.arange(start, start + count))
+        return (dim, start, start + count) if run else None
 
     def split(self) -> fx.Graph:
         """Take the constants out of the graph, and return the graph that makes them; `made` names them."""

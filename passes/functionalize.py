@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.rewrites import Writer
+from autoptd.passes.rewrites import Writer, where
 from autoptd.runtime import aten
 
 _SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
@@ -22,7 +22,8 @@ _SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, 
 class Cell:
     """A tensor of the exported graph as memory: `node` is its present value.
 
-    A view has the cell it looks into (`base`), the call that takes it (`view`), and the base's version it saw.
+    A view has the cell it looks into (`base`), the call that takes it (`view`), and the base's version it
+    saw. `owner` is the name of the user's parameter or buffer whose memory this is.
     """
 
     node: fx.Node
@@ -30,6 +31,7 @@ class Cell:
     base: Cell | None = None
     view: fx.Node | None = None
     seen: int = 0
+    owner: str = ""
 
 
 @functools.cache
@@ -75,7 +77,12 @@ class Storage:
         return Cell(made, base=source, view=made, seen=source.version)
 
     def write(self, cell: Cell, value: fx.Node) -> None:
-        """Give `cell`, and all that it is a view of, a new value. Raises ValueError through a view it cannot."""
+        """Give `cell`, and all that it is a view of, the new `value`. ValueError where it cannot."""
+        if cell.owner:
+            raise ValueError(
+                f"{where(value)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in "
+                "the step is not supported: keep it constant, or update it outside of forward"
+            )
         kept = cell.node.meta["val"]
         if value.meta["val"].dtype != kept.dtype:
             value = self.writer.emit(aten.to.dtype, (value, kept.dtype), {**value.meta, "val": kept})
@@ -103,7 +110,7 @@ class Storage:
             return self.writer.emit(target, (value, *rest), meta)
         if target in _SHAPE_VIEWS:
             return self.writer.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
-        raise ValueError(f"writing in place through {target} is not supported")
+        raise ValueError(f"{where(value)}: writing in place through {target} is not supported; write it out")
 
     def _write_piece(self, base: Cell, split: fx.Node, index: int, value: fx.Node) -> None:
         """Write piece `index` of a split or unbind of `base`."""

@@ -12,6 +12,8 @@ from autoptd.runtime import aten
 
 _BLOCK = 1 << 26  # mask elements computed at once
 _LIMIT = 1 << 31  # a larger mask is left as it is
+_FACTORIES = (aten.ones.default, aten.zeros.default, aten.full.default)
+_TRIANGLES: dict[Any, Any] = {aten.tril.default: torch.tril, aten.triu.default: torch.triu}
 
 
 class MaskJudge:
@@ -23,7 +25,7 @@ class MaskJudge:
         self.verdicts: dict[fx.Node, str] = {}
 
     def judge(self, mask: fx.Node) -> str:
-        """What a mask allows: "causal", "open" (every key), "kept" (anything else), "unknown" (not computed)."""
+        """What a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed)."""
         if mask not in self.verdicts:
             self.verdicts[mask] = self._compare(mask)
         return self.verdicts[mask]
@@ -49,24 +51,31 @@ class MaskJudge:
         if not isinstance(val, Tensor):
             return None
         if val.numel() <= _BLOCK:
-            whole = self._whole(node)
+            whole: Tensor | None = self.value(node)
             if whole is None:
                 return None
             return whole.narrow(-2, start, count) if whole.dim() > 1 and whole.shape[-2] > 1 else whole
         if node.target is aten.expand.default:
             source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
             return None if source is None else source.expand(*val.shape[:-2], count, val.shape[-1])
+        if node.target in _FACTORIES:
+            shape = [*val.shape[:-2], count, val.shape[-1]]
+            made: Tensor = node.target(shape, *node.args[1:], **node.kwargs)
+            return made
+        if node.target in _TRIANGLES:
+            source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
+            diagonal: Any = node.args[1] if len(node.args) > 1 else 0
+            return None if source is None else _TRIANGLES[node.target](source, diagonal + start)
         if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             return None
         rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
         if any(value is None for value in rows.values()):
             return None
-        result: Tensor = node.target(  # type: ignore[operator]
-            *fx.map_arg(node.args, rows.__getitem__), **fx.map_arg(node.kwargs, rows.__getitem__)
-        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
         return result
 
-    def _whole(self, node: fx.Node) -> Any:
+    def value(self, node: fx.Node) -> Any:
         """The value of a constant; None where it needs a buffer without data."""
         stack = [node]
         while stack:
@@ -88,8 +97,7 @@ class MaskJudge:
         val = node.meta["val"]
         if any(v is None for v in given) or (isinstance(val, Tensor) and val.numel() > 2 * _BLOCK):
             return None
-        args = fx.map_arg(node.args, self.values.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

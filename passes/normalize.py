@@ -1,7 +1,7 @@
 """Bring an exported graph into the form that every later pass reads.
 
-``torch.no_grad`` regions are inlined, in-place operators made functional, operators without effect dropped, and
-dropout given its number. Numerics stay bit for bit.
+``torch.no_grad`` regions are inlined, in-place operators made functional, operators without effect dropped,
+and dropout given its number. Numerics stay bit for bit.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Normalizer:
             copied.meta = node.meta
             if node.op == "get_attr" and self.parameters[str(node.target)].requires_grad:
                 self.trained.add(copied)
-            values[node] = Cell(copied)
+            values[node] = Cell(copied, owner=str(node.target) if node.op == "get_attr" else "")
         elif node.op == "get_attr":
             values[node] = node.meta["region"]
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -143,7 +143,7 @@ class Normalizer:
         self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool
     ) -> Cell:
         """An in-place operator: its functional twin's value becomes the value of `cell`."""
-        twin = functional_twin(node.target)  # type: ignore[arg-type]
+        twin = functional_twin(node.target)
         if twin is None or (not grad and self.storage.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
         call = Call(self, node, args, kwargs)

@@ -166,6 +166,14 @@ def _neutral(value: int) -> Rule:
     return rule
 
 
+def _matmul(call: Call) -> fx.Node | None:
+    """x @ w.t() of a matrix is ``linear``, which is how torch computes it."""
+    other = call.args[1]
+    if other.target is not aten.transpose.int or other.args[0].op != "get_attr" or call.given.dim() < 2:
+        return None
+    return call.emit(aten.linear.default, call.source, other.args[0])
+
+
 def _as(target: OpOverload) -> Rule:
     return lambda call: call.emit(target, *call.args)
 
@@ -236,6 +244,7 @@ RULES: dict[Any, Rule] = {
     aten.detach.default: _detach,
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
+    aten.matmul.default: _matmul,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     aten.__and__.Tensor: _as(aten.bitwise_and.Tensor),

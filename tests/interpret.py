@@ -13,7 +13,9 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.rank import Rank
 
 
-def run_graph(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+def run_graph(
+    program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], training: bool = True
+) -> Tensor:
     """The loss of a Program's only stage on mesh (1, 1, 1).
 
     `weights` are parameters and buffers by name; buffers may be left to the program's own.
@@ -21,13 +23,15 @@ def run_graph(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[s
     (stage,) = program.stages
     values = {**program.buffers, **weights}
     with torch.no_grad():
-        constants = _run(stage.constants, values, {}) if len(stage.constants.nodes) else {}
-    loss = _run(stage.graph, {**values, **constants}, {"rank": Rank.local(Mesh(1, 1, 1)), **inputs})
+        constants = run_stage(stage.constants, values, {}) if len(stage.constants.nodes) else {}
+    rank = Rank.local(Mesh(1, 1, 1))
+    rank.randomness.training = training
+    loss = run_stage(stage.graph, {**values, **constants}, {"rank": rank, **inputs})
     assert isinstance(loss, Tensor)
     return loss
 
 
-def _run(graph: fx.Graph, tensors: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
+def run_stage(graph: fx.Graph, tensors: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -1,0 +1,109 @@
+"""Autograd functions in the user's code: a trace sees their forward alone, so their backward is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
+
+from autoptd.source_lines import user_line
+
+_TOLERANCE = 1e-6
+
+
+class Functions:
+    """The autograd functions that a trace went through: where, and with which arguments, the first time."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Any, tuple[str, tuple[Any, ...]]] = {}
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note every ``Function.apply`` in this block; reentrant checkpointing becomes the call it wraps."""
+        original = Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls is CheckpointFunction:
+                return args[0](*args[2:])
+            if cls not in self.seen:
+                self.seen[cls] = (user_line(traceback.extract_stack()), args)
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            Function.apply = original  # type: ignore[method-assign]
+
+    def check(self) -> tuple[str, ...]:
+        """Compare each function's own backward with autograd through its forward, on small random numbers.
+
+        Returns a log line for each; raises ValueError where they differ or cannot be compared.
+        """
+        return tuple(_compare(cls, place, args) for cls, (place, args) in self.seen.items())
+
+
+def _compare(cls: Any, place: str, args: tuple[Any, ...]) -> str:
+    name = cls.__name__
+    way_out = "write it with torch operators whose gradient autograd knows, or as a torch.library operator"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            given = [_small(arg) for arg in args]
+            own = _gradients(lambda *values: cls.apply(*values), given)
+            written = _gradients(lambda *values: _forward(cls, values), given)
+    except Exception as error:
+        raise ValueError(
+            f"{place}: the backward of {name} is its own, and could not be compared with its forward's "
+            f"({type(error).__name__}: {error}); {way_out}"
+        ) from error
+    difference = max((float((a - b).abs().max()) for a, b in zip(own, written, strict=True)), default=0.0)
+    if not difference < _TOLERANCE:
+        raise ValueError(
+            f"{place}: the backward of {name} is not the gradient of its forward (they differ by "
+            f"{difference:.1e}), and only the forward can be traced; {way_out}"
+        )
+    return f"{place}: {name} is differentiated through its forward; its own backward agrees"
+
+
+def _small(value: Any) -> Any:
+    """A random stand-in for a traced tensor, each dimension at most 4."""
+    if not isinstance(value, Tensor):
+        return value
+    shape = [min(size, 4) for size in value.shape]
+    if value.is_floating_point():
+        return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    return torch.zeros(shape, dtype=value.dtype)
+
+
+def _forward(cls: Any, values: tuple[Any, ...]) -> Any:
+    if cls.setup_context is not Function.setup_context:
+        return cls.forward(*values)
+    ctx = SimpleNamespace(save_for_backward=lambda *_: None, mark_non_differentiable=lambda *_: None)
+    ctx.set_materialize_grads = ctx.save_for_forward = ctx.mark_dirty = lambda *_: None
+    ctx.needs_input_grad = tuple(isinstance(v, Tensor) and v.requires_grad for v in values)
+    return cls.forward(ctx, *values)
+
+
+def _gradients(function: Any, given: list[Any]) -> list[Tensor]:
+    tensors = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
+    results = function(*given)
+    results = results if isinstance(results, tuple) else (results,)
+    total = sum(
+        (r * torch.linspace(1, 2, r.numel(), dtype=r.dtype).view_as(r)).sum() for r in results if _real(r)
+    )
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    found = torch.autograd.grad(total, tensors, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

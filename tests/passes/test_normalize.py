@@ -1,0 +1,251 @@
+"""Normalisation: functional aten operators, the same numbers, dropout numbered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autoptd.capture import capture
+from autoptd.passes.normalize import normalize
+from autoptd.passes.program import Program
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.mesh import Mesh
+from tests.interpret import run_graph
+from tests.plain_models import LENGTH, VOCABULARY, PlainGPT
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Small(nn.Module):
+    """An embedding and a projection [2, 4, 6], then whatever `body` does with it."""
+
+    def __init__(self, body: Forward) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.linear = nn.Linear(6, 6)
+        self.body = body
+
+    def forward(self, idx: Tensor) -> Tensor:
+        result: Tensor = self.body(self, self.linear(self.embedding(idx))).square().mean()
+        return result
+
+
+def program_of(body: Forward) -> tuple[Small, dict[str, Tensor], Program]:
+    torch.manual_seed(0)
+    model = Small(body)
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    return model, inputs, normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=inputs))
+
+
+def operators(program: Program) -> list[Any]:
+    return [node.target for node in program.stages[0].graph.nodes if node.op == "call_function"]
+
+
+def no_grad(m: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        scale = m.linear(x).abs()
+        with torch.enable_grad():
+            inner = m.linear(x)
+    return x * scale + inner
+
+
+def write_views(m: Any, x: Tensor) -> Any:
+    x = x * 1.5
+    early = x[:, 1:3]
+    q, k, v = (x.view(2, 4, 3, 2).select(2, i) for i in range(3))
+    k += 1
+    q.mul_(2)
+    x[:, 0] = 0
+    x[:, 2:] *= 3
+    rows = x.view(8, 6)
+    rows[1].fill_(0.5)
+    x[..., 3:].add_(x[..., :3])
+    x.transpose(1, 2)[0].neg_()
+    return x + early.sum() + v.sum() + q.exp().sum()
+
+
+def write_pieces(m: Any, x: Tensor) -> Any:
+    # Autograd refuses to write to one of several views, so that only tensors without gradient come here.
+    places = torch.arange(24).view(2, 4, 3)
+    first, second = places.split([1, 2], dim=-1)
+    second.mul_(first)
+    a, b, c, d = places.unbind(1)
+    b.copy_(a + c)
+    d.zero_()
+    return x * places.repeat_interleave(2, -1) + first.sum() + (b - d).sum()
+
+
+def write_whole(m: Any, x: Tensor) -> Any:
+    y = x.clone()
+    y += 1
+    y.masked_fill_(torch.eye(4, 6, dtype=torch.bool), 0.0)
+    y.clamp_(min=-1).relu_()
+    z = torch.empty_like(y)
+    z.copy_(y[:, :1])
+    other = torch.zeros(2, 4, 6)
+    other[:, 1] = x[:, 1]
+    return y + z * functional.silu(x * 1.0, inplace=True) + other
+
+
+def reshapes(m: Any, x: Tensor) -> Any:
+    flat = x.reshape(-1, 6).contiguous().view(2, -1, 6).expand(2, 4, 6).to(torch.float32)
+    return (
+        flat.flatten(0, 1).unflatten(0, (2, 4))[:, :, :].float() + x[..., -3:].repeat(1, 1, 2) + x.new_ones(6)
+    )
+
+
+def checkpointed(m: Any, x: Tensor) -> Any:
+    first = checkpoint(m.linear, x, use_reentrant=True)
+    return checkpoint(lambda y: m.linear(y).tanh(), first, use_reentrant=False)
+
+
+def weight_transposed(m: Any, x: Tensor) -> Any:
+    return x @ m.linear.weight.t() + x @ m.linear.weight.T
+
+
+def grouped_attention(m: Any, x: Tensor) -> Any:
+    q = x.view(2, 4, 3, 2).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q[:, :1], q[:, 1:2], is_causal=True, enable_gqa=True)
+
+
+def autocast_off(m: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return m.linear(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        no_grad,
+        write_views,
+        write_pieces,
+        write_whole,
+        reshapes,
+        checkpointed,
+        weight_transposed,
+        grouped_attention,
+        autocast_off,
+    ],
+)
+def test_same_numbers(body: Forward) -> None:
+    model, inputs, program = program_of(body)
+    loss = model(**inputs)
+    loss.backward()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    found = run_graph(program, weights, inputs)
+    found.backward()
+    assert torch.equal(found, loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name].grad, parameter.grad, rtol=1e-6, atol=1e-7, msg=name)
+    for target in operators(program):
+        schema = getattr(target, "_schema", None)
+        assert schema is None or not schema.is_mutable, target
+    program.stages[0].graph.lint()
+
+
+def test_no_effect_operators_vanish() -> None:
+    _, _, program = program_of(
+        lambda m, x: functional.dropout(x.to(x.dtype).contiguous().view(2, 4, 6), 0.0) * 1.0
+    )
+    assert operators(program) == [
+        aten.embedding.default,
+        aten.linear.default,
+        *(
+            [aten.pow.Tensor_Scalar]
+            if aten.pow.Tensor_Scalar in operators(program)
+            else [aten.square.default]
+        ),
+        aten.mean.default,
+    ]
+
+
+def test_matmul_with_a_transposed_weight_is_linear() -> None:
+    _, _, program = program_of(weight_transposed)
+    assert operators(program).count(aten.linear.default) == 3
+    assert aten.matmul.default not in operators(program)
+
+
+def test_dropouts_are_numbered_in_order() -> None:
+    model = PlainGPT(dropout=0.1)
+    inputs = {name: torch.randint(0, VOCABULARY, (2, LENGTH)) for name in ("idx", "targets")}
+    program = normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=inputs))
+    nodes = [n for n in program.stages[0].graph.nodes if n.target in (kernels.dropout, kernels.attention)]
+    numbers = [n.args[3] if n.target is kernels.dropout else n.args[6] for n in nodes]
+    assert numbers == list(range(7))
+    assert [n.target is kernels.attention for n in nodes] == [False, True, False, False, True, False, False]
+    attention = nodes[1]
+    assert attention.args[4:] == (None, 0.1, 1, True, None)
+    assert all(node.args[0].name == "rank" for node in nodes)
+    assert program.log[-1].endswith("7 dropouts")
+
+
+def test_dropout_is_identity_outside_training() -> None:
+    model, inputs, program = program_of(lambda m, x: functional.dropout(x, 0.5, m.training))
+    weights = dict(model.named_parameters())
+    assert torch.equal(run_graph(program, weights, inputs, training=False), model.eval()(**inputs))
+    assert not torch.equal(run_graph(program, weights, inputs), model(**inputs))
+
+
+def test_attention_dropout_repeats_grouped_heads() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        q = x.view(2, 4, 3, 2).transpose(1, 2)
+        return functional.scaled_dot_product_attention(q, q[:, :1], q[:, 1:2], dropout_p=0.5, enable_gqa=True)
+
+    _, _, program = program_of(body)
+    (node,) = [n for n in program.stages[0].graph.nodes if n.target is kernels.attention]
+    assert [list(arg.meta["val"].shape) for arg in node.args[1:4]] == [[2, 3, 4, 2]] * 3
+
+
+def test_deterministic() -> None:
+    texts = []
+    for _ in range(2):
+        inputs = {name: torch.randint(0, VOCABULARY, (2, LENGTH)) for name in ("idx", "targets")}
+        program = normalize(capture(PlainGPT(dropout=0.1), mesh=Mesh(1, 1, 1), example_inputs=inputs))
+        texts.append([(n.name, str(n.target), n.args, n.meta["line"]) for n in program.stages[0].graph.nodes])
+    assert str(texts[0]).split(" at 0x")[0] == str(texts[1]).split(" at 0x")[0]
+
+
+def test_pure() -> None:
+    model, inputs, program = program_of(write_views)
+    captured = capture(model, mesh=Mesh(1, 1, 1), example_inputs=inputs)
+    text = str(captured.stages[0].graph)
+    normalize(captured)
+    assert str(captured.stages[0].graph) == text
+    assert isinstance(program.stages[0].graph, fx.Graph)
+
+
+def noise(m: Any, x: Tensor) -> Any:
+    return x + torch.randn_like(x)
+
+
+def lower_precision(m: Any, x: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.linear(x)
+
+
+def overlapping(m: Any, x: Tensor) -> Any:
+    x = x * 2
+    x.as_strided((2, 2), (1, 1)).zero_()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (noise, ["test_normalize.py:", "randn_like", "dropout"]),
+        (lower_precision, ["autocast"]),
+        (overlapping, ["test_normalize.py:", "in place", "as_strided"]),
+    ],
+)
+def test_refusals(body: Forward, words: list[str]) -> None:
+    with contextlib.suppress(KeyError), pytest.raises(ValueError, match=words[0]) as found:
+        program_of(body)
+    for word in words:
+        assert word in str(found.value)
