@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -27,18 +28,21 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     A fork copies no threads: an OpenMP pool that the parent has used would be waited for forever, so each
     rank begins by asking torch for one thread. Do not fork after a backward pass on a GPU.
     """
-    # A free port, held until we return.
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4 * world_size)  # a free port
+    port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        context.Process(target=_work, args=(function, rank, world_size, args, store.port, pipe, timeout))
+        context.Process(target=_work, args=(function, rank, world_size, args, port, pipe, timeout))
         for rank, (_, pipe) in enumerate(pipes)
     ]
     for process in processes:
         process.start()
+    # The store's server starts after the forks: its thread looks addresses up, and a child forked at that
+    # moment inherits the resolver's lock, taken for ever.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     for _, ours in pipes:
         ours.close()  # so that a rank that dies reads as the end of its pipe
     try:
@@ -51,6 +55,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             if process.is_alive():
                 process.kill()
             process.join()
+        del store  # the server lives until here
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
