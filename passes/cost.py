@@ -1,6 +1,6 @@
 """What a node costs on one rank: FLOPs, memory traffic, and nanoseconds of forward and backward.
 
-Rough on purpose: the cut needs proportions, and every number comes from the shapes in ``meta["val"]``, which are
+Rough on purpose: the cut needs proportions. All numbers come from the shapes in ``meta["val"]``, which are
 one rank's already.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.passes.program import tensor_bytes
 from autoptd.runtime import aten, collectives, kernels
 
 NANOSECONDS = 10**9
@@ -24,15 +25,16 @@ NANOSECONDS = 10**9
 class Device:
     """Rates of one device: FLOP/s reached in 2-byte GEMMs, and bytes/s of its memory and links.
 
-    The defaults are an A100's: half of 312 TFLOP/s, as SC21 §5.1 measures, NVLink inside a server and 200 Gb/s
-    InfiniBand between servers. `latency` is the time of the smallest message between stages, in nanoseconds.
+    The defaults are an A100's: half of 312 TFLOP/s, as SC21 §5.1 measures, NVLink inside a server and 200
+    Gb/s InfiniBand between. `latency`, in nanoseconds, is what the smallest kernel or message takes: tiny
+    models are cut by their number of operators.
     """
 
     flops: float = 156e12
     memory: float = 1.5e12
     tensor_link: float = 300e9
     pipeline_link: float = 25e9
-    latency: int = 5_000
+    latency: int = 1_000
 
 
 REFERENCE = Device()
@@ -50,12 +52,12 @@ GEMMS: Mapping[Any, int] = {
 ATTENTIONS: Mapping[Any, int] = {aten.scaled_dot_product_attention.default: 0, kernels.attention: 1}
 # Lookups -> the position of their table.
 LOOKUPS: Mapping[Any, int] = {aten.embedding.default: 0, kernels.embedding: 1}
-# Times that ``kernels.attention``, in plain torch, reads or writes the scores: masked, softmax, dropout, product.
+# Times that ``kernels.attention``, in plain torch, reads or writes the scores.
 SCORE_PASSES = 8
 
 
 def node_flops(node: fx.Node) -> int:
-    """Forward FLOPs: 2mkn for a GEMM, both products of an attention in full, else one per element of the result."""
+    """Forward FLOPs: 2mkn for a GEMM, an attention's products in full, else one per element."""
     if node.op != "call_function" or is_free(node) or node.target in COLLECTIVES:
         return 0
     value = node.meta["val"]
@@ -84,19 +86,20 @@ def node_bytes(node: fx.Node) -> int:
 
 
 def node_nanoseconds(node: fx.Node, *, tensor: int, device: Device = REFERENCE) -> int:
-    """Time of forward and backward on one of `tensor` tensor ranks, at least 1; views are free, 0.
+    """Time of forward and backward on one of `tensor` tensor ranks; views are free, 0.
 
-    A GEMM's backward is two GEMMs, any other backward twice the arithmetic. Backward reads the result's gradient
-    and the arguments, and writes the arguments' gradients. Compute or memory, whichever takes longer, and then
-    communication by rings.
+    A GEMM's backward is two GEMMs, any other backward twice the arithmetic; it reads the result's gradient
+    and the arguments, and writes the arguments' gradients. Compute or memory, whichever takes longer, and
+    then communication by rings.
     """
     if node.op != "call_function" or is_free(node):
         return 0
     value = node.meta["val"]
     first = value[0] if isinstance(value, (tuple, list)) else value
     forward, written = node_bytes(node), _bytes(node)
-    compute, moved = node_flops(node), forward
+    compute, moved, least = node_flops(node), forward, device.latency
     if first.is_floating_point():
+        least *= 2
         compute *= 3
         moved += 2 * (forward - written) + written
     if node.target in LOOKUPS:
@@ -106,7 +109,8 @@ def node_nanoseconds(node: fx.Node, *, tensor: int, device: Device = REFERENCE) 
     time = max(compute / rate, moved / device.memory)
     if node.target in COLLECTIVES:
         time += 2 * (tensor - 1) / tensor * COLLECTIVES[node.target](node) / device.tensor_link
-    return max(1, ceil(time * NANOSECONDS))
+    whole: int = ceil(time * NANOSECONDS)
+    return max(least, whole)
 
 
 def transfer_nanoseconds(
@@ -116,7 +120,7 @@ def transfer_nanoseconds(
 
     Of an undivided tensor each tensor rank sends 1/t, all-gathered on arrival (SC21 §4.1).
     """
-    size = _bytes_of(value)
+    size = tensor_bytes(value)
     share = size if divided else size / tensor
     time = share / device.pipeline_link + (size - share) / device.tensor_link
     return (ceil(time * NANOSECONDS) + device.latency) * (2 if gradient else 1)
@@ -147,11 +151,7 @@ def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return 0 if value is None else _sum_over(value, _bytes_of)
-
-
-def _bytes_of(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
+    return 0 if value is None else _sum_over(value, tensor_bytes)
 
 
 def _sum_over(value: Any, measure: Callable[[torch.Tensor], int]) -> int:

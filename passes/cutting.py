@@ -1,9 +1,9 @@
 """Cut a sequence of costs into contiguous stages so that the slowest pipeline rank is as fast as can be.
 
-Stage k is on pipeline rank k mod p; a rank's load is the sum of its v chunks (SC21 §2.2), and a cut costs its
-transfer time to both neighbours. For v = 1 a dynamic programme is exact. For v > 1 CP-SAT improves its cut in a
-window round it. Fixed seed, one worker and a deterministic time limit: ranks that compile for themselves get the
-same cut.
+Stage k is on pipeline rank k mod p; a rank's load is the sum of its v chunks (SC21 §2.2), and a cut costs
+its transfer time to both neighbours. For v = 1 a dynamic programme is exact. For v > 1 CP-SAT improves its
+cut in a window round it. Fixed seed, one worker and a deterministic time limit: ranks that compile for
+themselves get the same cut.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PRECISION = 24  # bits of the costs and bytes that the solver sees
 
 @dataclass(frozen=True)
 class Cut:
-    """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, transfers included.
+    """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, with transfers.
 
-    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut, also outside
-    the window and above the ceiling that were searched.
+    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut, also
+    outside the window and above the ceiling of the search.
     """
 
     positions: tuple[int, ...]
@@ -71,8 +71,8 @@ def cut_sequence(
         boundary_costs: what a cut before item i adds to the stages on both sides of it; None forbids it.
         memory: what items hold; with `memory_limit`, bytes that no rank's stages may exceed together.
         stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. Ranks
-            balanced out of uneven chunks wait for each other: simulated interleaved steps take 15 to 45 % longer.
-            None: any stages.
+            balanced out of uneven chunks wait for each other: simulated steps take 15 to 30 % longer. None:
+            any stages.
         effort: deterministic seconds of each CP-SAT round.
 
     Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
@@ -80,7 +80,7 @@ def cut_sequence(
     """
     if num_stages % num_pipeline_ranks:
         raise ValueError(
-            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; use a multiple of them"
+            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; use a multiple"
         )
     sequence = fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
     units = count_pieces(sequence)
@@ -112,7 +112,7 @@ def count_pieces(sequence: CostSequence) -> int:
 
 
 def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
-    """The cut with the least slowest *stage*; where no even share of the memory will do, the one with least memory."""
+    """The cut with the least slowest *stage*; where even shares of memory fail, that with least memory."""
     room = None if memory_limit is None else memory_limit * sequence.num_ranks // sequence.num_stages
     cut = minimize_slowest_stage(sequence, room)
     return _least_memory(sequence) if cut is None else cut
@@ -133,7 +133,7 @@ def _least_memory(sequence: CostSequence) -> Ints:
 
 
 def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
-    """A bound for any cut: the even share of all work and of the cheapest transfers, or the slowest stage's rank.
+    """A bound for any cut: the even share of work and the cheapest transfers, or the slowest stage's rank.
 
     `slowest_stage` is the least possible, or 0 where that is not known.
     """
@@ -207,16 +207,17 @@ def _require_fit(sequence: CostSequence, cut: Ints, memory_limit: int | None) ->
     stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[k]))
     raise ValueError(
         f"no cut fits in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
-        f"{held[stage] / GB:.2f} GB and its pipeline rank {rank} is {(on_rank[rank] - memory_limit) / GB:.2f} GB "
-        "over; use a larger tensor or pipeline axis, a smaller microbatch, or a higher limit"
+        f"{held[stage] / GB:.2f} GB and its pipeline rank {rank} is "
+        f"{(on_rank[rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
+        "pipeline axis, a smaller microbatch, or a higher limit"
     )
 
 
 class _Search:
     """The CP-SAT model of all cuts within `window` places of `hint`, no stage above `ceiling`.
 
-    Where each cut stands is a variable; the costs there are elements of the prefix sums; the slowest rank is the
-    objective. Costs are rounded to `PRECISION` bits, upwards.
+    Where each cut stands is a variable; the costs there are elements of the prefix sums; the slowest rank is
+    the objective. Costs are rounded to `PRECISION` bits, upwards.
     """
 
     def __init__(self, sequence: CostSequence, hint: Ints, window: int, ceiling: int, bound: int) -> None:
@@ -227,13 +228,16 @@ class _Search:
         self.high = np.minimum(hint + window, last - 1)
         self.low[[0, -1]] = self.high[[0, -1]] = 0, last
         self.index = [
-            self.model.new_int_var(a, b, "") for a, b in zip(self.low.tolist(), self.high.tolist(), strict=True)
+            self.model.new_int_var(a, b, "")
+            for a, b in zip(self.low.tolist(), self.high.tolist(), strict=True)
         ]
         for variable, place in zip(self.index, hint.tolist(), strict=True):
             self.model.add_hint(variable, place)
         shift = max(0, int(sequence.end.max()).bit_length() - PRECISION)
         self.exact = shift == 0
-        self._minimize(sequence.start >> shift, -(-sequence.end >> shift), -(-ceiling >> shift), bound >> shift)
+        self._minimize(
+            sequence.start >> shift, -(-sequence.end >> shift), -(-ceiling >> shift), bound >> shift
+        )
 
     def _minimize(self, start: Ints, end: Ints, ceiling: int, bound: int) -> None:
         sequence, model = self.sequence, self.model
@@ -274,7 +278,7 @@ class _Search:
         return value
 
     def solve(self, effort: float) -> tuple[Ints | None, bool]:
-        """The best cut found in `effort` deterministic seconds, and whether it is proved the best of the model."""
+        """The best cut found in `effort` deterministic seconds, and whether it is proved the model's best."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
@@ -285,4 +289,6 @@ class _Search:
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, False
-        return np.array([solver.value(variable) for variable in self.index], np.int64), status == cp_model.OPTIMAL
+        return np.array(
+            [solver.value(variable) for variable in self.index], np.int64
+        ), status == cp_model.OPTIMAL

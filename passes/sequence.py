@@ -1,7 +1,7 @@
 """A sequence of costs folded to the places where a cut may stand, and the exact moves of cuts along it.
 
-A cut is an array of place numbers, one more than there are stages: stage k runs from ``cut[k]`` to ``cut[k + 1]``.
-All moves are dynamic programmes over integers, in fixed order, so that every rank of a job computes the same cut.
+A cut is an array of place numbers, one more than there are stages: stage k runs from ``cut[k]`` to ``cut[k
++ 1]``. All moves are dynamic programmes in fixed order, so that every rank of a job computes the same.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Memory:
 class CostSequence:
     """The places of a sequence, both ends included, as arrays over them.
 
-    A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has work
-    in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and `activation` are the
-    bytes of all items before a place. `in_flight` has one entry per stage.
+    A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has
+    work in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and
+    `activation` are the bytes of all items before a place. `in_flight` has one entry per stage.
     """
 
     places: Ints
@@ -61,7 +61,8 @@ class CostSequence:
 
     def held(self, stage: int) -> Ints:
         """Bytes of the items before each place, were they all in `stage`."""
-        return self.static + self.activation * self.in_flight[stage]
+        held: Ints = self.static + self.activation * self.in_flight[stage]
+        return held
 
     def rank_sums(self, per_stage: Ints) -> Ints:
         """Sum over each pipeline rank's chunks: stage k is on rank k mod p."""
@@ -70,7 +71,8 @@ class CostSequence:
 
     def others(self, per_stage: Ints) -> Ints:
         """For each stage, the sum of the other stages of its rank."""
-        return np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks) - per_stage
+        sums: Ints = np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks) - per_stage
+        return sums
 
     def bottleneck(self, cut: Ints) -> int:
         """Cost of the slowest pipeline rank."""
@@ -97,7 +99,7 @@ def fold(
     num_stages: int,
     num_ranks: int,
 ) -> CostSequence:
-    """Keep one place in each run of items that cost and hold nothing: the cheapest, and the first of equals."""
+    """Keep one place in each run of items that cost and hold nothing: the cheapest, the first of equals."""
     count = len(costs)
     work, static, activation = (np.zeros(count + 1, np.int64) for _ in range(3))
     work[1:] = np.cumsum(np.asarray(costs, np.int64))
@@ -170,7 +172,7 @@ def place_cuts(sequence: CostSequence, limit: int, room: int | None) -> Ints | N
 
 
 def minimize_slowest_stage(sequence: CostSequence, room: int | None) -> Ints | None:
-    """The cut whose slowest stage costs least, exact by bisection; None when no cut keeps `room` in every stage."""
+    """The cut whose slowest stage costs least, by bisection; None when no cut keeps `room` in every stage."""
     found = place_cuts(sequence, UNLIMITED, room)
     if found is None:
         return None
@@ -188,8 +190,8 @@ def minimize_slowest_stage(sequence: CostSequence, room: int | None) -> Ints | N
 def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints | None) -> Ints:
     """Move the cuts inside stages [first, last) to the least sum of squared stage costs.
 
-    That is to even stages and narrow boundaries; in a window round `cut`, and keeping each stage's limit of cost
-    and room of bytes, as `cut` must.
+    That is to even stages and narrow boundaries; in a window round `cut`, and keeping each stage's limit of
+    cost and room of bytes, as `cut` must.
     """
     score, starts = np.zeros(1), cut[first : first + 1]
     trail = []
@@ -222,7 +224,7 @@ def _prefix_max(values: Ints, high: Ints) -> Ints:
 
 
 def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:
-    """Largest of ``values[low[i]:high[i]]`` for each i, UNREACHED where empty: from maxima over powers of two."""
+    """Largest of ``values[low[i]:high[i]]`` for each i, or UNREACHED: from maxima over powers of two."""
     result = np.full(len(low), UNREACHED, np.int64)
     level, width = values, 1
     while width <= len(values):

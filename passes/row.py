@@ -1,0 +1,150 @@
+"""A stage's operators as one row of items: where it may be cut, what crosses there, what it costs to hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from autoptd.passes.cost import Device, is_free, transfer_nanoseconds
+from autoptd.passes.program import Stage, tensor_bytes
+from autoptd.passes.sequence import Memory
+from autoptd.runtime import aten
+
+# Bytes of a trainable element with Adam in mixed precision: weight, gradient, float32 weight, two moments.
+STATE_BYTES = 16
+
+
+class Row:
+    """A stage's operators as a row of items, and what lives how long along it.
+
+    `order`: all nodes but the output, each getitem right behind what it takes apart. `items`: the calls that
+    depend on a parameter. `last_use`: item -> the position of its last reader, ``len(items)`` for the loss.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.order = _order(stage.graph)
+        self.loss = next(node for node in reversed(stage.graph.nodes) if node.op == "output")
+        self.items: list[fx.Node] = []
+        self.position: dict[fx.Node, int] = {}
+        self.ambient: set[fx.Node] = set()
+        for node in self.order:
+            if self._is_ambient(node):
+                self.ambient.add(node)
+            else:
+                self.position[node] = len(self.items)
+                self.items.append(node)
+        self.last_use = {node: i for i, node in enumerate(self.items)}
+        for i, node in enumerate(self.items):
+            self.last_use.update((source, i) for source in node.all_input_nodes if source in self.position)
+        self.last_use.update(
+            (node, len(self.items)) for node in self.loss.all_input_nodes if node in self.position
+        )
+        self.trained = self._find_trained()
+
+    def _is_ambient(self, node: fx.Node) -> bool:
+        """Whether every stage can have the node for itself: no call on parameters."""
+        if node.op != "call_function":
+            return True
+        return all(
+            source in self.ambient and not self._is_parameter(source) for source in node.all_input_nodes
+        )
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
+
+    def _find_trained(self) -> set[fx.Node]:
+        """The items that get a gradient: on a differentiable way from a trainable parameter to the loss."""
+        reached: set[fx.Node] = set()
+        for node in self.order:
+            if node.op == "get_attr":
+                if self.stage.parameters[str(node.target)].requires_grad:
+                    reached.add(node)
+            elif any(source in reached for source in node.all_input_nodes) and _is_differentiable(node):
+                reached.add(node)
+        trained: set[fx.Node] = set()
+        for node in reversed(self.items):
+            readers = (user for user in node.users if user is self.loss or user in trained)
+            if node in reached and any(readers):
+                trained.add(node)
+        return trained
+
+    def allowed(self) -> list[bool]:
+        """Whether a cut may stand before each item: values live there, all of them tensors,
+        none a partial sum or with a partial gradient."""
+        count = len(self.items)
+        live, unfit = [0] * (count + 2), [0] * (count + 2)
+        for defined, node in enumerate(self.items):
+            first, behind = defined + 1, self.last_use[node] + 1
+            partial = node.meta.get("partial") or node.meta.get("partial_gradient")
+            whole = isinstance(node.meta["val"], torch.Tensor) and not partial
+            for changes in (live,) if whole else (live, unfit):
+                changes[first] += 1
+                changes[behind] -= 1
+        return [
+            number > 0 and bad == 0
+            for number, bad in zip(accumulate(live[:count]), accumulate(unfit[:count]), strict=True)
+        ]
+
+    def boundary_costs(self, tensor: int, device: Device) -> list[int | None]:
+        """Nanoseconds to transfer what lives before each item; None where no cut may stand."""
+        changes = [0] * (len(self.items) + 2)
+        for defined, node in enumerate(self.items):
+            value = node.meta["val"]
+            if self.last_use[node] > defined and isinstance(value, torch.Tensor):
+                time = transfer_nanoseconds(
+                    value,
+                    divided=node.meta.get("divided") is not None,
+                    gradient=node in self.trained,
+                    tensor=tensor,
+                    device=device,
+                )
+                changes[defined + 1] += time
+                changes[self.last_use[node] + 1] -= time
+        times = accumulate(changes[: len(self.items)])
+        return [time if fit else None for time, fit in zip(times, self.allowed(), strict=True)]
+
+    def memory(self, in_flight: Sequence[int], *, once: bool) -> Memory:
+        """Bytes of each item: its parameters with their state, and its result, kept for the backward.
+
+        A tied parameter counts where it is used, each time; `once`: only the first.
+        """
+        static, activation = [], []
+        seen: set[fx.Node] = set()
+        for node in self.items:
+            owned = [s for s in node.all_input_nodes if self._is_parameter(s) and not (once and s in seen)]
+            seen.update(owned)
+            static.append(sum(self._state_bytes(source) for source in owned))
+            value = node.meta["val"]
+            kept = isinstance(value, torch.Tensor) and node in self.trained and not is_free(node)
+            activation.append(tensor_bytes(value) if kept else 0)
+        return Memory(static, activation, in_flight)
+
+    def _state_bytes(self, node: fx.Node) -> int:
+        value = node.meta["val"]
+        if not self.stage.parameters[str(node.target)].requires_grad:
+            return tensor_bytes(value)
+        return int(value.numel() * STATE_BYTES * max(1, value.element_size() // 4))
+
+
+def _order(graph: fx.Graph) -> list[fx.Node]:
+    """All nodes but the output, each getitem right behind the call that it takes a result of."""
+    order: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        pending = [node]
+        while pending:
+            order.append(pending.pop())
+            pending.extend(user for user in reversed(order[-1].users) if user.target is operator.getitem)
+    return order
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return bool(first.is_floating_point()) and node.target is not aten.detach.default

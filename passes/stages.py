@@ -1,0 +1,214 @@
+"""Cut the model into p * v pipeline stages at any operators, balanced by cost (SC21 §2.2).
+
+What depends on batch inputs and constants alone (masks, shifted labels, position ids) is computed in every
+stage that reads it and never sent. All other operators are one row of items, cut by `cut_sequence`; what
+lives across a cut is sent, and passed on by stages in between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from torch import fx
+
+from autoptd.passes.cost import REFERENCE, Device, is_free, node_nanoseconds
+from autoptd.passes.cutting import Cut, cut_sequence
+from autoptd.passes.program import Program, Stage
+from autoptd.passes.row import Row
+from autoptd.runtime.manifest import Boundary
+
+
+def cut_stages(
+    program: Program,
+    *,
+    num_stages: int,
+    memory_limit: int | None = None,
+    in_flight: Sequence[int] | None = None,
+    device: Device = REFERENCE,
+) -> Program:
+    """Cut the one stage of `program` into `num_stages`, stage k for pipeline rank k mod p.
+
+    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
+    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
+    ``requires_grad``.
+
+    Args:
+        memory_limit: bytes per rank for parameters, gradients, Adam's state and activations in flight.
+        in_flight: microbatches that each stage holds at its peak; by default those of (interleaved) 1F1B.
+        device: the rates that costs are weighed by.
+
+    Raises ValueError if there are fewer cuttable units than stages, or no cut fits in memory.
+    """
+    (stage,) = program.stages
+    pipeline, tensor = program.mesh.pipeline, program.mesh.tensor
+    row = Row(stage)
+    costs = [node_nanoseconds(node, tensor=tensor, device=device) for node in row.items]
+    memory = None
+    if memory_limit is not None:
+        memory = row.memory(in_flight or peak_in_flight(pipeline, num_stages), once=pipeline == 1)
+    cut = cut_sequence(
+        costs,
+        row.boundary_costs(tensor, device),
+        memory,
+        num_stages=num_stages,
+        num_pipeline_ranks=pipeline,
+        memory_limit=memory_limit,
+    )
+    return program.replace_stages(_build_stages(row, cut.positions), _describe(cut, pipeline))
+
+
+def count_units(program: Program) -> int:
+    """The most stages that the one stage of `program` can be cut into."""
+    (stage,) = program.stages
+    row = Row(stage)
+    allowed = row.allowed()
+    busy = [0, *accumulate(not is_free(node) for node in row.items)]
+    inside = {busy[i] for i in range(1, len(row.items)) if allowed[i]} - {0, busy[-1]}
+    return len(inside) + 1
+
+
+def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
+    """What each stage receives from the one before it, in the order of its arguments."""
+    return tuple(
+        tuple(_boundary(node) for node in stage.graph.nodes if node.meta.get("role") == "boundary")
+        for stage in program.stages
+    )
+
+
+def peak_in_flight(pipeline: int, num_stages: int) -> tuple[int, ...]:
+    """Microbatches each stage holds when its rank holds most, under 1F1B (v = 1) or interleaved 1F1B.
+
+    After its warm-up of 2(p - r - 1) + (v - 1)p chunk forwards rank r runs one more before its first
+    backward: they go to its chunks in turns of p microbatches.
+    """
+    chunks = num_stages // pipeline
+    counts = [0] * num_stages
+    for rank in range(pipeline):
+        held = pipeline - rank if chunks == 1 else 2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1
+        for forward in range(held):
+            counts[forward // pipeline % chunks * pipeline + rank] += 1
+    return tuple(counts)
+
+
+def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
+    ends = (*positions, len(row.items))
+    crossing: list[list[fx.Node]] = [[] for _ in positions]
+    for defined, node in enumerate(row.items):
+        for number in range(bisect_right(positions, defined), bisect_right(positions, row.last_use[node])):
+            crossing[number].append(node)
+    place = {node: i for i, node in enumerate(row.order)}
+    constants = _Constants(row.stage.constants)
+    stages = []
+    for number, (start, end) in enumerate(zip((0, *positions), ends, strict=True)):
+        receives = crossing[number - 1] if number else []
+        sends = crossing[number] if number < len(positions) else None
+        graph = _build_graph(row, place, row.items[start:end], receives, sends)
+        used = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+        once = constants.select(used)
+        names = {*used, *(str(node.target) for node in once.nodes if node.op == "get_attr")}
+        stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
+    return _house_unused(row.stage, stages)
+
+
+def _build_graph(
+    row: Row,
+    place: dict[fx.Node, int],
+    items: Sequence[fx.Node],
+    receives: Sequence[fx.Node],
+    sends: Sequence[fx.Node] | None,
+) -> fx.Graph:
+    """One stage: what it receives, the batch inputs it reads, its items and what they need beside them."""
+    needed = _gather(row, items)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in row.order if node.op == "placeholder"]
+    for node in placeholders:
+        if node.meta.get("role") == "rank":
+            values[node] = graph.node_copy(node)
+    for node in receives:
+        values[node] = graph.create_node("placeholder", node.name, name=node.name)
+        values[node].meta = {**node.meta, "role": "boundary", "requires_grad": node in row.trained}
+    for node in placeholders:
+        if node in needed and node not in values:
+            values[node] = graph.node_copy(node)
+    for node in sorted([*items, *(n for n in needed if n.op != "placeholder")], key=place.__getitem__):
+        values[node] = graph.node_copy(node, values.__getitem__)
+    if sends is None:
+        output = graph.output(fx.map_arg(row.loss.args[0], values.__getitem__))
+    else:
+        results = tuple(values[node] for node in sends)
+        output = graph.output(results if len(results) > 1 else results[0])
+    output.meta = dict(row.loss.meta)
+    graph.lint()
+    return graph
+
+
+def _gather(row: Row, items: Iterable[fx.Node]) -> set[fx.Node]:
+    """The ambient nodes that `items` need, directly or through each other."""
+    needed: set[fx.Node] = set()
+    pending = list(items)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in row.ambient and source not in needed:
+                needed.add(source)
+                pending.append(source)
+    return needed
+
+
+class _Constants:
+    """The graph of constants, to be divided by the names that a stage uses."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        outputs = [node.args[0] for node in graph.nodes if node.op == "output"]
+        self.table: dict[str, fx.Node] = dict(outputs[0]) if outputs else {}
+
+    def select(self, names: Iterable[str]) -> fx.Graph:
+        """The part that makes the constants among `names`; no nodes where there are none."""
+        roots = {name: self.table[name] for name in names if name in self.table}
+        needed: set[fx.Node] = set()
+        pending = list(roots.values())
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending.extend(node.all_input_nodes)
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for node in sorted(needed, key=self.place.__getitem__):
+            values[node] = graph.node_copy(node, values.__getitem__)
+        if roots:
+            graph.output({name: values[node] for name, node in roots.items()})
+        return graph
+
+
+def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
+    """Leave parameters that no stage uses with the first, so that the model's ``state_dict`` stays whole."""
+    used = {name for stage in stages for name in stage.parameters}
+    names = {n for n, p in whole.parameters.items() if n not in used and p.kind == "parameter"} | {
+        *stages[0].parameters
+    }
+    first = Stage(
+        stages[0].graph, {n: p for n, p in whole.parameters.items() if n in names}, stages[0].constants
+    )
+    return (first, *stages[1:])
+
+
+def _boundary(node: fx.Node) -> Boundary:
+    value = node.meta["val"]
+    gradient = bool(node.meta.get("requires_grad", value.is_floating_point()))
+    return Boundary(
+        str(node.target), tuple(value.shape), value.dtype, gradient, node.meta.get("divided") is not None
+    )
+
+
+def _describe(cut: Cut, pipeline: int) -> str:
+    stages = len(cut.stage_costs)
+    mean = sum(cut.stage_costs) / pipeline
+    return (
+        f"cut_stages {stages} stages on {pipeline} pipeline ranks, the slowest {cut.bottleneck / 1e6:.3g} ms "
+        f"a microbatch on the reference device: {cut.bottleneck / mean:.3f} of the mean, "
+        f"{cut.gap:.1%} above the lower bound ({cut.method})"
+    )
