@@ -125,7 +125,7 @@ def load(folder: str | Path) -> CompiledProgram:
     trace; `ProgramError` if the program contradicts itself.
     """
     texts, manifest, buffers = load_folder(folder)
-    program = trace_program(texts, manifest)
+    program = trace_program(texts, manifest, buffers=buffers)
     result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, Path(folder).name)
     result.check()
     return result

@@ -94,6 +94,7 @@ class _Lowering:
         self.analysis = analysis
         self.divided = divided
         self.batch = batch
+        self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
         self.tensor = program.mesh.tensor
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
@@ -430,7 +431,13 @@ def _keyed_by(low: _Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
         parts = ax.factors(axis)
         inside = any(f in low.batch for f in parts) or any(low.is_divided((f,)) for f in parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
-    sample = next((i for i, f in enumerate(flat) if f in low.batch), None)
+    shape = [low.extent(f) for f in flat]
+    if low.single:  # a batch of one has no axis to find: any dimension of size 1 stands for it
+        if all(f.size != 1 for f in flat):
+            flat, shape = [Axis(1), *flat], [1, *shape]
+        sample: int | None = [f.size for f in flat].index(1)
+    else:
+        sample = next((i for i, f in enumerate(flat) if f in low.batch), None)
     divided = next((i for i, f in enumerate(flat) if low.is_divided((f,))), None)
     if divided is not None and flat[divided].kind == "sum":
         raise ValueError(f"dropout over packed segments at {where(node)} cannot be divided; unpack them first")
@@ -438,7 +445,7 @@ def _keyed_by(low: _Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
     if divided is not None:
         found["divided"] = divided
     if len(flat) != len(axes):
-        found["shape"] = [low.extent(f) for f in flat]
+        found["shape"] = shape
     return found
 
 

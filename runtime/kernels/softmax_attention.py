@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,13 +24,15 @@ def attention(
     scale: float | None = None,
     sample: int | None = 0,
     divided: int | None = None,
+    shape: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute ``dropout(softmax(q k^T * scale + mask)) v``; q, k, v are [b, heads, s, head_size].
 
     `mask`, `is_causal` and `scale` (default 1 / sqrt(head_size)) mean what they mean to torch's
     ``scaled_dot_product_attention``: a mask is True where a key may be seen, or is added to the scores; a
     query that sees no key gives zeros. What is dropped are the weights [b, heads, s, s]: `divided` is 1 where
-    the heads are divided over the tensor ranks, `sample` the batch dimension.
+    the heads are divided over the tensor ranks, `sample` the batch dimension; both count the dimensions of
+    `shape` where it is given: batch and heads unmerged.
     """
     if mask is not None and is_causal:
         raise ValueError("attention was given a mask and is_causal=True; give one of the two")
@@ -46,4 +49,5 @@ def attention(
     weights = scores.softmax(-1)
     if blind is not None:
         weights = weights.masked_fill(blind, 0)
-    return dropout(rank, weights, p, operator, sample, divided) @ v
+    unmerged = None if shape is None else [*shape, *weights.shape[-2:]]
+    return dropout(rank, weights, p, operator, sample, divided, unmerged) @ v

@@ -1,0 +1,79 @@
+"""The door: a mesh and options that cannot be meant are refused with the value and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoptd.compiler import compile
+from autoptd.options import read_mesh
+from autoptd.runtime.mesh import Mesh
+from samples.gpt import GPT, GPTConfig
+
+SMALL = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=16)
+
+
+def test_a_tuple_is_tensor_pipeline_data() -> None:
+    assert read_mesh((8, 64, 6)) == Mesh(tensor=8, pipeline=64, data=6)
+    assert read_mesh([2, 1, 1]) == Mesh(2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "error", "message"),
+    [
+        ((2, 2), ValueError, r"mesh has 2 entries \(2, 2\); expected three: \(tensor, pipeline, data\)"),
+        ((2, 2, 2, 1), ValueError, "mesh has 4 entries"),
+        ((2, 0, 1), ValueError, r"mesh entry 1 \(pipeline\) is 0; expected a positive integer"),
+        ((2, 2, -1), ValueError, r"mesh entry 2 \(data\) is -1"),
+        ((True, 2, 1), ValueError, r"mesh entry 0 \(tensor\) is True"),
+        ((2.0, 2, 1), ValueError, r"mesh entry 0 \(tensor\) is 2.0"),
+        (8, TypeError, "mesh is 8; expected three integers"),
+        ("2,2,2", TypeError, "mesh is '2,2,2'"),
+        ("auto", ValueError, 'mesh="auto" is not built yet'),
+    ],
+)
+def test_a_wrong_mesh_is_refused(mesh: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_mesh(mesh)
+
+
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: torch.Tensor | None = None) -> DeviceMesh:
+    """A DeviceMesh without a process group: its layout is all that is read."""
+    mesh = object.__new__(DeviceMesh)
+    order = torch.arange(torch.Size(shape).numel()) if ranks is None else ranks
+    mesh.__dict__.update(_test_mesh=order.reshape(shape), _mesh_dim_names=names)
+    return mesh
+
+
+def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceMesh, "mesh", property(lambda self: self._test_mesh))
+    monkeypatch.setattr(DeviceMesh, "mesh_dim_names", property(lambda self: self._mesh_dim_names), raising=False)
+    assert read_mesh(device_mesh((6, 64, 8), ("dp", "pp", "tp"))) == Mesh(8, 64, 6)
+    swapped = read_mesh(device_mesh((2, 1, 3), ("tp", "dp", "pp")))
+    assert (swapped.tensor, swapped.pipeline, swapped.data) == (2, 3, 1)
+    assert swapped.tensor_group(0) == (0, 3)
+    assert swapped.coordinates(4) == (0, 1, 1)
+    with pytest.raises(ValueError, match=r"has dims \('dp', 'pp', 'mp'\); expected \"tp\", \"pp\" and \"dp\""):
+        read_mesh(device_mesh((1, 1, 1), ("dp", "pp", "mp")))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"schedule": "interleaved"}, ValueError, "unknown schedule 'interleaved'; did you mean 'interleaved_1f1b'"),
+        ({"num_microbatch": 4}, TypeError, "unknown option 'num_microbatch'; did you mean 'num_microbatches'"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches is 0; expected a positive integer"),
+        ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
+        ({"fuse": True}, ValueError, "fuse=True is not built yet; use fuse=False"),
+        ({"layout": "sbh"}, ValueError, "layout='sbh' is not built yet; use layout='bsh'"),
+        ({"recompute": "full"}, ValueError, "recompute='full' is not built yet"),
+        ({"schedule": "1f1b", "num_model_chunks": 2}, ValueError, "1f1b"),
+        ({"num_microbatches": 3}, ValueError, "3.*multiple.*2"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compile(GPT(SMALL), (1, 2, 1), **options)

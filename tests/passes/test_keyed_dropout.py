@@ -1,0 +1,55 @@
+"""Dropout under tensor parallelism: the same mask on every mesh, in replicated and in divided regions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from autoptd.runtime import kernels
+from samples.gpt import GPT, GPTConfig
+from tests.passes.test_sharding import LLAMA, SIZES, join_gradients, largest_error, prepare, run_sharded, tokens
+
+OPT = {**SIZES, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32, "dropout": 0.3}
+
+
+def with_dropout(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    if name == "gpt":
+        model: nn.Module = GPT(GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.3))
+        ids = tokens()
+        return model.double(), {"idx": ids["input_ids"], "targets": ids["labels"]}
+    if name == "opt":  # folds [b, s, h] to [b * s, h] in its MLP
+        return transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, use_cache=False)).double(), tokens()
+    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}  # groups are divided
+    config = transformers.LlamaConfig(**{**LLAMA, **heads}, attention_dropout=0.3, use_cache=False)
+    return transformers.LlamaForCausalLM(config).double(), tokens()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", ["gpt", "opt", "llama"])
+def test_masks_are_those_of_one_device(name: str, batch: int) -> None:
+    model, inputs = with_dropout(name)
+    inputs = {key: value[:batch] for key, value in inputs.items()}
+    weights = dict(model.named_parameters())
+    programs = [prepare(model, tensor, inputs) for tensor in (1, 2)]
+    assert any(n.target in (kernels.dropout, kernels.attention) for n in programs[0].stages[0].graph.nodes)
+    losses, shards = zip(*(run_sharded(p, weights, inputs) for p in programs), strict=True)
+    assert float((losses[0][0] - losses[1][0]).abs()) < 2e-6
+    found, wanted = (join_gradients(p, s) for p, s in zip(programs, shards, strict=True))
+    assert largest_error(found, wanted) < 2e-6
+    model.eval()
+    plain = model(**inputs)
+    without = plain[1] if isinstance(plain, tuple) else plain.loss
+    assert abs(float(without - losses[0][0])) > 1e-4, "dropout did nothing"
+
+
+def test_each_row_has_the_mask_of_its_sample_whatever_the_microbatch_size() -> None:
+    model, inputs = with_dropout("gpt")
+    whole = prepare(model, 1, inputs)
+    single = prepare(model, 1, {key: value[:1] for key, value in inputs.items()})
+    keyed = [n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout]
+    assert {k["sample"] for k in keyed} == {0}
