@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.source_lines import user_line
 
 _TOLERANCE = 1e-6
+_LIBRARY = "GeneratedBackwardFor_"  # torch.library's own: such an operator stays whole in a trace, gradient included
 
 
 class Functions:
@@ -32,7 +33,7 @@ class Functions:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if cls is CheckpointFunction:
                 return args[0](*args[2:])
-            if cls not in self.seen:
+            if cls not in self.seen and not cls.__name__.startswith(_LIBRARY):
                 self.seen[cls] = (user_line(traceback.extract_stack()), args)
             return original.__get__(None, cls)(*args, **kwargs)
 

@@ -101,6 +101,7 @@ class _Lowering:
         self.parameters: dict[str, Parameter] = dict(stage.parameters)
         self.propagation = Propagation(program.mesh)
         self.extents: dict[Axis, int] = {}
+        self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
@@ -118,17 +119,19 @@ class _Lowering:
     # Values
 
     def whole(self, node: Any) -> Any:
-        """What stands for `node`, all-reduced if it is a partial sum."""
+        """What stands for `node`; a partial sum is all-reduced first, and its biases are added once, behind that."""
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]
         if value.meta.get("partial"):
-            value = self.reduce(value, f"{value.name}_g")
+            biases = self.biases.get(value, ())
+            name = f"{value.name}_g"
+            value = self.add(collectives.reduce_from_tensor, (self.rank, value), value, name=name)
+            for linear, bias in biases:
+                args = (value, self.whole(bias))
+                value = self.add(aten.add.Tensor, args, linear, name=f"{linear.name}_biased")
             self.values[node] = value
         return value
-
-    def reduce(self, value: fx.Node, name: str) -> fx.Node:
-        return self.add(collectives.reduce_from_tensor, (self.rank, value), value, name=name)
 
     @property
     def rank(self) -> fx.Node:
@@ -270,22 +273,23 @@ def lower_addmm(low: _Lowering, node: fx.Node) -> fx.Node:
 
 
 def _contract_with_bias(low: _Lowering, node: fx.Node, target: Any, args: tuple[Any, ...], bias: Any) -> fx.Node:
-    if bias is not None and {**node.kwargs}.keys() & {"alpha", "beta"}:
+    if node.kwargs.keys() & {"alpha", "beta"}:
         raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
     product = low.add(target, args, node, name=node.name, partial=True)
-    if bias is None:
-        return product
-    reduced = low.reduce(product, f"{node.name}_g")
-    return low.add(aten.add.Tensor, (reduced, low.whole(bias)), node, name=f"{node.name}_biased")
+    if bias is not None:
+        low.biases[product] = [(node, bias)]
+    return product
 
 
 def lower_add(low: _Lowering, node: fx.Node) -> fx.Node:
     """Two partial sums add up to one: reduce them together, once."""
     first, second = node.args[0], node.args[1]
-    both = [low.values[a] for a in (first, second) if isinstance(a, fx.Node)]
-    alone = all(isinstance(a, fx.Node) and len(a.users) == 1 for a in (first, second))
-    if len(both) == 2 and alone and first is not second and all(v.meta.get("partial") for v in both):
-        return low.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
+    both = [low.values[a] for a in (first, second) if isinstance(a, fx.Node) and len(a.users) == 1]
+    plain = len(node.args) == 2 and not node.kwargs
+    if len(both) == 2 and plain and all(v.meta.get("partial") for v in both):
+        total = low.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
+        low.biases[total] = [bias for part in both for bias in low.biases.get(part, ())]
+        return total
     return lower_same(low, node)
 
 
@@ -293,11 +297,12 @@ def lower_view(low: _Lowering, node: fx.Node) -> fx.Node:
     """Views, with the result's local sizes; of a partial sum that nobody else reads, a partial sum."""
     source = low.values[node.args[0]]  # type: ignore[index]
     sizes = low.sizes(low.analysis.of(node))
-    target, rest = node.target, ()
+    target = node.target
     if operator_name(node.target) in ("aten.flatten", "aten.unflatten"):
         target = aten.reshape.default
     if source.meta.get("partial") and len(node.args[0].users) == 1:  # type: ignore[union-attr]
-        return low.add(target, (source, sizes, *rest), node, name=node.name, partial=True)
+        if not low.biases.get(source):
+            return low.add(target, (source, sizes), node, name=node.name, partial=True)
     if target is node.target and sizes == list(shape_of(node)):
         return low.copy(node)
     return low.copy(node, args=(low.whole(node.args[0]), sizes), target=target)

@@ -209,9 +209,11 @@ def test_an_odd_vocabulary_is_padded_in_memory_only() -> None:
     assert any(line.startswith("an axis of 67 padded by 1 in memory") for line in program.log)
 
 
-def test_a_parallel_residual_reads_its_norm_through_one_f() -> None:
-    _, backward = all_reduces(prepare(build("gptj"), 2, tokens()))
-    assert backward == 2 + 1  # attention and MLP share the layer's norm
+@pytest.mark.parametrize("name", ["gptj", "neox"])
+def test_a_parallel_residual_is_reduced_once_each_way(name: str) -> None:
+    # Forward, attention and MLP are partial sums that add up. Backward, GPT-J's share the layer's norm; NeoX has two
+    # norms, and their gradients are summed once, before them.
+    assert all_reduces(prepare(build(name), 2, tokens())) == (2 + 1, 2 + 1)
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_place_and_the_divisors() -> None:
