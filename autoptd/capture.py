@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,7 +50,7 @@ def capture(
     functions = Functions()
     exported = _export(objective, values, functions, model)
     notes = functions.check()
-    tensors = _name_tensors(model, objective, exported)
+    tensors = _name_tensors(model, loss_fn, exported)
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     entry = f"capture {type(model).__name__}: {len(graph.nodes)} nodes"
@@ -66,23 +66,25 @@ def capture(
 
 
 def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; compile takes an nn.Module or an fx.GraphModule")
     name = type(model).__name__
-    if (
-        isinstance(model, (DataParallel, DistributedDataParallel))
-        or "FSDP" in name
-        or "FullyShardedDataParallel" in name
-    ):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {name}; compile takes an nn.Module or an fx.GraphModule")
+    if isinstance(model, (DataParallel, DistributedDataParallel)) or "FSDP" in name:
         raise TypeError(
             f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh"
         )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(f"model is a {name} from torch.compile; pass the plain module it was made from")
     if type(model).__module__.startswith("autoptd."):
-        raise TypeError(
-            f"model is an autoptd {name}, compiled already; pass the plain module it was compiled from"
-        )
+        raise TypeError(f"model is an autoptd {name}, compiled already; pass the plain module it came from")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a torch.jit.ScriptModule; pass the nn.Module it was scripted from")
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TypeError(
+                f"{path} is a {type(tensor).__name__}; plain parameters and buffers are needed: undo what "
+                "divides or quantizes the model, or run a lazy module once"
+            )
 
 
 def _export(
@@ -123,43 +125,55 @@ class _Tensors:
     placeholders: Mapping[str, str] = field(default_factory=dict)
 
 
-def _name_tensors(model: nn.Module, objective: Objective, exported: ExportedProgram) -> _Tensors:
+def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) -> _Tensors:
+    """Give every tensor the first name it has in the user's modules; a tied one's other names are aliases."""
     homes: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, Tensor] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
+    for name, tensor in _named_tensors(model, loss_fn):
         home = homes.setdefault(id(tensor), name)
         if home != name:
             aliases[name] = home
-            continue
-        trained = isinstance(tensor, nn.Parameter)
-        kind: Literal["parameter", "buffer"] = "parameter" if trained else "buffer"
-        gradient = trained and tensor.requires_grad
-        parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, kind, gradient)
-        if not trained and not tensor.is_meta:
-            buffers[name] = tensor.detach()
+        elif isinstance(tensor, nn.Parameter):
+            parameters[name] = Parameter(
+                name, tuple(tensor.shape), tensor.dtype, requires_grad=tensor.requires_grad
+            )
+        else:
+            parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, "buffer", False)
+            if not tensor.is_meta:
+                buffers[name] = tensor.detach()
+    places = {t.data_ptr(): name for name, t in model.named_parameters() if not t.is_meta and t.numel()}
     placeholders: dict[str, str] = {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             continue
-        target = str(spec.target)
-        name = target.removeprefix("captured.")
-        if target.startswith("loss_fn.") and spec.kind is not InputKind.CONSTANT_TENSOR:
-            raise ValueError(
-                f"loss_fn owns the tensor {target}; only the model may own parameters and buffers"
-            )
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            value = exported.constants[target]
-            parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
-            if type(value) is Tensor and not value.is_meta:
-                buffers[name] = value.detach()
+        name = str(spec.target).removeprefix("captured.")
         placeholders[spec.arg.name] = aliases.get(name, name)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            value = exported.constants[str(spec.target)]
+            if type(value) is not Tensor:
+                raise ValueError(
+                    f"{name} is a tensor without values, as it was made on the meta device; register it as a "
+                    "buffer, or make the model on the CPU"
+                )
+            if value.data_ptr() in places:
+                raise ValueError(
+                    f"{places[value.data_ptr()]} is read from outside of the module, where it is a constant; "
+                    "reach it through self"
+                )
+            parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
+            buffers[name] = value.detach()
     return _Tensors(parameters, aliases, buffers, placeholders)
+
+
+def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    if isinstance(loss_fn, nn.Module):
+        for name, _ in loss_fn.named_parameters():
+            raise ValueError(f"loss_fn has the parameter {name!r}; only the model may have parameters")
+        yield from loss_fn.named_buffers("loss_fn", remove_duplicate=False)
 
 
 def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:

@@ -109,9 +109,11 @@ def _sequence_length(model: nn.Module) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    heads = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
     if len(tables) < 2:
         return None
-    vocabulary = tables.index(max(tables))
+    # The vocabulary's table is the one with as many rows as a projection has outputs, else the largest.
+    vocabulary = next((i for i, count in enumerate(tables) if count in heads), tables.index(max(tables)))
     return next(count for index, count in enumerate(tables) if index != vocabulary)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Iterable, Iterator
+from types import MethodType
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: a device, but no data
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-_OPAQUE = (nn.Module, Tensor, list, tuple, dict, set)
+# What may lead to a module again, and is copied even where a copy of it alone fails.
+_STRUCTURE = (nn.Module, Tensor, list, tuple, dict, set, MethodType, functools.partial)
 
 
 def make_mode() -> FakeTensorMode:
@@ -31,11 +35,11 @@ def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = _twin(tensor, mode)
     for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and id(value) not in memo:
-                memo[id(value)] = _twin(value, mode) if value.is_meta else value.detach().cpu()
+        for tensor in _loose_tensors(list(vars(module).values())):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _twin(tensor, mode) if tensor.is_meta else tensor.detach().cpu()
     try:
-        twin = copy.deepcopy(model, memo)
+        twin = copy.deepcopy(model, dict(memo))
     except Exception:
         # Locks, files, process groups: share what the forward may read and Python cannot copy.
         for value in _uncopyable(model, memo):
@@ -58,11 +62,22 @@ def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
+def _loose_tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Tensors that a module holds as plain attributes, in containers included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            yield from _loose_tensors(value)
+        elif isinstance(value, dict):
+            yield from _loose_tensors(value.values())
+
+
 def _uncopyable(model: nn.Module, memo: dict[int, object]) -> list[object]:
     found = []
     for module in model.modules():
         for value in vars(module).values():
-            if not isinstance(value, _OPAQUE):
+            if not isinstance(value, _STRUCTURE):
                 try:
                     copy.deepcopy(value, dict(memo))
                 except Exception:  # anything a foreign __deepcopy__ or __reduce__ may raise

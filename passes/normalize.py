@@ -47,6 +47,10 @@ def normalize(program: Program) -> Program:
         writer.visit(node, values, grad=True)
     graph = name_nodes(writer.graph)
     entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.dropouts} dropouts"
+    idle = writer.idle_parameters()
+    if idle:
+        names = ", ".join(idle[:5]) + (" ..." if len(idle) > 5 else "")
+        entry += f"; no gradient reaches {names} ({len(idle)} parameters)"
     return program.replace_stages((Stage(graph, stage.parameters, stage.constants),), entry)
 
 
@@ -163,6 +167,18 @@ class Normalizer:
         if node not in self._detached:
             self._detached[node] = self.emit(aten.detach.default, (node,), node.meta)
         return self._detached[node]
+
+    def idle_parameters(self) -> list[str]:
+        """Parameters that want a gradient and get none from the loss."""
+        pending = list(next(iter(reversed(self.graph.nodes))).all_input_nodes)
+        reached: set[fx.Node] = set()
+        while pending:
+            node = pending.pop()
+            if node in self.trained and node not in reached:
+                reached.add(node)
+                pending.extend(node.all_input_nodes)
+        names = {str(node.target) for node in reached if node.op == "get_attr"}
+        return [name for name, p in self.parameters.items() if p.requires_grad and name not in names]
 
     def next_dropout(self) -> int:
         """The number of the next operator that draws a mask."""

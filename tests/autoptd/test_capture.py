@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,63 @@ def test_inputs_from_config_and_tables() -> None:
     assert [(i.name, i.shape) for i in program.inputs] == [("idx", (1, LENGTH)), ("targets", (1, LENGTH))]
 
 
+def test_loss_module_with_a_buffer() -> None:
+    weight = torch.rand(VOCABULARY)
+    loss_fn = nn.CrossEntropyLoss(weight=weight)
+
+    class Flat(LogitsOnly):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens).transpose(1, 2)
+
+    model, inputs = Flat(), batch("tokens", "target")
+    program = compiled(model, example_inputs=inputs, loss_fn=loss_fn)
+    assert torch.equal(program.buffers["loss_fn.weight"], weight)
+    assert_same(model, program, inputs, loss_fn(model(inputs["tokens"]), inputs["target"]))
+
+
+def test_vocabulary_smaller_than_length() -> None:
+    class Characters(LogitsOnly):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Embedding(2 * VOCABULARY, 8)
+
+    program = capture(Characters(), mesh=MESH, loss_fn=token_loss)
+    assert [i.shape for i in program.inputs] == [(1, 2 * VOCABULARY)] * 2
+
+
+class Awkward(Head):
+    """Attributes that cannot be copied, tensors that are neither parameter nor buffer, bound methods."""
+
+    def __init__(self) -> None:
+        super().__init__(loss_only)
+        self.lock = threading.Lock()
+        self.scale = torch.rand(8)
+        self.lists = [torch.rand(8)]
+        self.read = self.embed
+
+    def embed(self, idx: Tensor) -> Tensor:
+        x: Tensor = self.embedding(idx) * self.scale + self.lists[0]
+        return x
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
+        with self.lock:
+            logits = self.head(self.read(idx))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_awkward_attributes() -> None:
+    model, inputs = Awkward(), batch("idx", "targets")
+    program = compiled(model, example_inputs=inputs)
+    assert_same(model, program, inputs, model(**inputs))
+    assert torch.equal(program.buffers["scale"], model.scale)
+
+
+def test_lower_precision() -> None:
+    model, inputs = PlainGPT().to(torch.bfloat16), batch("idx", "targets")
+    program = compiled(model, example_inputs=inputs)
+    assert_same(model, program, inputs, model(**inputs)[1])
+
+
 def test_sequence_first_batch_dim() -> None:
     class SequenceFirst(Head):
         def forward(self, idx: Tensor, targets: Tensor) -> Any:
@@ -270,6 +328,17 @@ def rounded(logits: Tensor, loss: Tensor) -> Any:
     return Rounded.apply(logits).sum()  # type: ignore[no-untyped-call]
 
 
+def outside() -> nn.Module:
+    model = Head(loss_only)
+    model.form = lambda logits, loss: loss + model.head.weight.sum()
+    return model
+
+
+def meta_attribute() -> nn.Module:
+    with torch.device("meta"):
+        return Awkward()
+
+
 def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
     return loss
 
@@ -279,6 +348,10 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
     [
         ("gpt", {}, TypeError, ["str", "nn.Module"]),
         (nn.DataParallel(PlainGPT()), {}, TypeError, ["DataParallel", "model.module", "mesh"]),
+        (torch.compile(PlainGPT()), {}, TypeError, ["torch.compile", "plain module"]),
+        (nn.Sequential(nn.LazyLinear(3)), {}, TypeError, ["0.weight", "UninitializedParameter", "lazy"]),
+        (outside(), {}, ValueError, ["head.weight", "constant", "self"]),
+        (meta_attribute(), {}, ValueError, ["scale", "meta device", "buffer"]),
         (Branching(loss_only), {}, ValueError, ["test_capture.py:", "if idx.sum() > 3", "torch.where"]),
         (Counting(), {}, ValueError, ["test_capture.py:", "'count'", "buffer", "outside of forward"]),
         (Head(rounded), {}, ValueError, ["Rounded", "backward"]),
