@@ -112,24 +112,40 @@ def count_pieces(sequence: CostSequence) -> int:
 
 
 def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
-    """The cut with the least slowest *stage*; where even shares of memory fail, that with least memory."""
-    room = None if memory_limit is None else memory_limit * sequence.num_ranks // sequence.num_stages
-    cut = minimize_slowest_stage(sequence, room)
-    return _least_memory(sequence) if cut is None else cut
+    """The cut with the least slowest *stage* that fits; where none is found to fit, one with little memory.
+
+    For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it.
+    """
+    fastest = minimize_slowest_stage(sequence, None)
+    assert fastest is not None, "there are as many units as stages"
+    if memory_limit is None or _fits(sequence, fastest, memory_limit):
+        return fastest
+    shares = np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest) + 1
+    for share in shares:
+        fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, memory_limit))
+        if fitting is not None:
+            return fitting
+    least = [_least_memory(sequence, fastest, share) for share in shares]
+    return min(least, key=sequence.fullest)
 
 
-def _least_memory(sequence: CostSequence) -> Ints:
-    """The cut whose fullest stage holds the fewest bytes."""
-    low, high = 0, int(sequence.held(int(sequence.in_flight.argmax()))[-1])
+def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
+    """Each stage's part of its rank's memory, in proportion to its `share`."""
+    whole = sequence.others(share) + share
+    return np.array([limit * part // rank for part, rank in zip(share.tolist(), whole.tolist(), strict=True)])
+
+
+def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints) -> Ints:
+    """The cut whose fullest rank holds the fewest bytes, divided over its stages as `share`."""
+    best, low, high = fastest, 0, sequence.fullest(fastest)
     while low < high:
         middle = (low + high) // 2
-        if place_cuts(sequence, UNLIMITED, middle) is None:
+        cut = place_cuts(sequence, UNLIMITED, _divide_room(sequence, share, middle))
+        if cut is None:
             low = middle + 1
         else:
-            high = middle
-    cut = place_cuts(sequence, UNLIMITED, high)
-    assert cut is not None, "a stage with room for everything leads to some cut"
-    return cut
+            best, high = cut, middle
+    return best
 
 
 def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
@@ -194,7 +210,7 @@ def _even(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> Ints:
 
 
 def _fits(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> bool:
-    return memory_limit is None or int(sequence.rank_sums(sequence.stage_bytes(cut)).max()) <= memory_limit
+    return memory_limit is None or sequence.fullest(cut) <= memory_limit
 
 
 def _require_fit(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> None:
@@ -205,8 +221,9 @@ def _require_fit(sequence: CostSequence, cut: Ints, memory_limit: int | None) ->
     on_rank = sequence.rank_sums(held)
     rank = int(on_rank.argmax())
     stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[k]))
+    proved = "no cut fits" if sequence.num_stages == sequence.num_ranks else "found no cut that fits"
     raise ValueError(
-        f"no cut fits in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
+        f"{proved} in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
         f"{held[stage] / GB:.2f} GB and its pipeline rank {rank} is "
         f"{(on_rank[rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
         "pipeline axis, a smaller microbatch, or a higher limit"

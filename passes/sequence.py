@@ -78,6 +78,10 @@ class CostSequence:
         """Cost of the slowest pipeline rank."""
         return int(self.rank_sums(self.stage_costs(cut)).max())
 
+    def fullest(self, cut: Ints) -> int:
+        """Bytes of the pipeline rank that holds most."""
+        return int(self.rank_sums(self.stage_bytes(cut)).max())
+
     def take(self, kept: Ints) -> CostSequence:
         """The same sequence with the places of numbers `kept` only (ascending)."""
         work = (self.start + self.end)[kept]
@@ -141,8 +145,8 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
     return np.flatnonzero(keep)
 
 
-def place_cuts(sequence: CostSequence, limit: int, room: int | None) -> Ints | None:
-    """A cut whose stages each cost at most `limit` and hold at most `room` bytes, near equal shares.
+def place_cuts(sequence: CostSequence, limit: int, room: Ints | None) -> Ints | None:
+    """A cut whose stages each cost at most `limit` and hold at most their `room` of bytes, near equal shares.
 
     Exact: None means that there is none. Walks the stages and keeps every place where the next may start: a
     stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
@@ -154,7 +158,7 @@ def place_cuts(sequence: CostSequence, limit: int, room: int | None) -> Ints | N
         floor = np.zeros_like(before)
         if room is not None:
             held = sequence.held(stage)
-            floor = np.minimum(np.searchsorted(held, held - room, "left"), before)
+            floor = np.minimum(np.searchsorted(held, held - room[stage], "left"), before)
         best = _prefix_max(layers[-1], before) if room is None else _range_max(layers[-1], floor, before)
         layers.append(np.where((best > UNREACHED) & (end - limit <= best), start, UNREACHED))
         floors.append(floor)
@@ -171,8 +175,8 @@ def place_cuts(sequence: CostSequence, limit: int, room: int | None) -> Ints | N
     return cut
 
 
-def minimize_slowest_stage(sequence: CostSequence, room: int | None) -> Ints | None:
-    """The cut whose slowest stage costs least, by bisection; None when no cut keeps `room` in every stage."""
+def minimize_slowest_stage(sequence: CostSequence, room: Ints | None) -> Ints | None:
+    """The cut whose slowest stage costs least, by bisection; None when no cut keeps every stage's `room`."""
     found = place_cuts(sequence, UNLIMITED, room)
     if found is None:
         return None

@@ -135,6 +135,26 @@ def test_chunks_of_a_rank_share_its_memory() -> None:
     assert max(rank_sums(stage_bytes(memory, cut.positions), 2)) <= 20
 
 
+@given(sequences(9), st.data())
+@settings(max_examples=60, deadline=None)
+def test_memory_of_chunks_is_never_exceeded(sequence: tuple[list[int], Tolls], data: st.DataObject) -> None:
+    costs, tolls = sequence
+    cuts = list(all_cuts(costs, tolls, 4))
+    assume(cuts)
+    sizes = st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs))
+    memory = Memory(data.draw(sizes), data.draw(sizes), [4, 3, 2, 1])
+    limit = data.draw(st.integers(10, 100))
+    fitting = [c for c in cuts if max(rank_sums(stage_bytes(memory, c), 2)) <= limit]
+    options = {"num_stages": 4, "num_pipeline_ranks": 2, "memory_limit": limit}
+    if not fitting:
+        with pytest.raises(ValueError, match="found no cut that fits"):
+            cut_sequence(costs, tolls, memory, stage_ceiling=None, **options)
+        return
+    cut = cut_sequence(costs, tolls, memory, stage_ceiling=None, **options)
+    assert max(rank_sums(stage_bytes(memory, cut.positions), 2)) <= limit
+    assert cut.bottleneck == min(max(rank_sums(stage_costs(costs, tolls, c), 2)) for c in fitting)
+
+
 def test_equal_bottlenecks_go_to_even_stages_and_narrow_cuts() -> None:
     # The item of 100 decides; the rest is cut in the middle, where it is narrow.
     cut = cut_sequence([100, *[10] * 8], [1] * 9, num_stages=3, num_pipeline_ranks=3)

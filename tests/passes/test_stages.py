@@ -95,6 +95,17 @@ def test_a_plain_gpt(pipeline: int, num_stages: int) -> None:
     check_equal(prepare(model, pipeline, inputs), model, inputs, num_stages)
 
 
+def test_between_tensor_ranks_only_whole_values_cross() -> None:
+    model, inputs = build_gpt()
+    program = prepare(model, 1, inputs, tensor=2)
+    cut = cut_stages(program, num_stages=count_units(program))
+    crossing = [n for s in cut.stages for n in s.graph.nodes if n.meta.get("role") == "boundary"]
+    assert crossing
+    assert not any(n.meta.get("partial") or n.meta.get("partial_gradient") for n in crossing)
+    divided = {b.name for received in boundaries(cut) for b in received if b.divided}
+    assert divided == {n.name for n in crossing if n.meta["divided"] is not None} != set()
+
+
 def test_every_unit_can_be_a_stage() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs)
