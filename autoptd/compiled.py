@@ -23,7 +23,7 @@ from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import read_program
 from autoptd.runtime.schedule import Action
 from autoptd.summary import summarize
-from autoptd.tracing import program_filename
+from autoptd.tracing import program_filename, trace_program
 from autoptd.verify import Report, verify_program
 from autoptd.weights import read_weights
 
@@ -66,11 +66,13 @@ class CompiledProgram:
         return RankProgram(self.manifest, rank, self.texts[coordinates.pipeline])
 
     def check(self) -> None:
-        """Prove over all ranks, without running anything, that the program does not contradict itself.
+        """Prove over all ranks, without running anything, that the texts do not contradict themselves.
 
-        Raises `ProgramError` naming the first contradiction (autoptd/check.py lists what is proved).
+        What is judged is traced from the texts, which are what runs. Raises `ProgramError` naming the first
+        contradiction (autoptd/check.py lists what is proved), ValueError for a text that does not trace.
         """
-        check_program(self.manifest, self.stages, self.schedule)
+        traced = trace_program(self.texts, self.manifest, buffers=self.buffers)
+        check_program(self.manifest, traced.stages, self.schedule)
 
     def verify(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 
 from autoptd.archive import load_folder
 from autoptd.capture import capture
+from autoptd.check import check_program
 from autoptd.compiled import CompiledProgram
 from autoptd.emit import emit_texts
 from autoptd.options import check_built, check_count, check_known, check_schedule_name, read_mesh
@@ -127,7 +128,7 @@ def load(folder: str | Path) -> CompiledProgram:
     texts, manifest, buffers = load_folder(folder)
     program = trace_program(texts, manifest, buffers=buffers)
     result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, Path(folder).name)
-    result.check()
+    check_program(manifest, program.stages, result.schedule)
     return result
 
 
