@@ -1,0 +1,70 @@
+"""Computing in float64 what was written for fewer bits: casts and new tensors inside the code are promoted too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoptd.runtime import aten
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+
+
+def promote(dtype: torch.dtype) -> torch.dtype:
+    """float64 for a floating dtype of fewer bits, else `dtype`."""
+    return torch.float64 if dtype in LOW else dtype
+
+
+class Promotion(TorchDispatchMode):
+    """While it is entered, this thread's operators that ask for a float of fewer bits get float64.
+
+    That holds for casts, for reductions with a dtype, and for new tensors, backward included; parameters and inputs
+    are the caller's to promote. `count` is how many casts were promoted so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        position, makes = _signature(func)
+        if position is None:
+            result = func(*args, **options)
+            return result.double() if func in LITERALS and result.dtype in LOW else result
+        given = args[position] if position < len(args) else options.get("dtype")
+        if given in LOW:
+            self.count += not makes
+        elif given is not None or not makes:
+            return func(*args, **options)
+        else:
+            result = func(*args, **options)
+            if not isinstance(result, Tensor) or result.dtype not in LOW:
+                return result
+        if position < len(args):
+            args = (*args[:position], torch.float64, *args[position + 1 :])
+        else:
+            options["dtype"] = torch.float64
+        return func(*args, **options)
+
+
+@cache
+def _signature(func: OpOverload) -> tuple[int | None, bool]:
+    """Where an operator takes its ``dtype`` (None: nowhere), and whether it makes a tensor from none."""
+    arguments = func._schema.arguments
+    names = [argument.name for argument in arguments]
+    makes = not any("Tensor" in str(argument.type) for argument in arguments)
+    return (names.index("dtype") if "dtype" in names else None), makes

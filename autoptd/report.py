@@ -1,0 +1,68 @@
+"""What `verify` found: the loss and every gradient of all ranks, beside the plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TOLERANCE = 1e-12  # relative, in float64
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Report:
+    """Errors are relative: the largest difference of a gradient's elements over its largest element.
+
+    A gradient that is almost zero is measured against 1e-6 of the largest of all. `disagreements` say where ranks
+    that must hold the same do not.
+    """
+
+    loss: float
+    reference_loss: float
+    gradient_errors: Mapping[str, float]
+    disagreements: tuple[str, ...]
+    ranks: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def loss_error(self) -> float:
+        """Relative error of the loss."""
+        return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-300)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter with the largest error, and that error; ("", 0.0) without parameters."""
+        return max(self.gradient_errors.items(), key=lambda item: _rank(item[1]), default=("", 0.0))
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss and all gradients are the plain model's, to rounding."""
+        return self.ok()
+
+    def ok(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether no error is above `tolerance` and no rank disagrees; nan is an error."""
+        errors = (self.loss_error, *self.gradient_errors.values())
+        return all(error <= tolerance for error in errors) and not self.disagreements
+
+    def __str__(self) -> str:
+        """A short table: the loss, then the parameters with the largest errors."""
+        verdict = "passed" if self.passed else "FAILED"
+        name, error = self.worst
+        lines = [
+            f"verify {verdict}: {self.ranks} ranks against the plain model in float64, {self.seconds:.1f} s",
+            f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error {self.loss_error:.1e}",
+            f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",
+        ]
+        if not self.passed:
+            listed = sorted(self.gradient_errors.items(), key=lambda item: -_rank(item[1]))
+            wrong = [(n, e) for n, e in listed if not e <= TOLERANCE]
+            lines += [f"    {e:8.1e}  {n}" for n, e in wrong[:SHOWN]]
+            lines += [f"    and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+            lines += [f"  {disagreement}" for disagreement in self.disagreements[:SHOWN]]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+def _rank(error: float) -> float:
+    """Order nan as the worst."""
+    return error if error == error else float("inf")

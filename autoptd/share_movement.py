@@ -1,0 +1,200 @@
+"""Shares through elementwise operators, views, slices and joins: the divided dimension goes where its elements go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.axis_rules import argument, shape_of
+from autoptd.runtime.placement import Segment
+from autoptd.shares import UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares, regroup, take_rows
+
+Move = Callable[[fx.Node, int, int], int | None]
+
+
+def read(value: Any, shares: Shares) -> Share:
+    """The share of an argument; of a number, or of None, whole."""
+    found = shares[value] if isinstance(value, fx.Node) else WHOLE
+    return found if isinstance(found, Share) else UNKNOWN
+
+
+def describe(value: Any, shares: Shares) -> str:
+    """ "q, which is divided along dimension 1"."""
+    share = read(value, shares)
+    return f"{value}, which is {share.kind}" + (f" along dimension {share.dim}" if share.dim is not None else "")
+
+
+def spread(node: fx.Node, share: Share) -> Found:
+    """The same share for each of the node's results."""
+    value = node.meta["val"]
+    return (share,) * len(value) if isinstance(value, (tuple, list)) else share
+
+
+# Elementwise operators: dimensions align from the right.
+
+
+def elementwise(node: fx.Node, shares: Shares) -> Share:
+    return merge([(n, aligned(n, node, shares)) for n in node.all_input_nodes])
+
+
+def aligned(source: fx.Node, node: fx.Node, shares: Shares) -> Share:
+    """The source's share with its dimension counted as the result counts it."""
+    share = read(source, shares)
+    if share.dim is None:
+        return share
+    return replace(share, dim=share.dim + len(shape_of(node)) - len(shape_of(source)))
+
+
+def merge(found: Sequence[tuple[fx.Node, Share]]) -> Share:
+    """The share of a result to which each argument gives its own, dimensions counted as in the result."""
+    given = [(source, share) for source, share in found if share is not WHOLE]
+    if not given:
+        return WHOLE
+    if any(share is UNKNOWN for _, share in given):
+        return UNKNOWN
+    (first, one), *rest = given
+    for other, share in rest:
+        if one.dim is None or share.dim is None:
+            one = share if one.dim is None else one
+        elif one.dim != share.dim:
+            raise ShareError(
+                f"combines {first}, divided along dimension {one.dim} of the result, with {other}, divided along "
+                f"{share.dim}: expected both divided along the same one"
+            )
+        elif one.runs != share.runs:
+            one = UNKNOWN if one.mixed or share.mixed else replace(one, parts=())
+    return one
+
+
+# Shape operators
+
+
+def view(node: fx.Node, shares: Shares) -> Share:
+    own: Any = node.args[0]
+    return regroup(read(own, shares), shape_of(own), shape_of(node))
+
+
+def moving(move: Move) -> Rule:
+    """The rule of an operator that moves dimensions: ``move(node, dim, rank)`` says where one goes, None nowhere."""
+
+    def rule(node: fx.Node, shares: Shares) -> Found:
+        own: Any = node.args[0]
+        share = read(own, shares)
+        if share.dim is None:
+            return spread(node, share)
+        to = move(node, share.dim, len(shape_of(own)))
+        return spread(node, UNKNOWN if to is None else replace(share, dim=to))
+
+    return rule
+
+
+def transposed(node: fx.Node, dim: int, rank: int) -> int:
+    pair = [int(d) % rank for d in node.args[1:3]] or [0, rank - 1]  # type: ignore[arg-type]
+    return pair[1 - pair.index(dim)] if dim in pair else dim
+
+
+def permuted(node: fx.Node, dim: int, rank: int) -> int:
+    return [int(d) % rank for d in node.args[1]].index(dim)  # type: ignore[union-attr, arg-type]
+
+
+def unsqueezed(node: fx.Node, dim: int, rank: int) -> int:
+    return dim + (int(node.args[1]) % (rank + 1) <= dim)  # type: ignore[arg-type]
+
+
+def squeezed(node: fx.Node, dim: int, rank: int) -> int | None:
+    given: Any = argument(node, 1, "dim", list(range(rank)))
+    shape = shape_of(node.args[0])  # type: ignore[arg-type]
+    dropped = {d % rank for d in ([given] if isinstance(given, int) else given) if shape[d] == 1}
+    return None if dim in dropped else dim - sum(d < dim for d in dropped)
+
+
+def selected(node: fx.Node, dim: int, rank: int) -> int | None:
+    """``select`` and ``unbind``: one dimension goes."""
+    gone = int(argument(node, 1, "dim", 0)) % rank
+    return None if gone == dim else dim - (gone < dim)
+
+
+def expanded(node: fx.Node, dim: int, rank: int) -> int:
+    return dim + len(shape_of(node)) - rank
+
+
+def kept(node: fx.Node, dim: int, rank: int) -> int | None:
+    """Padding and picking: a dimension of another size is a new one."""
+    own: Any = node.args[0]
+    same = len(shape_of(node)) == rank and shape_of(node)[dim] == shape_of(own)[dim]
+    return dim if same else None
+
+
+def sliced(node: fx.Node, shares: Shares) -> Share:
+    own: Any = node.args[0]
+    share, shape = read(own, shares), shape_of(own)
+    dim = int(argument(node, 1, "dim", 0)) % len(shape)
+    if share.dim != dim:
+        return share
+    if argument(node, 4, "step", 1) != 1:
+        return UNKNOWN
+    start = int(argument(node, 2, "start") or 0)
+    return _take(own, share, start % shape[dim] if start < 0 else start, shape_of(node)[dim])
+
+
+def split(node: fx.Node, shares: Shares) -> Found:
+    own: Any = node.args[0]
+    share = read(own, shares)
+    dim = int(argument(node, 2, "dim", 0)) % len(shape_of(own))
+    if share.dim != dim:
+        return spread(node, share)
+    found, start = [], 0
+    for value in node.meta["val"]:
+        found.append(_take(own, share, start, value.shape[dim]))
+        start += value.shape[dim]
+    return tuple(found)
+
+
+def _take(own: fx.Node, share: Share, start: int, length: int) -> Share:
+    taken = take_rows(share, start, length)
+    if taken is not None:
+        return taken
+    layout = " + ".join(f"{outer} x {rows}" for outer, rows, _ in share.runs)
+    raise ShareError(
+        f"takes rows {start} to {start + length - 1} along dimension {share.dim} of {own}, where a tensor rank holds "
+        f"{layout} rows: these rows are other ones on each rank; expected an end between two runs, or another placement"
+    )
+
+
+def getitem(node: fx.Node, shares: Shares) -> Share:
+    found: Any = shares[node.args[0]]  # type: ignore[index]
+    return found[node.args[1]] if isinstance(found, tuple) else UNKNOWN
+
+
+def joined(node: fx.Node, shares: Shares) -> Share:
+    """``cat``: along the divided dimension the parts add up."""
+    sources = [n for n in node.all_input_nodes if n.meta["val"].numel()]
+    dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
+    given = [read(n, shares) for n in sources]
+    if all(share.dim != dim for share in given):
+        return merge(list(zip(sources, given, strict=True)))
+    parts: list[Segment] = []
+    for source, share in zip(sources, given, strict=True):
+        if share is not WHOLE and not (share.dim == dim and share.parts):
+            return UNKNOWN
+        parts += share.parts or (Segment(1, shape_of(source)[dim], 1, False),)
+    return Share("divided", dim, tuple(parts))
+
+
+def stacked(node: fx.Node, shares: Shares) -> Share:
+    share = merge([(n, read(n, shares)) for n in node.all_input_nodes])
+    dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
+    return share if share.dim is None else replace(share, dim=share.dim + (dim <= share.dim))
+
+
+def repeated(node: fx.Node, shares: Shares) -> Share:
+    """``repeat_interleave``: each row several times in a row."""
+    share, dim, times = read(node.args[0], shares), argument(node, 2, "dim"), node.args[1]
+    if dim is None or not isinstance(times, int):
+        return UNKNOWN
+    if share.dim != dim % len(shape_of(node)):
+        return share
+    return replace(share, parts=tuple(replace(part, inner=part.inner * times) for part in share.parts))

@@ -1,0 +1,160 @@
+"""Shares through products and reductions: what is contracted over a divided dimension is a partial sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.axis_rules import argument, shape_of
+from autoptd.share_movement import aligned, describe, merge, read
+from autoptd.shares import PARTIAL, UNKNOWN, Found, Rule, Share, ShareError, Shares
+
+
+def linear(node: fx.Node, shares: Shares) -> Share:
+    """[.., in] x [out, in]: the weight's dimension 1 is contracted."""
+    x, weight = node.args[0], node.args[1]
+    return _product(node, shares, x, weight, 1, {0: len(shape_of(node)) - 1}, argument(node, 2, "bias"))
+
+
+def addmm(node: fx.Node, shares: Shares) -> Share:
+    return _matmul(node, shares, node.args[1], node.args[2], node.args[0])
+
+
+def matmul(node: fx.Node, shares: Shares) -> Share:
+    return _matmul(node, shares, node.args[0], node.args[1], None)
+
+
+def _matmul(node: fx.Node, shares: Shares, x: Any, y: Any, bias: Any) -> Share:
+    rank, own = len(shape_of(node)), len(shape_of(y))
+    if own < 2 or len(shape_of(x)) < 2:
+        return UNKNOWN
+    outer = {d: d + rank - own for d in range(own) if d != own - 2}
+    return _product(node, shares, x, y, own - 2, outer, bias)
+
+
+def _product(
+    node: fx.Node, shares: Shares, x: Any, y: Any, contracted: int, outer: Mapping[int, int], bias: Any
+) -> Share:
+    """x's last dimension with y's `contracted` one; `outer` says where y's others are in the result."""
+    left, right = read(x, shares), read(y, shares)
+    over_left, over_right = left.dim == len(shape_of(x)) - 1, right.dim == contracted
+    if over_left or over_right:
+        _check_contraction((x, left, over_left), (y, right, over_right))
+        if bias is not None:
+            raise ShareError(
+                f"adds the bias {bias} to a partial sum, so that it would be counted on every tensor rank: "
+                "add it after collectives.reduce_from_tensor(rank, ...)"
+            )
+        return UNKNOWN if left.mixed or right.mixed else PARTIAL
+    if right.dim is not None:
+        right = replace(right, dim=outer[right.dim])
+    if left.dim is not None:
+        left = replace(left, dim=left.dim + len(shape_of(node)) - len(shape_of(x)))
+    terms = [(x, left), (y, right)]
+    if isinstance(bias, fx.Node):
+        terms.append((bias, aligned(bias, node, shares)))
+    return merge(terms)
+
+
+def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, bool]) -> None:
+    """Both sides of a product over a divided dimension must be divided alike there."""
+    (x, first, over_first), (y, second, over_second) = left, right
+    if over_first and over_second:
+        if first.parts and second.parts and first.runs != second.runs:
+            raise ShareError(
+                f"multiplies {x} and {y} over a dimension that they divide differently, into {first.runs} and "
+                f"{second.runs} (runs, rows of a run, divided): expected the same placement"
+            )
+        return
+    name, share, other = (y, second, x) if over_first else (x, first, y)
+    if share.kind == "whole" or share.dim is not None:
+        raise ShareError(
+            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.kind}: expected both "
+            f"divided; collectives.take_own(rank, {name}, dim) takes this rank's part"
+        )
+
+
+def attend(node: fx.Node, shares: Shares, tensors: Sequence[fx.Node]) -> Share:
+    """Attention is done head by head: heads may be divided, positions and head size not."""
+    for tensor in tensors:
+        share = read(tensor, shares)
+        if share.dim is not None and share.dim >= len(shape_of(tensor)) - 2:
+            raise ShareError(
+                f"attends over {describe(tensor, shares)}: expected positions and head size whole on every rank"
+            )
+    return merge([(tensor, aligned(tensor, node, shares)) for tensor in tensors])
+
+
+def attention(node: fx.Node, shares: Shares) -> Share:
+    return attend(node, shares, node.all_input_nodes)
+
+
+def embedding(node: fx.Node, shares: Shares) -> Share:
+    """A plain lookup: columns of the table may be divided, rows not."""
+    share = read(node.args[0], shares)
+    if share.dim == 0:
+        raise ShareError(
+            f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected kernels.embedding"
+        )
+    return UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
+
+
+def whole_loss(node: fx.Node, shares: Shares) -> Share:
+    if read(node.args[0], shares) is UNKNOWN:
+        return UNKNOWN
+    raise ShareError(f"takes as logits {describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy")
+
+
+def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
+    """The rule of an operator that runs over ``dims(node, rank)``, which must be whole, and keeps the shape."""
+
+    def rule(node: fx.Node, shares: Shares) -> Found:
+        own: Any = node.args[0]
+        share, rank = read(own, shares), len(shape_of(own))
+        _check_whole(own, share, [d % rank for d in dims(node, rank)])
+        return share
+
+    return rule
+
+
+def softmax_dims(node: fx.Node, rank: int) -> list[int]:
+    return [int(argument(node, 1, "dim", -1))]
+
+
+def normalized_dims(node: fx.Node, rank: int) -> range:
+    return range(rank - len(node.args[1]), rank)  # type: ignore[arg-type]
+
+
+def total(node: fx.Node, shares: Shares) -> Share:
+    """A sum over a divided dimension is partial."""
+    return _reduce(node, shares, partial=True)
+
+
+def extreme(node: fx.Node, shares: Shares) -> Share:
+    """Means and maxima need the dimension whole."""
+    return _reduce(node, shares, partial=False)
+
+
+def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
+    own: Any = node.args[0]
+    share, rank = read(own, shares), len(shape_of(own))
+    given: Any = argument(node, 1, "dim")
+    listed = range(rank) if given in (None, []) else [given] if isinstance(given, int) else given
+    dims = [d % rank for d in listed]
+    if share.dim is None:
+        return UNKNOWN
+    if share.dim in dims:
+        if not partial or share.mixed:
+            _check_whole(own, share, dims)
+        return PARTIAL
+    return share if len(shape_of(node)) == rank else replace(share, dim=share.dim - sum(d < share.dim for d in dims))
+
+
+def _check_whole(own: fx.Node, share: Share, dims: Sequence[int]) -> None:
+    if share.dim in dims:
+        raise ShareError(
+            f"runs over dimension {share.dim} of {own}, of which each tensor rank holds another part: expected it whole"
+        )

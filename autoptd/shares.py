@@ -1,0 +1,140 @@
+"""What one tensor rank holds of a value: all of it, its part, or one term of a sum.
+
+The static proof walks a stage and gives every value a `Share` (see `share_rules`), from the parameters' placements
+alone, so that it judges an edited text like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from torch import fx
+
+from autoptd.runtime.placement import Placement, Segment
+
+
+class ShareError(Exception):
+    """Tensor ranks that would compute something else than the undivided program: the first place found."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """`kind` "whole": the same on all tensor ranks; "divided": this rank's part; "partial": its term of a sum.
+
+    A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this rank's);
+    None and () where that is not known. "unknown" is what an unfamiliar operator makes of divided values; the proof
+    has nothing to say about it.
+    """
+
+    kind: Literal["whole", "divided", "partial", "unknown"]
+    dim: int | None = None
+    parts: tuple[Segment, ...] = ()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some rows are whole although others are divided."""
+        return any(not part.divided for part in self.parts)
+
+    @property
+    def runs(self) -> tuple[tuple[int, int, bool], ...]:
+        """How the rows lie in memory: (repeats, rows of one run, divided) for each part."""
+        return tuple((part.outer, part.size * part.inner, part.divided) for part in self.parts)
+
+
+WHOLE = Share("whole")
+PARTIAL = Share("partial")
+UNKNOWN = Share("unknown")
+DIVIDED = Share("divided")
+
+Found = Share | tuple[Share, ...]  # of an operator with several results, one share each
+Shares = Mapping[fx.Node, Found]
+Rule = Callable[[fx.Node, Shares], Found]
+
+
+def share_of(placement: Placement, tensor: int) -> Share:
+    """What each of `tensor` ranks holds of a parameter."""
+    if placement.dim is None:
+        return WHOLE
+    parts = (replace(s, size=s.size // tensor) if s.divided else s for s in placement.segments)
+    return Share("divided", placement.dim, tuple(parts))
+
+
+def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
+    """The share of a tensor of local shape `old` that is viewed as `new`."""
+    if share.dim is None or tuple(old) == tuple(new):
+        return share
+    size, stride = old[share.dim], prod(old[share.dim + 1 :])
+    steps = [(dim, prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
+    # A rank's only row may be counted to either neighbour.
+    edges = {stride * part.inner for part in share.parts if part.divided and part.size == 1}
+    ambiguous = not share.parts or any(extent == 1 and step in edges for _, step, extent in steps)
+    if (size > 1 and not ambiguous) or (size == 1 and share.parts):
+        for dim, step, extent in steps:
+            if (step, extent) == (stride, size):
+                return replace(share, dim=dim)
+            parts = _regroup_parts(share, stride, step, extent) if size > 1 else ()
+            if parts:
+                return Share("divided", dim, parts)
+    return UNKNOWN if share.mixed else DIVIDED
+
+
+def _regroup_parts(share: Share, stride: int, step: int, extent: int) -> tuple[Segment, ...]:
+    """The parts in a dimension of `extent` rows of `step` elements; () where they do not lie in it.
+
+    `stride` are the elements of one row so far.
+    """
+    top = step * extent
+    if len(share.parts) > 1:
+        scaled = [_scale(part, stride, step) for part in share.parts]
+        found = tuple(part for part in scaled if part is not None)
+        return found if len(found) == len(scaled) and top == stride * sum(p.rows for p in share.parts) else ()
+    (part,) = share.parts
+    start = stride * part.inner
+    end = start * part.size
+    if part.size == 1 and not (step < end < top or (step < end == top and part.outer == 1)):
+        return ()
+    if part.size == 1:
+        start, inside = step, end % step == 0
+    else:
+        inside = step <= start and end <= top and start % step == 0
+    if not inside or top % end:
+        return ()
+    return (Segment(top // end, part.size, end // part.size // step, True),)
+
+
+def _scale(part: Segment, stride: int, step: int) -> Segment | None:
+    """The part counted in rows of `step` elements instead of `stride`; None where it does not end on such rows."""
+    if part.divided:
+        inner, rest = divmod(part.inner * stride, step)
+        return None if rest else replace(part, inner=inner)
+    rows, rest = divmod(part.rows * stride, step)
+    return None if rest else Segment(1, rows, 1, False)
+
+
+def take_rows(share: Share, start: int, length: int) -> Share | None:
+    """The share of `length` local rows from `start` on along the divided dimension.
+
+    None where they are no equal parts of what all ranks hold together: each rank would take other rows.
+    """
+    if not share.parts:
+        return DIVIDED
+    taken: list[Segment] = []
+    position = 0
+    for part in share.parts:
+        first, last = max(start, position), min(start + length, position + part.rows)
+        first, last, position = first - position, last - position, position + part.rows
+        if first >= last:
+            continue
+        run = part.size * part.inner
+        if not part.divided:
+            taken.append(Segment(1, last - first, 1, False))
+        elif first % run or last % run:
+            return None
+        else:
+            taken.append(replace(part, outer=(last - first) // run))
+    if not any(part.divided for part in taken):
+        return WHOLE
+    return replace(share, parts=tuple(taken))

@@ -1,0 +1,3 @@
+"""placeholder"""
+def summarize(manifest, stages, log, title):
+    return title

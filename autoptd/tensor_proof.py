@@ -1,0 +1,212 @@
+"""The proof that t tensor ranks compute what one device would: every sum summed once, forward and backward.
+
+Forward, each value has a `Share` (`share_rules`). Backward, a whole value's gradient is either whole, the same on all
+ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear, so whole operators
+hand on what they get; f (`collectives.copy_to_tensor`) makes a partial gradient whole. The two never mix at one value,
+and a partial one may end only in a parameter that is marked ``partial_gradient``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autoptd.passes.program import Stage
+from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime.manifest import Boundary, Manifest
+from autoptd.share_rules import share_after
+from autoptd.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
+
+Gradient = Literal["whole", "partial"]
+SUMMING = (collectives.reduce_from_tensor, kernels.cross_entropy)  # whole results of divided arguments
+
+
+def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> None:
+    """Raise `ShareError` for the first value, in stage order, that the tensor ranks would get wrong.
+
+    The stages' boundaries must fit together (`autoptd.check` proves that before).
+    """
+    tensor = manifest.mesh.tensor
+    if tensor == 1:
+        return
+    walks: list[StageWalk] = []
+    arriving: list[Arriving] = []
+    for index, stage in enumerate(stages):
+        walk = StageWalk(index, stage)
+        walk.forward(arriving, manifest.stages[index].sends, tensor)
+        arriving = [Arriving(walk.shares[n], n in walk.differentiable) for n in walk.outputs]
+        walks.append(walk)
+    leaving: list[Gradient | None] = ["whole"]
+    for walk in reversed(walks):
+        leaving = walk.backward(leaving, manifest.stages[walk.index].receives)
+
+
+def place(node: fx.Node) -> str:
+    """Where a node is: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
+    path, line = node.meta.get("path"), node.meta.get("line")
+    return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A value that a stage receives: its share, and whether the sender can use its gradient."""
+
+    share: Found
+    differentiable: bool
+
+
+@dataclass
+class StageWalk:
+    """One stage's shares, found forward, and its gradients, found backward."""
+
+    index: int
+    stage: Stage
+    shares: dict[fx.Node, Found] = field(default_factory=dict)
+    differentiable: set[fx.Node] = field(default_factory=set)
+    outputs: tuple[fx.Node, ...] = ()
+    gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
+    terms: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of a partial gradient: a reader that makes it so
+
+    def forward(self, arriving: Sequence[Arriving], sends: Sequence[Boundary], tensor: int) -> None:
+        received = iter(arriving)
+        for node in self.stage.graph.nodes:
+            if node.op == "call_function":
+                try:
+                    self.shares[node] = share_after(node, self.shares)
+                except ShareError as error:
+                    raise ShareError(f"stage {self.index}: {place(node)} {error}") from None
+                if self._hands_on(node):
+                    self.differentiable.add(node)
+            elif node.op == "get_attr":
+                parameter = self.stage.parameters[str(node.target)]
+                self.shares[node] = share_of(parameter.placement, tensor)
+                if parameter.requires_grad:
+                    self.differentiable.add(node)
+            elif node.op == "placeholder":
+                self.shares[node] = WHOLE
+                if node.meta.get("role") == "boundary":
+                    value = next(received)
+                    self.shares[node] = value.share
+                    if value.differentiable:
+                        self.differentiable.add(node)
+            else:
+                results: Any = node.args[0]
+                self.outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        self._check_outputs(sends)
+
+    def _hands_on(self, node: fx.Node) -> bool:
+        """Whether gradients flow through the node."""
+        if node.target is aten.detach.default or not any(n in self.differentiable for n in node.all_input_nodes):
+            return False
+        value = node.meta["val"]
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        return isinstance(first, torch.Tensor) and first.is_floating_point()
+
+    def _check_outputs(self, sends: Sequence[Boundary]) -> None:
+        if not sends:
+            (loss,) = self.outputs
+            self._require(loss, self.shares[loss] in (WHOLE, UNKNOWN), "is the loss", "a whole one, equal on all ranks")
+        for value, boundary in zip(self.outputs, sends, strict=True) if sends else ():
+            share = self.shares[value]
+            kinds = ("whole", "divided", "unknown") if boundary.divided else ("whole", "unknown")
+            expected = "a whole value, or divided=True in the manifest's boundary"
+            if isinstance(share, Share) and share.kind == "partial":
+                expected = f"collectives.reduce_from_tensor(rank, {value}) before it is sent"
+            right = isinstance(share, Share) and share.kind in kinds
+            self._require(value, right, f"is sent to stage {self.index + 1} as {boundary.name}", expected)
+
+    def _require(self, node: fx.Node, right: bool, use: str, expected: str) -> None:
+        if not right:
+            share = self.shares[node]
+            kind = {"partial": "a partial sum"}.get(share.kind, share.kind) if isinstance(share, Share) else "a tuple"
+            raise ShareError(f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}")
+
+    # Gradients
+
+    def backward(self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]) -> list[Gradient | None]:
+        """Find every whole value's gradient, given that of each output; give that of each received value."""
+        given: dict[fx.Node, list[Gradient]] = {}
+        for node, gradient in zip(self.outputs, leaving, strict=True):
+            if gradient is not None:
+                given.setdefault(node, []).append(gradient)
+        for node in reversed(self.stage.graph.nodes):
+            if self.shares.get(node) is WHOLE and node in self.differentiable:
+                gradient = self._find_gradient(node, given.get(node, []))
+                if gradient is not None:
+                    self.gradients[node] = gradient
+                    self._check_gradient(node, gradient)
+        arrived = [n for n in self.stage.graph.nodes if n.meta.get("role") == "boundary"]
+        for node, boundary in zip(arrived, receives, strict=True):
+            if self.gradients.get(node) == "partial" and not boundary.divided:
+                self._refuse(node, "is received, and goes back to the stage before", self._suggest(node))
+        return [self.gradients.get(node) for node in arrived]
+
+    def _find_gradient(self, node: fx.Node, sent: Sequence[Gradient]) -> Gradient | None:
+        """What a whole value's readers give it; None where nothing is known, or none reads it."""
+        readers: dict[Gradient, fx.Node | None] = dict.fromkeys(sent)
+        for reader in node.users:
+            if reader in self.differentiable:
+                gradient = self._gradient_from(reader)
+                if gradient is not None:
+                    readers.setdefault(gradient, reader)
+        if len(readers) > 1:
+            partial, whole = readers["partial"], readers["whole"]
+            of = f"whole from {whole}" if whole is not None else "whole as the stage's output"
+            self._refuse(node, "mixes gradients, " + of, self._suggest(node, partial))
+        for gradient, found in readers.items():
+            if gradient == "partial" and found is not None:
+                self.terms[node] = self.terms.get(found, found)
+            return gradient
+        return None
+
+    def _gradient_from(self, reader: fx.Node) -> Gradient | None:
+        """What one reader gives a whole argument."""
+        if reader.target is collectives.copy_to_tensor:
+            return "whole"
+        if self.shares[reader] is WHOLE:
+            return self.gradients.get(reader)
+        return None if self.shares[reader] is UNKNOWN else "partial"
+
+    def _check_gradient(self, node: fx.Node, gradient: Gradient) -> None:
+        if node.op == "get_attr":
+            marked = self.stage.parameters[str(node.target)].partial_gradient
+            if gradient == "partial" and not marked:
+                self._refuse(node, "is a parameter without partial_gradient", self._suggest(node))
+            if gradient == "whole" and marked:
+                raise ShareError(
+                    f"stage {self.index}: {node.target} is marked partial_gradient, although every tensor rank has its "
+                    "whole gradient, and would be multiplied by their number: correct the mark in the manifest"
+                )
+        elif node.target in SUMMING:
+            if gradient == "partial":
+                self._refuse(node, "is a sum over the tensor ranks", self._suggest(node))
+        elif node.target is collectives.copy_to_tensor:
+            if gradient == "whole":
+                raise ShareError(
+                    f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor rank, and so "
+                    "multiplies it by their number: only divided operators may read it; leave this copy_to_tensor out"
+                )
+        elif gradient == "whole" and any(self.shares[n] is not WHOLE for n in node.all_input_nodes):
+            raise ShareError(
+                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are divided, and "
+                f"gets a whole gradient: expected {node} to be read through collectives.copy_to_tensor(rank, {node})"
+            )
+
+    def _suggest(self, node: fx.Node, reader: fx.Node | None = None) -> str:
+        """Where f is missing."""
+        found = self.terms.get(reader, reader) if reader is not None else self.terms.get(node)
+        if found is None:
+            return "its reader in the next stage to read it through collectives.copy_to_tensor"
+        return f"{place(found)}, which is divided, to read through collectives.copy_to_tensor(rank, ...)"
+
+    def _refuse(self, node: fx.Node, found: str, expected: str) -> None:
+        raise ShareError(
+            f"stage {self.index}: {place(node)} {found}, and each tensor rank has only one term of its gradient: "
+            f"expected {expected}"
+        )
+
+

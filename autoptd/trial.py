@@ -1,0 +1,143 @@
+"""What a verification runs on: whole weights in float64, and a batch for every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from zlib import crc32
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoptd.passes.program import Program
+from autoptd.promotion import promote
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.manifest import Input, Manifest
+from autoptd.runtime.placement import Parameter
+from autoptd.runtime.weights import find_tensor
+from autoptd.weights import Overlay, read_weights
+
+DEVIATION = 0.02  # of random weights, as GPTs are initialised
+
+
+def draw_weights(
+    manifest: Manifest,
+    model: nn.Module,
+    buffers: Mapping[str, Tensor],
+    weights: str | Mapping[str, Tensor] | None,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Whole tensors on the CPU by their names in the manifest, floating ones in float64.
+
+    `weights` None: the model's own; "random": parameters drawn from `seed` and their names alone; else taken from
+    there, and from the model what it lacks. Raises ValueError naming what has no values.
+    """
+    if isinstance(weights, str) and weights != "random":
+        raise ValueError(f"weights={weights!r} is unknown: expected None, 'random', or tensors by name")
+    source = read_weights(model, buffers)
+    if weights is not None and not isinstance(weights, str):
+        source = Overlay(read_weights(weights, {}), source)
+    found: dict[str, Tensor] = {}
+    missing = []
+    for name, parameter in manifest.parameters.items():
+        if parameter.kind == "constant":
+            continue
+        if weights == "random" and parameter.kind == "parameter":
+            found[name] = _draw(parameter, seed)
+            continue
+        whole = find_tensor(manifest, source, name)
+        if whole.is_meta:
+            missing.append(name)
+        else:
+            found[name] = whole.detach().to("cpu", promote(whole.dtype))
+    if missing:
+        way = "weights= with them" if weights == "random" else "weights='random', or weights= with them"
+        raise ValueError(
+            f"{len(missing)} tensors are on the meta device and have no values ({', '.join(missing[:5])}): pass {way}"
+        )
+    return found
+
+
+def _draw(parameter: Parameter, seed: int) -> Tensor:
+    """Normal numbers, around one where a vector scales (the weight of a norm); the same on every mesh."""
+    generator = torch.Generator().manual_seed(seed * 2**32 + crc32(parameter.name.encode()))
+    drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * DEVIATION
+    scales = len(parameter.shape) == 1 and parameter.name.endswith("weight")
+    return drawn + 1 if scales else drawn
+
+
+def draw_batch(
+    program: Program, manifest: Manifest, batch: Mapping[str, Tensor] | None, seed: int
+) -> dict[str, Tensor]:
+    """The batch of all replicas, floating inputs in float64; drawn from `seed` unless given.
+
+    Drawn integers are legal everywhere they are looked up or compared with; inputs called a mask are ones. Raises
+    ValueError for a given batch that is not d * m * b sequences.
+    """
+    count = manifest.num_microbatches * manifest.mesh.data
+    bounds = _bounds(program)
+    fallback = min(bounds.values(), default=2)
+    values = {}
+    for expected in manifest.inputs:
+        shape = list(expected.shape)
+        if expected.batch_dim is not None:
+            shape[expected.batch_dim] *= count
+        if batch is None:
+            values[expected.name] = _draw_input(expected, shape, bounds.get(expected.name, fallback), seed)
+            continue
+        value = batch.get(expected.name)
+        if value is None or list(value.shape) != shape or value.dtype is not expected.dtype:
+            found = "missing" if value is None else f"{value.dtype}{list(value.shape)}"
+            raise ValueError(
+                f"batch: {expected.name} is {found}, expected {expected.dtype}{shape}: the sequences of all "
+                f"{manifest.mesh.data} replicas x {manifest.num_microbatches} microbatches"
+            )
+        values[expected.name] = value.detach().to("cpu", promote(value.dtype))
+    return values
+
+
+def _draw_input(expected: Input, shape: list[int], bound: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 2**32 + crc32(expected.name.encode()))
+    if expected.dtype is torch.bool or "mask" in expected.name:
+        return torch.ones(shape, dtype=promote(expected.dtype))
+    if expected.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randint(bound, shape, generator=generator, dtype=expected.dtype)
+
+
+def _bounds(program: Program) -> dict[str, int]:
+    """The smallest table or number of classes that each batch input indexes."""
+    found: dict[str, int] = {}
+    for stage in program.stages:
+        for node in stage.graph.nodes:
+            indexed = _indexed(node)
+            if indexed is not None:
+                ids, rows = indexed
+                for name in _sources(ids):
+                    found[name] = min(rows, found.get(name, rows))
+    return found
+
+
+def _indexed(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """What a node uses as row numbers, and how many rows there are."""
+    args: tuple[object, ...] = node.args
+    if node.target is kernels.embedding or node.target is kernels.cross_entropy:
+        ids, rows = args[2], args[3]
+    elif node.target is aten.embedding.default and isinstance(args[0], fx.Node):
+        ids, rows = args[1], args[0].meta["val"].shape[0]
+    elif node.target is aten.cross_entropy_loss.default and isinstance(args[0], fx.Node):
+        ids, rows = args[1], args[0].meta["val"].shape[1]
+    else:
+        return None
+    return (ids, rows) if isinstance(ids, fx.Node) and isinstance(rows, int) else None
+
+
+def _sources(node: fx.Node) -> Iterator[str]:
+    """The batch inputs that a value of whole numbers is computed from."""
+    pending, seen = [node], {node}
+    while pending:
+        current = pending.pop()
+        if current.meta.get("role") == "input":
+            yield str(current.target)
+        fresh = [n for n in current.all_input_nodes if n not in seen and current.op == "call_function"]
+        seen.update(fresh)
+        pending.extend(fresh)
