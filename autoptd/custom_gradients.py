@@ -16,7 +16,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.source_lines import user_line
 
 _TOLERANCE = 1e-6
-_LIBRARY = "GeneratedBackwardFor_"  # torch.library's own: such an operator stays whole in a trace, gradient included
+_LIBRARY = (
+    "GeneratedBackwardFor_"  # torch.library's own: such an operator stays whole in a trace, gradient included
+)
 
 
 class Functions:

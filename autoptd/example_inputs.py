@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 from autoptd.runtime.manifest import Input
 
@@ -61,6 +62,12 @@ def read_examples(
         given = _by_position(example_inputs, forward, targets)
     _check_names(given, forward, targets, loss_fn)
     constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
+    for name, value in constants.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"example input {name!r} is a {type(value).__name__} of tensors; each input must be a tensor "
+                "with a name of its own: wrap the model in a module whose forward takes them so"
+            )
     if "use_cache" in forward and "use_cache" not in given:
         constants["use_cache"] = False  # a training step has no use for the key/value cache
     tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}

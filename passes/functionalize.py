@@ -70,6 +70,8 @@ class Storage:
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if not isinstance(source, Cell) or not _is_view(node.target):
             return Cell(made)
+        if node.target is operator.getitem and source.base is None:
+            return Cell(made)  # one of several new tensors, as topk gives
         if made is source.node:
             return source
         if made.args[0] is not source.node or _copies(made, source.node):

@@ -293,6 +293,15 @@ def test_sequence_first_batch_dim() -> None:
     assert [i.batch_dim for i in program.inputs] == [1, 1]
 
 
+def test_nested_inputs_are_refused() -> None:
+    class Nested(nn.Module):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return batch["idx"].sum()
+
+    with pytest.raises(ValueError, match="'batch' is a dict of tensors"):
+        capture(Nested(), mesh=MESH, example_inputs={"batch": batch("idx")})
+
+
 class Branching(Head):
     def forward(self, idx: Tensor, targets: Tensor) -> Any:
         if idx.sum() > 3:  # a branch on data
