@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.program import Stage
-from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
+from autoptd.runtime.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Action, make_schedule, peak_in_flight
 from autoptd.runtime.schedule_check import ScheduleError, check_schedule
@@ -22,15 +22,14 @@ class ProgramError(Exception):
     """A program that contradicts itself: what was found, where, what was expected, and a way out."""
 
 
-def check_program(
-    manifest: Manifest, stages: Sequence[Stage], schedule: Sequence[Sequence[Action]]
-) -> None:
+def check_program(manifest: Manifest, stages: Sequence[Stage], schedule: Sequence[Sequence[Action]]) -> None:
     """Raise `ProgramError` for the first contradiction between `manifest`, `stages` and `schedule`.
 
-    Proved, for all ranks at once: every send has its receive, in the same order at both ends of each channel, and no
-    cycle of waits remains; a stage gives what the next one takes; every parameter has its home, its slices add up to it
-    and all its owners slice it alike; and the tensor ranks together compute what one device would, forward and backward
-    (`tensor_proof`). All tensor ranks of a stage run one text without branches, so that their collectives have one order.
+    Proved, for all ranks at once: every send has its receive, in the same order at both ends of each channel,
+    and no cycle of waits remains; a stage gives what the next one takes; every parameter has its home, its
+    slices add up to it and all its owners slice it alike; and the tensor ranks together compute what one
+    device would, forward and backward (`tensor_proof`). All tensor ranks of a stage run one text without
+    branches, so that their collectives have one order.
     """
     if len(stages) != len(manifest.stages):
         raise ProgramError(f"the program has {len(stages)} stages, its manifest lists {len(manifest.stages)}")
@@ -55,12 +54,15 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     if len(manifest.stages) != p * v:
         raise ProgramError(
-            f"the manifest lists {len(manifest.stages)} stages: {p} pipeline ranks with {v} model chunks each run {p * v}"
+            f"the manifest lists {len(manifest.stages)} stages: {p} pipeline ranks with {v} model chunks "
+            f"each run {p * v}"
         )
     try:
         check_schedule(schedule, p, v, m)
     except ScheduleError as error:
-        raise ProgramError(f"schedule: {error}; correct SCHEDULE in the program texts, or compile again") from error
+        raise ProgramError(
+            f"schedule: {error}; correct SCHEDULE in the program texts, or compile again"
+        ) from error
     if manifest.schedule == "gpipe":
         return
     for rank, actions in enumerate(schedule):
@@ -71,7 +73,8 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
             continue
         if schedule == make_schedule(manifest.schedule, p, m, v):
             raise ProgramError(
-                f"schedule: rank {rank} has up to {found} microbatches in flight, {manifest.schedule} has {expected}"
+                f"schedule: rank {rank} has up to {found} microbatches in flight, {manifest.schedule} has "
+                f"{expected}"
             )
         warnings.warn(
             f"the edited schedule of pipeline rank {rank} has up to {found} microbatches in flight, where "
@@ -94,23 +97,28 @@ def _check_placement(parameter: Parameter, tensor: int) -> None:
     rows = sum(segment.rows for segment in placement.segments)
     if rows != shape[dim] + placement.padding:
         raise ProgramError(
-            f"{name}: the segments of its placement have {rows} rows, expected {shape[dim]} of dimension {dim} and "
-            f"{placement.padding} of padding; correct its placement in the manifest"
+            f"{name}: the segments of its placement have {rows} rows, expected {shape[dim]} of dimension "
+            f"{dim} and {placement.padding} of padding; correct its placement in the manifest"
         )
     for segment in placement.segments:
         if segment.divided and segment.size % tensor:
             raise ProgramError(
-                f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not divide over "
-                f"tensor={tensor}; leave it undivided, or compile for a tensor size that divides {segment.size}"
+                f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not "
+                f"divide over tensor={tensor}; leave it undivided, or compile for a tensor size that divides "
+                f"{segment.size}"
             )
 
 
 def _check_aliases(manifest: Manifest) -> None:
     for alias, name in manifest.aliases.items():
         if name not in manifest.parameters:
-            raise ProgramError(f"{alias} is an alias of {name}, which the manifest does not list among the parameters")
+            raise ProgramError(
+                f"{alias} is an alias of {name}, which the manifest does not list among the parameters"
+            )
         if alias in manifest.parameters:
-            raise ProgramError(f"{alias} is an alias of {name} and a parameter of its own: expected one of the two")
+            raise ProgramError(
+                f"{alias} is an alias of {name} and a parameter of its own: expected one of the two"
+            )
 
 
 def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
@@ -128,17 +136,20 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
         name = str(node.target)
         if name not in stage.parameters or name not in interface.parameters:
             raise ProgramError(
-                f'{at}: p["{name}"] ({node.meta.get("line") or node}) is not among the {len(interface.parameters)} '
-                "parameters of this stage in the manifest; add it there, or compile again"
+                f'{at}: p["{name}"] ({node.meta.get("line") or node}) is not among the parameters that the '
+                "manifest lists for this stage; add it there, or compile again"
             )
         parameter = stage.parameters[name]
         expected = parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor)
-        _compare(f'{at}: p["{name}"]', node.meta["val"], expected, parameter.dtype, "its placement in the manifest")
+        _compare(
+            f'{at}: p["{name}"]', node.meta["val"], expected, parameter.dtype, "its placement in the manifest"
+        )
     made = _constants(stage.constants)
     for name in interface.parameters:
         if manifest.parameters[name].kind == "constant" and name not in made:
             raise ProgramError(
-                f"{at} reads the constant {name}, and constants(p) of its text makes only {', '.join(made) or 'none'}"
+                f"{at} reads the constant {name}, and constants(p) of its text makes only "
+                f"{', '.join(made) or 'none'}"
             )
 
 
@@ -165,16 +176,20 @@ def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest
         if name not in inputs:
             raise ProgramError(f"{at} takes the batch input {name}; the batch has {', '.join(inputs)}")
     first, *placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
-    expected = [*interface.receives, *(inputs[name] for name in interface.inputs)]
+    expected: list[Boundary | Input] = [*interface.receives, *(inputs[name] for name in interface.inputs)]
     found = [str(node.target) for node in placeholders]
     if first.meta.get("role") != "rank" or found != [value.name for value in expected]:
         names = ", ".join(["rank", *(value.name for value in expected)])
-        raise ProgramError(f"{at} takes ({', '.join([str(first), *found])}), the manifest says ({names}), in this order")
+        raise ProgramError(
+            f"{at} takes ({', '.join([str(first), *found])}), the manifest says ({names}), in this order"
+        )
     for node, value in zip(placeholders, expected, strict=True):
         source = f"stage {interface.index - 1} sends" if isinstance(value, Boundary) else "the batch has"
         _compare(f"{at}: {value.name}", node.meta["val"], value.shape, value.dtype, source)
     if interface.index == 0 and interface.receives:
-        raise ProgramError(f"{at} is the first and receives {', '.join(b.name for b in interface.receives)} from nowhere")
+        raise ProgramError(
+            f"{at} is the first and receives {', '.join(b.name for b in interface.receives)} from nowhere"
+        )
     if interface.index:
         _check_boundary(manifest.stages[interface.index - 1], interface)
 
@@ -184,15 +199,15 @@ def _check_boundary(sender: StageInterface, receiver: StageInterface) -> None:
     at = f"boundary between stages {sender.index} and {receiver.index}"
     if len(sender.sends) != len(receiver.receives):
         raise ProgramError(
-            f"{at}: {len(sender.sends)} values are sent ({_names(sender.sends)}), {len(receiver.receives)} received "
-            f"({_names(receiver.receives)})"
+            f"{at}: {len(sender.sends)} values are sent ({_names(sender.sends)}), {len(receiver.receives)} "
+            f"received ({_names(receiver.receives)})"
         )
     for number, (sent, received) in enumerate(zip(sender.sends, receiver.receives, strict=True)):
         for name in ("name", "shape", "dtype", "requires_grad", "divided"):
             if getattr(sent, name) != getattr(received, name):
                 raise ProgramError(
-                    f"{at}: value {number} is sent with {name} {getattr(sent, name)} and received with {name} "
-                    f"{getattr(received, name)}; correct one of the two in the manifest"
+                    f"{at}: value {number} is sent with {name} {getattr(sent, name)} and received with "
+                    f"{name} {getattr(received, name)}; correct one of the two in the manifest"
                 )
 
 
@@ -210,12 +225,14 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
         value = results[0].meta["val"] if len(results) == 1 else None
         if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
             shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)
-            raise ProgramError(f"{at} is the last and returns {shown}: expected one scalar floating-point loss")
+            raise ProgramError(
+                f"{at} is the last and returns {shown}: expected one scalar floating-point loss"
+            )
         return
     if len(results) != len(interface.sends):
         raise ProgramError(
-            f"{at} returns {len(results)} values ({', '.join(map(str, results))}), and stage {interface.index + 1} takes "
-            f"{len(interface.sends)} ({_names(interface.sends)})"
+            f"{at} returns {len(results)} values ({', '.join(map(str, results))}), and stage "
+            f"{interface.index + 1} takes {len(interface.sends)} ({_names(interface.sends)})"
         )
     for node, boundary in zip(results, interface.sends, strict=True):
         wanted = f"stage {interface.index + 1} takes {boundary.name} as"
@@ -229,11 +246,15 @@ def _results(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _compare(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype, source: str) -> None:
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape) or found.dtype is not dtype:
-        raise ProgramError(f"{what} is {_describe(found)}, {source} {_write(dtype, shape)}; they must be the same")
+        raise ProgramError(
+            f"{what} is {_describe(found)}, {source} {_write(dtype, shape)}; they must be the same"
+        )
 
 
 def _describe(value: Any) -> str:
-    return _write(value.dtype, value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return (
+        _write(value.dtype, value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    )
 
 
 def _write(dtype: torch.dtype, shape: Sequence[int]) -> str:

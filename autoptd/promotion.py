@@ -1,4 +1,4 @@
-"""Computing in float64 what was written for fewer bits: casts and new tensors inside the code are promoted too."""
+"""Computing in float64 what was written for fewer bits: casts and new tensors are promoted too."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def promote(dtype: torch.dtype) -> torch.dtype:
 class Promotion(TorchDispatchMode):
     """While it is entered, this thread's operators that ask for a float of fewer bits get float64.
 
-    That holds for casts, for reductions with a dtype, and for new tensors, backward included; parameters and inputs
-    are the caller's to promote. `count` is how many casts were promoted so far.
+    That holds for casts, for reductions with a dtype, and for new tensors, backward included; parameters and
+    inputs are the caller's to promote. `count` is how many casts were promoted so far.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(

@@ -13,8 +13,8 @@ SHOWN = 5
 class Report:
     """Errors are relative: the largest difference of a gradient's elements over its largest element.
 
-    A gradient that is almost zero is measured against 1e-6 of the largest of all. `disagreements` say where ranks
-    that must hold the same do not.
+    A gradient that is almost zero is measured against 1e-6 of the largest of all. `disagreements` say where
+    ranks that must hold the same do not.
     """
 
     loss: float
@@ -51,7 +51,8 @@ class Report:
         name, error = self.worst
         lines = [
             f"verify {verdict}: {self.ranks} ranks against the plain model in float64, {self.seconds:.1f} s",
-            f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error {self.loss_error:.1e}",
+            f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error "
+            f"{self.loss_error:.1e}",
             f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",
         ]
         if not self.passed:

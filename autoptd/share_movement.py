@@ -1,4 +1,4 @@
-"""Shares through elementwise operators, views, slices and joins: the divided dimension goes where its elements go."""
+"""Shares through elementwise operators, views, slices and joins: where the divided dimension goes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def read(value: Any, shares: Shares) -> Share:
 def describe(value: Any, shares: Shares) -> str:
     """ "q, which is divided along dimension 1"."""
     share = read(value, shares)
-    return f"{value}, which is {share.kind}" + (f" along dimension {share.dim}" if share.dim is not None else "")
+    return f"{value}, which is {share.kind}" + (
+        f" along dimension {share.dim}" if share.dim is not None else ""
+    )
 
 
 def spread(node: fx.Node, share: Share) -> Found:
@@ -61,8 +63,8 @@ def merge(found: Sequence[tuple[fx.Node, Share]]) -> Share:
             one = share if one.dim is None else one
         elif one.dim != share.dim:
             raise ShareError(
-                f"combines {first}, divided along dimension {one.dim} of the result, with {other}, divided along "
-                f"{share.dim}: expected both divided along the same one"
+                f"combines {first}, divided along dimension {one.dim} of the result, with {other}, divided "
+                f"along {share.dim}: expected both divided along the same one"
             )
         elif one.runs != share.runs:
             one = UNKNOWN if one.mixed or share.mixed else replace(one, parts=())
@@ -78,7 +80,7 @@ def view(node: fx.Node, shares: Shares) -> Share:
 
 
 def moving(move: Move) -> Rule:
-    """The rule of an operator that moves dimensions: ``move(node, dim, rank)`` says where one goes, None nowhere."""
+    """The rule of an operator that moves dimensions; ``move(node, dim, rank)`` says where to, None: away."""
 
     def rule(node: fx.Node, shares: Shares) -> Found:
         own: Any = node.args[0]
@@ -159,14 +161,17 @@ def _take(own: fx.Node, share: Share, start: int, length: int) -> Share:
         return taken
     layout = " + ".join(f"{outer} x {rows}" for outer, rows, _ in share.runs)
     raise ShareError(
-        f"takes rows {start} to {start + length - 1} along dimension {share.dim} of {own}, where a tensor rank holds "
-        f"{layout} rows: these rows are other ones on each rank; expected an end between two runs, or another placement"
+        f"takes rows {start} to {start + length - 1} along dimension {share.dim} of {own}, where a tensor "
+        f"rank holds {layout} rows: these rows are other ones on each rank; expected an end between two "
+        "runs, or another placement"
     )
 
 
 def getitem(node: fx.Node, shares: Shares) -> Share:
-    found: Any = shares[node.args[0]]  # type: ignore[index]
-    return found[node.args[1]] if isinstance(found, tuple) else UNKNOWN
+    own: Any = node.args[0]
+    index: Any = node.args[1]
+    found = shares[own]
+    return found[index] if isinstance(found, tuple) else UNKNOWN
 
 
 def joined(node: fx.Node, shares: Shares) -> Share:

@@ -65,15 +65,15 @@ def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, b
     if over_first and over_second:
         if first.parts and second.parts and first.runs != second.runs:
             raise ShareError(
-                f"multiplies {x} and {y} over a dimension that they divide differently, into {first.runs} and "
-                f"{second.runs} (runs, rows of a run, divided): expected the same placement"
+                f"multiplies {x} and {y} over a dimension that they divide differently, into {first.runs} "
+                f"and {second.runs} (runs, rows of a run, divided): expected the same placement"
             )
         return
     name, share, other = (y, second, x) if over_first else (x, first, y)
     if share.kind == "whole" or share.dim is not None:
         raise ShareError(
-            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.kind}: expected both "
-            f"divided; collectives.take_own(rank, {name}, dim) takes this rank's part"
+            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.kind}: "
+            f"expected both divided; collectives.take_own(rank, {name}, dim) takes this rank's part"
         )
 
 
@@ -83,7 +83,8 @@ def attend(node: fx.Node, shares: Shares, tensors: Sequence[fx.Node]) -> Share:
         share = read(tensor, shares)
         if share.dim is not None and share.dim >= len(shape_of(tensor)) - 2:
             raise ShareError(
-                f"attends over {describe(tensor, shares)}: expected positions and head size whole on every rank"
+                f"attends over {describe(tensor, shares)}: expected positions and head size whole on every "
+                "rank"
             )
     return merge([(tensor, aligned(tensor, node, shares)) for tensor in tensors])
 
@@ -97,7 +98,8 @@ def embedding(node: fx.Node, shares: Shares) -> Share:
     share = read(node.args[0], shares)
     if share.dim == 0:
         raise ShareError(
-            f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected kernels.embedding"
+            f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected "
+            "kernels.embedding"
         )
     return UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
 
@@ -105,11 +107,13 @@ def embedding(node: fx.Node, shares: Shares) -> Share:
 def whole_loss(node: fx.Node, shares: Shares) -> Share:
     if read(node.args[0], shares) is UNKNOWN:
         return UNKNOWN
-    raise ShareError(f"takes as logits {describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy")
+    raise ShareError(
+        f"takes as logits {describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy"
+    )
 
 
 def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
-    """The rule of an operator that runs over ``dims(node, rank)``, which must be whole, and keeps the shape."""
+    """The rule of an operator that keeps the shape and needs ``dims(node, rank)`` whole."""
 
     def rule(node: fx.Node, shares: Shares) -> Found:
         own: Any = node.args[0]
@@ -150,11 +154,16 @@ def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
         if not partial or share.mixed:
             _check_whole(own, share, dims)
         return PARTIAL
-    return share if len(shape_of(node)) == rank else replace(share, dim=share.dim - sum(d < share.dim for d in dims))
+    return (
+        share
+        if len(shape_of(node)) == rank
+        else replace(share, dim=share.dim - sum(d < share.dim for d in dims))
+    )
 
 
 def _check_whole(own: fx.Node, share: Share, dims: Sequence[int]) -> None:
     if share.dim in dims:
         raise ShareError(
-            f"runs over dimension {share.dim} of {own}, of which each tensor rank holds another part: expected it whole"
+            f"runs over dimension {share.dim} of {own}, of which each tensor rank holds another part: "
+            "expected it whole"
         )

@@ -1,7 +1,8 @@
 """What each operator makes of its arguments' shares: one rule per operator, as a table.
 
-A rule is asked only where an argument is not whole: whole arguments give a whole result. It raises `ShareError` where
-the ranks would compute something else than the undivided program. Operators without a rule give an unknown share.
+A rule is asked only where an argument is not whole: whole arguments give a whole result. It raises
+`ShareError` where the ranks would compute something else than the undivided program. Operators without a rule
+give an unknown share.
 """
 
 from __future__ import annotations
@@ -23,21 +24,55 @@ from autoptd.shares import PARTIAL, UNKNOWN, WHOLE, Found, Rule, Share, ShareErr
 
 # Operators that keep a partial sum one.
 LINEAR = frozenset(
-    ["view", "reshape", "_unsafe_view", "flatten", "unflatten", "transpose", "swapaxes", "permute", "t", "numpy_T", "unsqueeze", "squeeze", "expand", "contiguous", "clone", "alias", "detach", "neg", "to", "_to_copy", "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "getitem"]
+    [
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "swapaxes",
+        "permute",
+        "t",
+        "numpy_T",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "neg",
+        "to",
+        "_to_copy",
+        "slice",
+        "narrow",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "getitem",
+    ]
 )
-PYTHON_NAMES = {"truediv": "div"}  # of functions that an edit may call instead of an operator: x / y, x.view(...)
+# Functions that an edit may call instead of an operator: x / y, x.view(...)
+PYTHON_NAMES = {"truediv": "div"}
 PYTHON_KNOWN = frozenset([*ELEMENTWISE, "view", "reshape", "getitem"])
 
 
 def share_after(node: fx.Node, shares: Shares) -> Found:
-    """The share of a ``call_function`` node's result. ShareError says what is wrong with it, not where it is."""
+    """The share of a ``call_function`` node's result. ShareError says what is wrong, not where."""
     if node.target in SOURCES:
         return SOURCES[node.target](node, shares)
     found = [shares[n] for n in node.all_input_nodes]
     if all(share is WHOLE for share in found):
         return WHOLE
     name = operator_name(node.target)
-    if any(share == PARTIAL for several in found for share in (several if isinstance(several, tuple) else (several,))):
+    if any(
+        share == PARTIAL
+        for several in found
+        for share in (several if isinstance(several, tuple) else (several,))
+    ):
         return _of_partial(node, shares, name)
     rule = RULES.get(name)
     return rule(node, shares) if rule is not None else UNKNOWN
@@ -67,8 +102,8 @@ def _of_partial(node: fx.Node, shares: Shares, name: str) -> Found:
             return UNKNOWN
         raise ShareError(
             f"adds {describe(second if one is PARTIAL else first, shares)}, to the partial sum "
-            f"{first if one is PARTIAL else second}, so that it would be counted on every tensor rank: "
-            "add it after collectives.reduce_from_tensor(rank, ...)"
+            f"{first if one is PARTIAL else second}, so that it would be counted on every tensor rank: add "
+            "it after collectives.reduce_from_tensor(rank, ...)"
         )
     term = next(n for n in node.all_input_nodes if shares[n] is PARTIAL)
     raise ShareError(
@@ -84,13 +119,13 @@ def _all_reduce(node: fx.Node, shares: Shares) -> Share:
     share = read(node.args[1], shares)
     if share.kind == "whole":
         raise ShareError(
-            f"all-reduces {node.args[1]}, which is whole on every tensor rank already, and so multiplies it by their "
-            "number: leave this reduce_from_tensor out"
+            f"all-reduces {node.args[1]}, which is whole on every tensor rank already, and so multiplies it "
+            "by their number: leave this reduce_from_tensor out"
         )
     if share.kind == "divided":
         raise ShareError(
-            f"all-reduces {node.args[1]}, of which each tensor rank holds another part: expected a partial sum, such as "
-            "a product over a divided dimension"
+            f"all-reduces {node.args[1]}, of which each tensor rank holds another part: expected a partial "
+            "sum, such as a product over a divided dimension"
         )
     return WHOLE
 
@@ -99,8 +134,8 @@ def _copy(node: fx.Node, shares: Shares) -> Share:
     share = read(node.args[1], shares)
     if share.kind in ("divided", "partial"):
         raise ShareError(
-            f"hands {describe(node.args[1], shares)}, to a divided region: expected a whole value; leave this "
-            "copy_to_tensor out, or all-reduce its argument first"
+            f"hands {describe(node.args[1], shares)}, to a divided region: expected a whole value; leave "
+            "this copy_to_tensor out, or all-reduce its argument first"
         )
     return share
 
@@ -108,7 +143,9 @@ def _copy(node: fx.Node, shares: Shares) -> Share:
 def _own(node: fx.Node, shares: Shares) -> Share:
     share, shape = read(node.args[1], shares), shape_of(node)
     if share.kind in ("divided", "partial"):
-        raise ShareError(f"takes this rank's part of {describe(node.args[1], shares)}: expected a whole value")
+        raise ShareError(
+            f"takes this rank's part of {describe(node.args[1], shares)}: expected a whole value"
+        )
     dim = int(argument(node, 2, "dim")) % len(shape)
     return Share("divided", dim, (Segment(1, shape[dim], 1, True),))
 
@@ -131,8 +168,8 @@ def _loss(node: fx.Node, shares: Shares) -> Share:
     if share.kind == "unknown" or (share.kind == "divided" and share.dim in (1, None)):
         return WHOLE
     raise ShareError(
-        f"takes as logits {describe(node.args[1], shares)}: expected them divided along dimension 1, the vocabulary; use "
-        "aten.cross_entropy_loss for whole ones"
+        f"takes as logits {describe(node.args[1], shares)}: expected them divided along dimension 1, the "
+        "vocabulary; use aten.cross_entropy_loss for whole ones"
     )
 
 
@@ -158,7 +195,11 @@ def _check_key(share: Share, key: int | None) -> None:
     if share.kind != "unknown" and (share.kind == "divided") != (key is not None):
         raise ShareError(
             f"drops elements of a value that is {share.kind}, with divided={key}: expected divided="
-            + ("None" if share.kind == "whole" else "its divided dimension, so that each rank draws its own part")
+            + (
+                "None"
+                if share.kind == "whole"
+                else "its divided dimension, so that each rank draws its own part"
+            )
         )
 
 
@@ -197,7 +238,9 @@ RULES: Mapping[str, Rule] = {
     "cross_entropy_loss": products.whole_loss,
     "sum": products.total,
     **dict.fromkeys(["mean", "amax", "amin", "any", "all", "logsumexp", "var", "std"], products.extreme),
-    **dict.fromkeys(["softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"], products.over(products.softmax_dims)),
+    **dict.fromkeys(
+        ["softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"], products.over(products.softmax_dims)
+    ),
     **dict.fromkeys(["layer_norm", "rms_norm"], products.over(products.normalized_dims)),
     **dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], lambda node, shares: WHOLE),
 }

@@ -1,7 +1,7 @@
 """What one tensor rank holds of a value: all of it, its part, or one term of a sum.
 
-The static proof walks a stage and gives every value a `Share` (see `share_rules`), from the parameters' placements
-alone, so that it judges an edited text like any other.
+The static proof walks a stage and gives every value a `Share` (see `share_rules`), from the parameters'
+placements alone, so that it judges an edited text like any other.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class ShareError(Exception):
 
 @dataclass(frozen=True)
 class Share:
-    """`kind` "whole": the same on all tensor ranks; "divided": this rank's part; "partial": its term of a sum.
+    """`kind` "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum.
 
-    A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this rank's);
-    None and () where that is not known. "unknown" is what an unfamiliar operator makes of divided values; the proof
-    has nothing to say about it.
+    A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this
+    rank's); None and () where that is not known. "unknown" is what an unfamiliar operator makes of divided
+    values; the proof has nothing to say about it.
     """
 
     kind: Literal["whole", "divided", "partial", "unknown"]
@@ -106,7 +106,7 @@ def _regroup_parts(share: Share, stride: int, step: int, extent: int) -> tuple[S
 
 
 def _scale(part: Segment, stride: int, step: int) -> Segment | None:
-    """The part counted in rows of `step` elements instead of `stride`; None where it does not end on such rows."""
+    """The part counted in rows of `step` elements instead of `stride`; None where it ends inside one."""
     if part.divided:
         inner, rest = divmod(part.inner * stride, step)
         return None if rest else replace(part, inner=inner)

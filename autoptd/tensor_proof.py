@@ -1,9 +1,9 @@
 """The proof that t tensor ranks compute what one device would: every sum summed once, forward and backward.
 
-Forward, each value has a `Share` (`share_rules`). Backward, a whole value's gradient is either whole, the same on all
-ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear, so whole operators
-hand on what they get; f (`collectives.copy_to_tensor`) makes a partial gradient whole. The two never mix at one value,
-and a partial one may end only in a parameter that is marked ``partial_gradient``.
+Forward, each value has a `Share` (`share_rules`). Backward, a whole value's gradient is either whole, the
+same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
+so whole operators hand on what they get; f (`collectives.copy_to_tensor`) makes a partial gradient whole. The
+two never mix at one value, and a partial one may end only in a parameter that is marked ``partial_gradient``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class StageWalk:
     differentiable: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
-    terms: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of a partial gradient: a reader that makes it so
+    terms: dict[fx.Node, fx.Node] = field(
+        default_factory=dict
+    )  # of a partial gradient: a reader that makes it so
 
     def forward(self, arriving: Sequence[Arriving], sends: Sequence[Boundary], tensor: int) -> None:
         received = iter(arriving)
@@ -100,7 +102,9 @@ class StageWalk:
 
     def _hands_on(self, node: fx.Node) -> bool:
         """Whether gradients flow through the node."""
-        if node.target is aten.detach.default or not any(n in self.differentiable for n in node.all_input_nodes):
+        if node.target is aten.detach.default or not any(
+            n in self.differentiable for n in node.all_input_nodes
+        ):
             return False
         value = node.meta["val"]
         first = value[0] if isinstance(value, (tuple, list)) else value
@@ -109,7 +113,9 @@ class StageWalk:
     def _check_outputs(self, sends: Sequence[Boundary]) -> None:
         if not sends:
             (loss,) = self.outputs
-            self._require(loss, self.shares[loss] in (WHOLE, UNKNOWN), "is the loss", "a whole one, equal on all ranks")
+            self._require(
+                loss, self.shares[loss] in (WHOLE, UNKNOWN), "is the loss", "a whole one, equal on all ranks"
+            )
         for value, boundary in zip(self.outputs, sends, strict=True) if sends else ():
             share = self.shares[value]
             kinds = ("whole", "divided", "unknown") if boundary.divided else ("whole", "unknown")
@@ -122,12 +128,18 @@ class StageWalk:
     def _require(self, node: fx.Node, right: bool, use: str, expected: str) -> None:
         if not right:
             share = self.shares[node]
-            kind = {"partial": "a partial sum"}.get(share.kind, share.kind) if isinstance(share, Share) else "a tuple"
+            kind = (
+                {"partial": "a partial sum"}.get(share.kind, share.kind)
+                if isinstance(share, Share)
+                else "a tuple"
+            )
             raise ShareError(f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}")
 
     # Gradients
 
-    def backward(self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]) -> list[Gradient | None]:
+    def backward(
+        self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]
+    ) -> list[Gradient | None]:
         """Find every whole value's gradient, given that of each output; give that of each received value."""
         given: dict[fx.Node, list[Gradient]] = {}
         for node, gradient in zip(self.outputs, leaving, strict=True):
@@ -178,8 +190,9 @@ class StageWalk:
                 self._refuse(node, "is a parameter without partial_gradient", self._suggest(node))
             if gradient == "whole" and marked:
                 raise ShareError(
-                    f"stage {self.index}: {node.target} is marked partial_gradient, although every tensor rank has its "
-                    "whole gradient, and would be multiplied by their number: correct the mark in the manifest"
+                    f"stage {self.index}: {node.target} is marked partial_gradient, although every tensor "
+                    "rank has its whole gradient, and would be multiplied by their number: correct the mark "
+                    "in the manifest"
                 )
         elif node.target in SUMMING:
             if gradient == "partial":
@@ -187,13 +200,15 @@ class StageWalk:
         elif node.target is collectives.copy_to_tensor:
             if gradient == "whole":
                 raise ShareError(
-                    f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor rank, and so "
-                    "multiplies it by their number: only divided operators may read it; leave this copy_to_tensor out"
+                    f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
+                    "rank, and so multiplies it by their number: only divided operators may read it; leave "
+                    "this copy_to_tensor out"
                 )
         elif gradient == "whole" and any(self.shares[n] is not WHOLE for n in node.all_input_nodes):
             raise ShareError(
-                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are divided, and "
-                f"gets a whole gradient: expected {node} to be read through collectives.copy_to_tensor(rank, {node})"
+                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are "
+                f"divided, and gets a whole gradient: expected {node} to be read through "
+                f"collectives.copy_to_tensor(rank, {node})"
             )
 
     def _suggest(self, node: fx.Node, reader: fx.Node | None = None) -> str:
@@ -205,8 +220,6 @@ class StageWalk:
 
     def _refuse(self, node: fx.Node, found: str, expected: str) -> None:
         raise ShareError(
-            f"stage {self.index}: {place(node)} {found}, and each tensor rank has only one term of its gradient: "
-            f"expected {expected}"
+            f"stage {self.index}: {place(node)} {found}, and each tensor rank has only one term of its "
+            f"gradient: expected {expected}"
         )
-
-

@@ -28,8 +28,8 @@ def draw_weights(
 ) -> dict[str, Tensor]:
     """Whole tensors on the CPU by their names in the manifest, floating ones in float64.
 
-    `weights` None: the model's own; "random": parameters drawn from `seed` and their names alone; else taken from
-    there, and from the model what it lacks. Raises ValueError naming what has no values.
+    `weights` None: the model's own; "random": parameters drawn from `seed` and their names alone; else taken
+    from there, and from the model what it lacks. Raises ValueError naming what has no values.
     """
     if isinstance(weights, str) and weights != "random":
         raise ValueError(f"weights={weights!r} is unknown: expected None, 'random', or tensors by name")
@@ -52,7 +52,8 @@ def draw_weights(
     if missing:
         way = "weights= with them" if weights == "random" else "weights='random', or weights= with them"
         raise ValueError(
-            f"{len(missing)} tensors are on the meta device and have no values ({', '.join(missing[:5])}): pass {way}"
+            f"{len(missing)} tensors are on the meta device and have no values ({', '.join(missing[:5])}): "
+            f"pass {way}"
         )
     return found
 
@@ -70,8 +71,8 @@ def draw_batch(
 ) -> dict[str, Tensor]:
     """The batch of all replicas, floating inputs in float64; drawn from `seed` unless given.
 
-    Drawn integers are legal everywhere they are looked up or compared with; inputs called a mask are ones. Raises
-    ValueError for a given batch that is not d * m * b sequences.
+    Drawn integers are legal everywhere they are looked up or compared with; inputs called a mask are ones.
+    Raises ValueError for a given batch that is not d * m * b sequences.
     """
     count = manifest.num_microbatches * manifest.mesh.data
     bounds = _bounds(program)

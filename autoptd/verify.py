@@ -1,4 +1,4 @@
-"""The whole step of all ranks on this machine, in float64, against the plain model: loss and every gradient."""
+"""The whole step of all ranks on this machine, in float64, against the plain model's loss and gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from autoptd.comparison import RankResult, compare_gradients, join_gradients
 from autoptd.example_inputs import read_examples
 from autoptd.objective import Objective
 from autoptd.passes.program import Program
@@ -22,15 +23,12 @@ from autoptd.promotion import Promotion, promote
 from autoptd.report import Report
 from autoptd.runtime import kernels
 from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.data_parallel import split_rows
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import ProgramText, read_program
 from autoptd.tracing import program_filename, trace_program
 from autoptd.trial import draw_batch, draw_weights
 
-FLOOR = 1e-6  # of the largest gradient: what smaller ones are measured against
-ROUNDING = 1e-12
 COPIES = 3  # of each tensor while a step runs: itself, its gradient, and a sum on its way
 MARGIN = 256 * 2**20  # bytes for activations and the rest
 
@@ -48,15 +46,16 @@ def verify_program(
 ) -> Report:
     """Run one step of every rank of the program `texts`, a thread each, and compare with `model`.
 
-    Both run in float64 and in eval mode, which leaves dropout out; casts to fewer bits inside are promoted in both.
-    `model` is left as it is.
+    Both run in float64 and in eval mode, which leaves dropout out; casts to fewer bits inside are promoted in
+    both. `model` is left as it is.
 
     Args:
-        weights: None: the model's own; "random": drawn from `seed`, for a model on the meta device; else whole tensors
-            by the user's names.
+        weights: None: the model's own; "random": drawn from `seed`, for a model on the meta device; else
+            whole tensors by the user's names.
         batch: whole tensors of all d * m microbatches, by input name; None: drawn from `seed`.
 
-    Raises ValueError where the step does not fit into memory, with the bytes it needs, or where tensors are missing.
+    Raises ValueError where the step does not fit into memory, with the bytes it needs, or where tensors are
+    missing.
     """
     _check_memory(manifest)
     start = time.perf_counter()
@@ -66,11 +65,11 @@ def verify_program(
     wide = _widen(manifest)
     found = _run_ranks(texts, wide, tensors, values)
     loss, gradients, promoted = _run_plain(manifest, model, loss_fn, tensors, values)
-    own, disagreements = _join(wide, found)
+    own, disagreements = join_gradients(wide, found)
     return Report(
         loss=found[0].loss,
         reference_loss=loss,
-        gradient_errors=_compare(own, gradients),
+        gradient_errors=compare_gradients(own, gradients),
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
@@ -83,21 +82,24 @@ def _check_memory(manifest: Manifest) -> None:
     mesh = manifest.mesh
     plain = sum(prod(p.shape) for p in manifest.parameters.values())
     slices = sum(
-        prod(p.placement.local_shape(p.shape, mesh.tensor)) * mesh.tensor * mesh.data * len(manifest.homes(name))
+        prod(p.placement.local_shape(p.shape, mesh.tensor))
+        * mesh.tensor
+        * mesh.data
+        * len(manifest.homes(name))
         for name, p in manifest.parameters.items()
     )
     needed = COPIES * torch.float64.itemsize * (plain + slices) + MARGIN
     available = available_bytes()
     if needed > available:
         raise ValueError(
-            f"verify runs all {mesh.size} ranks and the plain model here in float64: about {needed:,} bytes, of which "
-            f"this machine has {available:,} free; verify the same model with fewer layers or a smaller hidden size, or "
-            "on a machine with more memory"
+            f"verify runs all {mesh.size} ranks and the plain model here in float64: about {needed:,} bytes, "
+            f"of which this machine has {available:,} free; verify the same model with fewer layers or a "
+            "smaller hidden size, or on a machine with more memory"
         )
 
 
 def available_bytes() -> int:
-    """Bytes of memory that processes may still take: the kernel's own estimate, which counts caches as free."""
+    """Bytes of memory that may still be taken: the kernel's estimate, which counts caches as free."""
     table = Path("/proc/meminfo")
     if table.exists():
         for line in table.read_text().splitlines():
@@ -107,15 +109,6 @@ def available_bytes() -> int:
 
 
 # The program
-
-
-@dataclass(frozen=True)
-class _RankResult:
-    """One rank's step: the loss, its slices' gradients, and how many casts were promoted."""
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    promoted: int
 
 
 def _widen(manifest: Manifest) -> Manifest:
@@ -137,11 +130,12 @@ def _widen(manifest: Manifest) -> Manifest:
 
 def _run_ranks(
     texts: Sequence[str], manifest: Manifest, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor]
-) -> list[_RankResult]:
+) -> list[RankResult]:
     """Every rank's step, by global rank; what runs are the functions and the schedule of the texts."""
     programs = [read_program(text, program_filename(rank, len(texts))) for rank, text in enumerate(texts)]
+    cores = torch.get_num_threads()
 
-    def step(connection: Connection) -> _RankResult:
+    def step(connection: Connection) -> RankResult:
         at = connection.rank.coordinates
         with Promotion() as promotion:
             parallel = _make_parallel(manifest, connection, programs[at.pipeline], tensors)
@@ -155,10 +149,14 @@ def _run_ranks(
             loss = _find_loss(parallel(**replica), manifest)
             loss.backward()
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
-        return _RankResult(float(loss.detach()), gradients, promotion.count)
+        return RankResult(float(loss.detach()), gradients, promotion.count)
 
-    with torch.enable_grad():
-        return run_threads(manifest, step)
+    torch.set_num_threads(max(1, cores // manifest.mesh.size))
+    try:
+        with torch.enable_grad():
+            return run_threads(manifest, step)
+    finally:
+        torch.set_num_threads(cores)
 
 
 def _make_parallel(
@@ -209,7 +207,9 @@ def _run_plain(
     with _evaluating(objective), torch.enable_grad(), Promotion() as promotion:
         for index in range(count):
             values = tuple(
-                batch[i.name] if i.batch_dim is None else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
+                batch[i.name]
+                if i.batch_dim is None
+                else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
                 for i in manifest.inputs
             )
             loss = functional_call(objective, swapped, values) / count
@@ -230,86 +230,11 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-# Comparison
-
-
-def _join(manifest: Manifest, found: Sequence[_RankResult]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Whole gradients from the first replica's first owners, and where ranks that must agree do not."""
-    mesh = manifest.mesh
-    wrong = [
-        f"rank {rank} has the loss {result.loss!r}, rank 0 {found[0].loss!r}"
-        for rank, result in enumerate(found)
-        if result.loss != found[0].loss and not (result.loss != result.loss and found[0].loss != found[0].loss)
-    ]
-    whole: dict[str, Tensor] = {}
-    for name, parameter in manifest.parameters.items():
-        placement = parameter.placement
-        for pipeline in manifest.owners(name):
-            ranks = [mesh.rank_of(0, pipeline, tensor) for tensor in range(mesh.tensor)]
-            shards = [found[rank].gradients.get(name) for rank in ranks]
-            if any(shard is None for shard in shards):
-                continue
-            parts = [shard for shard in shards if shard is not None]
-            wrong += _compare_replicas(manifest, found, name, pipeline)
-            for rank, part in zip(ranks, parts, strict=True):
-                rows = split_rows(placement, part, mesh.tensor, divided=False)
-                first = split_rows(placement, parts[0], mesh.tensor, divided=False)
-                wrong += _say_different(rows, first, f"undivided gradient of {name}", rank, ranks[0])
-            joined = placement.join(parts)
-            if name in whole:
-                owner = mesh.rank_of(0, manifest.owners(name)[0], 0)
-                wrong += _say_different([joined], [whole[name]], f"gradient of the tied {name}", ranks[0], owner)
-            whole.setdefault(name, joined)
-    return whole, tuple(wrong)
-
-
-def _compare_replicas(
-    manifest: Manifest, found: Sequence[_RankResult], name: str, pipeline: int
-) -> Iterator[str]:
-    """Data replicas must have the same bits."""
-    mesh = manifest.mesh
-    for tensor in range(mesh.tensor):
-        first = mesh.rank_of(0, pipeline, tensor)
-        for data in range(1, mesh.data):
-            rank = mesh.rank_of(data, pipeline, tensor)
-            other = found[rank].gradients.get(name)
-            if other is None or not torch.equal(found[first].gradients[name], other):
-                yield f"replicas differ: the gradient of {name} on rank {rank} is not that of rank {first}"
-
-
-def _say_different(
-    found: Sequence[Tensor], expected: Sequence[Tensor], what: str, rank: int, other: int
-) -> Iterator[str]:
-    for own, first in zip(found, expected, strict=True):
-        scale = float(first.abs().max()) if first.numel() else 0.0
-        if own.numel() and not float((own - first).abs().max()) <= ROUNDING * scale:
-            yield f"ranks differ: the {what} on rank {rank} is not that of rank {other}"
-
-
-def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative error of each gradient; one that only one side has is compared with zero."""
-    largest = {name: _largest(gradient) for name, gradient in expected.items()}
-    floor = FLOOR * max(largest.values(), default=0.0)
-    errors = {}
-    for name in dict.fromkeys([*expected, *found]):
-        if name in found and name in expected:
-            difference = _largest(found[name] - expected[name])
-        else:
-            difference = _largest(found.get(name, expected.get(name)))
-        scale = max(largest.get(name, 0.0), floor)
-        errors[name] = difference / scale if difference else 0.0
-    return errors
-
-
-def _largest(tensor: Tensor | None) -> float:
-    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0
-
-
 def _notes(program: Program, plain: int, promoted: int) -> Iterator[str]:
     if plain or promoted:
         yield (
-            f"casts to fewer bits were promoted to float64: {plain} in the plain model's step, {promoted} in all ranks' "
-            "together"
+            f"casts to fewer bits were promoted to float64: {plain} in the plain model's step, {promoted} in "
+            "all ranks' together"
         )
     nodes = [node for stage in program.stages for node in stage.graph.nodes]
     if any(_drops(node) for node in nodes):
@@ -317,5 +242,9 @@ def _notes(program: Program, plain: int, promoted: int) -> Iterator[str]:
 
 
 def _drops(node: fx.Node) -> bool:
-    place = {kernels.dropout: 2, kernels.attention: 5}.get(node.target)  # type: ignore[call-overload]
-    return place is not None and bool(node.args[place])
+    if node.target is kernels.dropout:
+        return bool(node.args[2])
+    return node.target is kernels.attention and bool(node.args[5])
+
+
+__all__ = ["Report", "verify_program"]
