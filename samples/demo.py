@@ -102,11 +102,11 @@ def main() -> None:
     run_training(
         console,
         "8 processes",
-        [*shared, *chunks, "--log", str(logs["parallel"])],
+        [*shared, *chunks, "--losses", str(logs["parallel"])],
         math.prod(MESH),
         args.steps,
     )
-    run_training(console, "one device ", [*shared, "--plain", "--log", str(logs["plain"])], 1, args.steps)
+    run_training(console, "one device ", [*shared, "--plain", "--losses", str(logs["plain"])], 1, args.steps)
     show_losses(console, read_log(logs["parallel"]), read_log(logs["plain"]))
     console.print(
         f"\n{args.out}/program_00.py, program_01.py   the programs of the two pipeline ranks: read them\n"

@@ -47,13 +47,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=4, help="per replica and step")
     parser.add_argument("--microbatch-size", type=int, default=2, help="sequences in a microbatch")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
+    parser.add_argument("--warm-up", type=int, default=20, help="steps of rising learning rate")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--plain", action="store_true", help="the model itself on one device, the mesh's batches"
     )
-    parser.add_argument("--log", type=Path, default=None, help="write a JSON line per step to this file")
+    parser.add_argument("--losses", type=Path, default=None, help="write a JSON line per step to this file")
     args = parser.parse_args(argv)
     args.mesh = tuple(int(size) for size in args.mesh.split(","))
     return args
@@ -116,7 +117,8 @@ def main(argv: list[str] | None = None) -> None:
         model = parallel = program.bind()  # (+)
         clip_gradients = parallel.clip_grad_norm_  # (+)
         replica, replicas = program.rank(rank).coordinates.data, args.mesh[2]  # (+)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / args.warm_up, 1.0, args.warm_up - 1)
     device = next(model.parameters()).device
     data = corpus.batches(
         corpus.load_corpus(), num_sequences, args.length, seed=args.seed, replica=replica, replicas=replicas
@@ -131,6 +133,7 @@ def main(argv: list[str] | None = None) -> None:
             loss.backward()
         clip_gradients(1.0)
         optimizer.step()
+        warm_up.step()
         optimizer.zero_grad()
         report_step(args, rank, step, loss.item(), time.perf_counter() - started)
 
@@ -140,8 +143,8 @@ def report_step(args: argparse.Namespace, rank: int, step: int, loss: float, sec
         return
     tokens = args.mesh[2] * args.microbatches * args.microbatch_size * args.length
     print(f"step {step:4d}  loss {loss:.6f}  {tokens / seconds:8.0f} tokens/s", flush=True)
-    if args.log is not None:
-        with args.log.open("a" if step > 1 else "w") as file:
+    if args.losses is not None:
+        with args.losses.open("a" if step > 1 else "w") as file:
             file.write(json.dumps({"step": step, "loss": loss, "tokens_per_second": tokens / seconds}) + "\n")
 
 

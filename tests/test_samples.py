@@ -88,7 +88,7 @@ def test_plain_training_lowers_the_loss(
     monkeypatch.setattr(corpus, "VOCAB_SIZE", 64)
     sizes = "--layers 2 --hidden 32 --heads 2 --length 16 --steps 8 --mesh 1,1,2 --learning-rate 1e-2"
     log = tmp_path / "log.jsonl"
-    train.main(["--plain", "--model", name, *sizes.split(), "--log", str(log)])
+    train.main(["--plain", "--model", name, *sizes.split(), "--losses", str(log)])
     losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
     assert len(losses) == 8
     assert losses[-1] < 0.8 * losses[0]

@@ -26,7 +26,7 @@ def train(mesh: tuple[int, int, int], plain: bool, steps: int, log: Path) -> lis
     launcher = [] if plain else ["-m", "torch.distributed.run", "--nproc-per-node", str(math.prod(mesh))]
     chunks = ["--plain"] if plain else ["--chunks", "2" if mesh[1] > 1 else "1"]
     sample = ["-m", "samples.train", "--mesh", ",".join(map(str, mesh)), *chunks]
-    command = [sys.executable, *launcher, *sample, "--steps", str(steps), "--log", str(log)]
+    command = [sys.executable, *launcher, *sample, "--steps", str(steps), "--losses", str(log)]
     threads = {"OMP_NUM_THREADS": "2" if plain else "1"}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **threads})
     return [json.loads(line) for line in log.read_text().splitlines()]
