@@ -135,9 +135,10 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
             continue
         name = str(node.target)
         if name not in stage.parameters or name not in interface.parameters:
+            reader = place(next(iter(node.users), node))
             raise ProgramError(
-                f'{at}: p["{name}"] ({node.meta.get("line") or node}) is not among the parameters that the '
-                "manifest lists for this stage; add it there, or compile again"
+                f'{at}: {reader} reads p["{name}"], which is not among the parameters that the manifest '
+                "lists for this stage; add it there, or compile again"
             )
         parameter = stage.parameters[name]
         expected = parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.axis_rules import argument, shape_of
+from autoptd.passes.calls import argument, shape_of
 from autoptd.runtime.placement import Segment
 from autoptd.shares import UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares, regroup, take_rows
 

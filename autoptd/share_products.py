@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.axis_rules import argument, shape_of
+from autoptd.passes.calls import argument, shape_of
 from autoptd.share_movement import aligned, describe, merge, read
 from autoptd.shares import PARTIAL, UNKNOWN, Found, Rule, Share, ShareError, Shares
 

@@ -16,7 +16,8 @@ from torch._ops import OpOverload
 
 from autoptd import share_movement as movement
 from autoptd import share_products as products
-from autoptd.passes.axis_rules import ELEMENTWISE, argument, shape_of
+from autoptd.passes.axis_rules import ELEMENTWISE
+from autoptd.passes.calls import argument, shape_of
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Segment
 from autoptd.share_movement import describe, read, spread

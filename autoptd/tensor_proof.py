@@ -69,9 +69,8 @@ class StageWalk:
     differentiable: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
-    terms: dict[fx.Node, fx.Node] = field(
-        default_factory=dict
-    )  # of a partial gradient: a reader that makes it so
+    # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
+    terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
     def forward(self, arriving: Sequence[Arriving], sends: Sequence[Boundary], tensor: int) -> None:
         received = iter(arriving)
@@ -154,7 +153,7 @@ class StageWalk:
         arrived = [n for n in self.stage.graph.nodes if n.meta.get("role") == "boundary"]
         for node, boundary in zip(arrived, receives, strict=True):
             if self.gradients.get(node) == "partial" and not boundary.divided:
-                self._refuse(node, "is received, and goes back to the stage before", self._suggest(node))
+                self._refuse(node, f"{node}, which goes back to the stage before")
         return [self.gradients.get(node) for node in arrived]
 
     def _find_gradient(self, node: fx.Node, sent: Sequence[Gradient]) -> Gradient | None:
@@ -165,15 +164,16 @@ class StageWalk:
                 gradient = self._gradient_from(reader)
                 if gradient is not None:
                     readers.setdefault(gradient, reader)
+        partial = readers.get("partial")
+        if partial is not None and self.shares[partial] is not WHOLE:
+            self.terms[node] = partial, node
+        elif partial in self.terms:
+            self.terms[node] = self.terms[partial]
         if len(readers) > 1:
-            partial, whole = readers["partial"], readers["whole"]
-            of = f"whole from {whole}" if whole is not None else "whole as the stage's output"
-            self._refuse(node, "mixes gradients, " + of, self._suggest(node, partial))
-        for gradient, found in readers.items():
-            if gradient == "partial" and found is not None:
-                self.terms[node] = self.terms.get(found, found)
-            return gradient
-        return None
+            whole = readers["whole"]
+            source = place(whole) if whole is not None else "outside this stage"
+            self._refuse(node, f"{place(node)}, which has a whole gradient from {source}")
+        return next(iter(readers), None)
 
     def _gradient_from(self, reader: fx.Node) -> Gradient | None:
         """What one reader gives a whole argument."""
@@ -187,7 +187,7 @@ class StageWalk:
         if node.op == "get_attr":
             marked = self.stage.parameters[str(node.target)].partial_gradient
             if gradient == "partial" and not marked:
-                self._refuse(node, "is a parameter without partial_gradient", self._suggest(node))
+                self._refuse(node, f"{node.target}, a parameter without partial_gradient")
             if gradient == "whole" and marked:
                 raise ShareError(
                     f"stage {self.index}: {node.target} is marked partial_gradient, although every tensor "
@@ -196,7 +196,7 @@ class StageWalk:
                 )
         elif node.target in SUMMING:
             if gradient == "partial":
-                self._refuse(node, "is a sum over the tensor ranks", self._suggest(node))
+                self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
         elif node.target is collectives.copy_to_tensor:
             if gradient == "whole":
                 raise ShareError(
@@ -211,15 +211,16 @@ class StageWalk:
                 f"collectives.copy_to_tensor(rank, {node})"
             )
 
-    def _suggest(self, node: fx.Node, reader: fx.Node | None = None) -> str:
-        """Where f is missing."""
-        found = self.terms.get(reader, reader) if reader is not None else self.terms.get(node)
-        if found is None:
-            return "its reader in the next stage to read it through collectives.copy_to_tensor"
-        return f"{place(found)}, which is divided, to read through collectives.copy_to_tensor(rank, ...)"
-
-    def _refuse(self, node: fx.Node, found: str, expected: str) -> None:
+    def _refuse(self, node: fx.Node, reached: str) -> None:
+        """Say where f is missing, if a partial gradient has `reached` where it may not."""
+        if node in self.terms:
+            reader, value = self.terms[node]
+            found = f"{place(reader)} is divided and reads {value} as it is"
+            expected = f"{reader} to read collectives.copy_to_tensor(rank, {value})"
+        else:
+            found = f"a later stage hands back one term of the gradient of {place(node)}"
+            expected = "it to read the value through collectives.copy_to_tensor"
         raise ShareError(
-            f"stage {self.index}: {place(node)} {found}, and each tensor rank has only one term of its "
-            f"gradient: expected {expected}"
+            f"stage {self.index}: {found}, so that each tensor rank has one term of the gradient only, up to "
+            f"{reached}: expected {expected}"
         )

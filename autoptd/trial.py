@@ -60,10 +60,14 @@ def draw_weights(
 
 def _draw(parameter: Parameter, seed: int) -> Tensor:
     """Normal numbers, around one where a vector scales (the weight of a norm); the same on every mesh."""
-    generator = torch.Generator().manual_seed(seed * 2**32 + crc32(parameter.name.encode()))
+    generator = _generator(seed, parameter.name)
     drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * DEVIATION
     scales = len(parameter.shape) == 1 and parameter.name.endswith("weight")
     return drawn + 1 if scales else drawn
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
 
 
 def draw_batch(
@@ -97,7 +101,7 @@ def draw_batch(
 
 
 def _draw_input(expected: Input, shape: list[int], bound: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 2**32 + crc32(expected.name.encode()))
+    generator = _generator(seed, expected.name)
     if expected.dtype is torch.bool or "mask" in expected.name:
         return torch.ones(shape, dtype=promote(expected.dtype))
     if expected.dtype.is_floating_point:

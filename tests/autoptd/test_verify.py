@@ -1,0 +1,275 @@
+"""Verification: right programs pass to rounding, edited ones are caught by name, whatever the model's dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoptd
+from autoptd import verify
+from autoptd.comparison import RankResult, join_gradients
+from autoptd.compiled import CompiledProgram
+from autoptd.promotion import Promotion
+from autoptd.report import Report
+from autoptd.tracing import trace_program
+from autoptd.trial import draw_batch, draw_weights
+from samples.gpt import GPT, GPTConfig
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operators gain nothing from more, and lose much on a machine that is shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def gpt(**options: Any) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 67, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, **options}
+    model = GPT(GPTConfig(**sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # they start at zero, where a doubled one would not show
+                parameter.normal_(std=1e-3)
+    return model
+
+
+def compile_gpt(mesh: tuple[int, int, int], model: nn.Module | None = None) -> CompiledProgram:
+    return autoptd.compile(model or gpt(), mesh=mesh, microbatch_size=2, num_microbatches=2 * mesh[1])
+
+
+@pytest.fixture(scope="module")
+def program() -> CompiledProgram:
+    return compile_gpt((2, 2, 1))
+
+
+def edited(program: CompiledProgram, old: str, new: str, rank: int = 0) -> Report:
+    assert program.texts[rank].count(old) == 1
+    text = program.texts[rank].replace(old, new)
+    texts = (*program.texts[:rank], text, *program.texts[rank + 1 :])
+    return replace(program, texts=texts).verify()
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+def test_right_programs_pass(mesh: tuple[int, int, int]) -> None:
+    model = gpt(dropout=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.h[0].eval()
+    report = compile_gpt(mesh, model).verify()
+    assert report.passed, report
+    assert report.loss_error <= 1e-14
+    assert report.ranks == mesh[0] * mesh[1] * mesh[2]
+    assert report.gradient_errors.keys() == dict(model.named_parameters()).keys()
+    assert 0 < report.worst[1] <= 1e-12
+    assert "dropout was left out of both" in str(report)
+    assert model.training
+    assert not model.h[0].training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_dropped_copy_is_caught(program: CompiledProgram) -> None:
+    report = edited(program, "h0_ln1_f = collectives.copy_to_tensor(rank, h0_ln1)", "h0_ln1_f = h0_ln1")
+    assert not report.passed
+    assert report.loss_error <= 1e-14
+    assert report.worst[0] in ("h.0.ln_1.weight", "h.0.ln_1.bias")
+    # The tensor ranks' embeddings get different gradients.
+    assert any("gradient of wpe.weight on rank 1 is not that of rank 0" in d for d in report.disagreements)
+    assert "verify FAILED: 4 ranks" in str(report)
+    assert re.search(r"\d\.\de[+-]\d\d  h\.0\.ln_1\.(weight|bias)\n", str(report))
+
+
+def test_a_doubled_bias_is_caught(program: CompiledProgram) -> None:
+    bias = 'p["h.0.attn.c_proj.bias"]'
+    report = edited(program, bias, f"{bias} * 2")
+    assert report.loss_error > 1e-12
+    name, error = report.worst
+    assert name == "h.0.attn.c_proj.bias"
+    assert error == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_scaled_branch_is_caught(program: CompiledProgram) -> None:
+    old = re.search(r"(\w+) = aten.gelu\((\w+), approximate=\"tanh\"\)", program.texts[1])
+    assert old is not None
+    new = f'{old[1]} = aten.mul(aten.gelu({old[2]}, approximate="tanh"), 1.001)'
+    report = edited(program, old[0], new, rank=1)
+    assert not report.passed
+    assert report.worst[1] > 1e-4
+
+
+def test_an_edited_schedule_runs(program: CompiledProgram) -> None:
+    report = edited(program, "SCHEDULE = ", "# the same\nSCHEDULE = ")
+    assert report.passed, report
+
+
+def test_weights_and_batch_may_be_given(program: CompiledProgram) -> None:
+    torch.manual_seed(1)
+    other = gpt(bias=True)
+    with torch.no_grad():
+        other.wte.weight.mul_(3)
+    generator = torch.Generator().manual_seed(3)
+    shape = (2 * program.manifest.num_microbatches, 16)
+    batch = {name: torch.randint(67, shape, generator=generator) for name in ("idx", "targets")}
+    report = program.verify(weights=other.state_dict(), batch=batch)
+    assert report.passed, report
+    with torch.no_grad():
+        loss = other.double()(**batch)[1]
+    assert report.loss == pytest.approx(float(loss), rel=1e-12)
+
+
+def test_a_batch_of_another_size_is_refused(program: CompiledProgram) -> None:
+    batch = {name: torch.zeros(3, 16, dtype=torch.long) for name in ("idx", "targets")}
+    message = r"batch: idx is torch.int64\[3, 16\], expected torch.int64\[8, 16\]: the sequences of all 1 replicas x 4"
+    with pytest.raises(ValueError, match=message):
+        program.verify(batch=batch)
+
+
+# Meta models
+
+
+class Scaled(nn.Module):
+    """A model with a buffer that its code needs, half-precision parameters, and casts inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(37, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 37, bias=False)
+        self.register_buffer("scale", torch.full((16,), 0.3), persistent=False)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids) * self.scale
+        x = self.norm(x.float()).to(self.up.weight.dtype) * attention_mask[..., None]
+        x = x + torch.linspace(0, 1, 16)
+        x = self.down(functional.gelu(self.up(x)).float().to(self.down.weight.dtype))
+        return functional.cross_entropy(x.view(-1, 37).float(), labels.view(-1))
+
+
+def example(batch: int = 2) -> dict[str, Tensor]:
+    ids = torch.zeros(batch, 8, dtype=torch.long)
+    return {"ids": ids, "attention_mask": ids.clone(), "labels": ids.clone()}
+
+
+def test_casts_inside_are_promoted_and_said() -> None:
+    torch.manual_seed(0)
+    model = Scaled().bfloat16()
+    program = autoptd.compile(model, mesh=(2, 1, 2), example_inputs=example(), num_microbatches=2)
+    report = program.verify()
+    assert report.passed, report
+    assert model.table.weight.dtype is torch.bfloat16
+    assert re.search(
+        r"promoted to float64: \d+ in the plain model's step, \d+ in all ranks' together", str(report)
+    )
+
+
+def test_a_meta_model_takes_random_weights() -> None:
+    with torch.device("meta"):
+        model = Scaled()
+    program = autoptd.compile(model, mesh=(2, 1, 1), example_inputs=example(), num_microbatches=2)
+    with pytest.raises(
+        ValueError, match=r"7 tensors are on the meta device.*table.weight.*pass weights='random'"
+    ):
+        program.verify()
+    with pytest.raises(
+        ValueError, match=r"1 tensors are on the meta device.*\(scale\): pass weights= with them"
+    ):
+        program.verify(weights="random")
+    with pytest.raises(
+        ValueError, match="weights='meta' is unknown: expected None, 'random', or tensors by name"
+    ):
+        program.verify(weights="meta")
+    drawn = draw_weights(program.manifest, model, {"scale": torch.ones(16)}, "random", seed=0)
+    report = program.verify(weights=drawn)
+    assert report.passed, report
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+    plain = compile_gpt((2, 2, 1), GPT(GPTConfig(67, 16, 2, 4, 32)).to("meta"))
+    report = plain.verify(weights="random", seed=1)
+    assert report.passed, report
+    assert report.loss == plain.verify(weights="random", seed=1).loss
+    assert report.loss != plain.verify(weights="random", seed=2).loss
+
+
+def test_a_drawn_batch_is_legal_everywhere() -> None:
+    with torch.device("meta"):
+        model = Scaled()
+    program = autoptd.compile(model, mesh=(2, 1, 2), example_inputs=example(), num_microbatches=3)
+    traced = trace_program(program.texts, program.manifest, buffers=program.buffers)
+    batch = draw_batch(traced, program.manifest, None, seed=0)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == dict.fromkeys(batch, (12, 8))
+    assert 30 <= int(batch["ids"].max()) < 37
+    assert 30 <= int(batch["labels"].max()) < 37
+    assert bool((batch["attention_mask"] == 1).all())
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50_000_000, block_size=16, n_layer=2, n_head=4, n_embd=2048))
+    program = autoptd.compile(model, mesh=(2, 2, 1), microbatch_size=1, num_microbatches=2)
+    with pytest.raises(
+        ValueError, match=r"verify runs all 4 ranks .* about [\d,]{17} bytes, of which this machine has"
+    ):
+        program.verify(weights="random")
+    monkeypatch.setattr(verify, "available_bytes", lambda: 2**20)
+    with pytest.raises(ValueError, match="of which this machine has 1,048,576 free"):
+        compile_gpt((1, 1, 1)).verify()
+
+
+# The parts
+
+
+def test_promotion_leaves_whole_numbers_alone() -> None:
+    with Promotion() as promotion:
+        x = torch.ones(3, dtype=torch.float64)
+        assert x.float().dtype is torch.float64
+        assert x.to(torch.bfloat16).dtype is torch.float64
+        assert x.softmax(0, dtype=torch.float32).dtype is torch.float64
+        assert torch.arange(3).dtype is torch.int64
+        assert torch.arange(3).float().dtype is torch.float64
+        assert torch.zeros(3).dtype is torch.float64
+        assert torch.linspace(0, 1, 4)[1].item() == torch.linspace(0, 1, 4, dtype=torch.float64)[1].item()
+        assert torch.tensor([0.5]).dtype is torch.float64
+        assert x.long().dtype is torch.int64
+    assert promotion.count == 4
+    assert torch.ones(3).dtype is torch.float32
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    program = compile_gpt((1, 2, 2))
+    gradient = torch.ones(67, 32, dtype=torch.float64)
+    results = [RankResult(1.0, {"wte.weight": gradient.clone()}, 0) for _ in range(4)]
+    assert join_gradients(program.manifest, results)[1] == ()
+    results[1].gradients["wte.weight"][0, 0] = 2  # pipeline rank 1 of replica 0
+    results[2] = RankResult(1.5, results[2].gradients, 0)
+    _, disagreements = join_gradients(program.manifest, results)
+    assert disagreements == (
+        "rank 2 has the loss 1.5, rank 0 1.0",
+        "replicas differ: the gradient of wte.weight on rank 3 is not that of rank 1",
+        "ranks differ: the gradient of the tied wte.weight on rank 1 is not that of rank 0",
+    )
+
+
+def test_a_report_says_what_is_wrong() -> None:
+    report = Report(2.0, 2.0, {"a": 1e-15, "b": float("nan"), "c": 0.5}, (), 4, 1.25, ("a note",))
+    assert not report.passed
+    assert report.worst[0] == "b"
+    assert str(report) == (
+        "verify FAILED: 4 ranks against the plain model in float64, 1.2 s\n"
+        "  loss 2, plain 2, relative error 0.0e+00\n"
+        "  3 gradients, worst b: relative error nan\n"
+        "         nan  b\n"
+        "     5.0e-01  c\n"
+        "  note: a note"
+    )
+    assert Report(2.0, 2.0, {"a": 1e-9}, (), 1, 0.0).ok(tolerance=1e-8)
+    assert not Report(2.0, 2.0, {"a": 0.0}, ("ranks differ",), 1, 0.0).passed
