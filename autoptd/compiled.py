@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +52,8 @@ class CompiledProgram:
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
         """Every pipeline rank's actions, as its text says them."""
         return tuple(
-            read_program(text, program_filename(rank, len(self.texts))).actions for rank, text in enumerate(self.texts)
+            read_program(text, program_filename(rank, len(self.texts))).actions
+            for rank, text in enumerate(self.texts)
         )
 
     def __str__(self) -> str:
@@ -90,7 +90,14 @@ class CompiledProgram:
         if reference is None:
             raise ValueError("a loaded program knows no model to compare with; call verify(model=...)")
         return verify_program(
-            self.texts, self.manifest, self.buffers, reference, self.loss_fn, weights=weights, batch=batch, seed=seed
+            self.texts,
+            self.manifest,
+            self.buffers,
+            reference,
+            self.loss_fn,
+            weights=weights,
+            batch=batch,
+            seed=seed,
         )
 
     def save(self, folder: str | Path) -> None:
@@ -130,5 +137,3 @@ def _default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
-
-

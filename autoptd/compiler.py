@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from autoptd.capture import capture
 from autoptd.check import check_program
 from autoptd.compiled import CompiledProgram
 from autoptd.emit import emit_texts
-from autoptd.options import check_built, check_count, check_known, check_schedule_name, read_mesh
+from autoptd.options import check_built, check_counts, check_known, check_schedule_name, read_mesh
 from autoptd.passes.constants import fold_constants
 from autoptd.passes.cost import node_flops
 from autoptd.passes.normalize import normalize
@@ -24,7 +25,7 @@ from autoptd.passes.sharding import shard_tensors
 from autoptd.passes.stages import boundaries, count_units, cut_stages
 from autoptd.runtime.manifest import Manifest, StageInterface
 from autoptd.runtime.placement import Parameter
-from autoptd.runtime.schedule import make_schedule
+from autoptd.runtime.schedule import Schedule, make_schedule
 from autoptd.tracing import trace_program
 from autoptd.watch import Watch
 
@@ -73,20 +74,15 @@ def compile(
     check_known(compile, unknown)
     check_schedule_name(schedule)
     check_built(recompute=(recompute, "none"), fuse=(fuse, False), layout=(layout, "bsh"))
-    check_count("microbatch_size", microbatch_size)
-    check_count("num_microbatches", num_microbatches)
-    check_count("num_model_chunks", num_model_chunks)
+    check_counts(
+        microbatch_size=microbatch_size, num_microbatches=num_microbatches, num_model_chunks=num_model_chunks
+    )
     placed = read_mesh(mesh)
     count = num_microbatches or 8 * placed.pipeline
+    given = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
     with Watch("compile") as watch:
         watch.say("capture")
-        program = capture(
-            model,
-            mesh=placed,
-            example_inputs=example_inputs,
-            loss_fn=loss_fn,
-            microbatch_size=microbatch_size,
-        )
+        program = capture(model, mesh=placed, **given)  # type: ignore[arg-type]
         for name, step in _passes(rules):
             watch.say(name)
             program = step(program)
@@ -96,26 +92,50 @@ def compile(
         actions = make_schedule(schedule, placed.pipeline, count, chunks)  # refuses before the cut is solved
         program = cut_stages(program, num_stages=placed.pipeline * chunks)
         watch.say("emit and check")
-        manifest = Manifest(
-            mesh=placed,
+        manifest = replace(
+            _describe(program, parameters, model),
             schedule=schedule,
-            num_model_chunks=chunks,
             num_microbatches=count,
-            microbatch_size=_microbatch_size(program),
             scatter_gather=scatter_gather,
             seed=seed,
-            inputs=program.inputs,
-            stages=_interfaces(program),
-            parameters=parameters,
-            aliases=program.aliases,
-            output=program.output,
-            transient=_transient(parameters, model),
         )
-        title = f"{type(model).__name__}, {_count(parameters):,} parameters"
-        flops = [sum(map(node_flops, stage.graph.nodes)) for stage in program.stages]
-        texts = emit_texts(program, manifest, actions, title=title, flops=flops)
-        result = CompiledProgram(program.stages, program.log, texts, manifest, program.buffers, title, model, loss_fn)
-        result.check()
+        return _emit(program, manifest, actions, model, loss_fn)
+
+
+def _describe(program: Program, parameters: Mapping[str, Parameter], model: nn.Module) -> Manifest:
+    """The manifest, as far as the cut program says it: of one microbatch under the plainest schedule."""
+    return Manifest(
+        mesh=program.mesh,
+        schedule="gpipe",
+        num_model_chunks=len(program.stages) // program.mesh.pipeline,
+        num_microbatches=1,
+        microbatch_size=_microbatch_size(program),
+        scatter_gather=True,
+        seed=0,
+        inputs=program.inputs,
+        stages=_interfaces(program),
+        parameters=parameters,
+        aliases=program.aliases,
+        output=program.output,
+        transient=_transient(parameters, model),
+    )
+
+
+def _emit(
+    program: Program,
+    manifest: Manifest,
+    schedule: Schedule,
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+) -> CompiledProgram:
+    """Write the texts, and prove what they say."""
+    title = f"{type(model).__name__}, {_count(manifest.parameters):,} parameters"
+    flops = [sum(map(node_flops, stage.graph.nodes)) for stage in program.stages]
+    texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
+    result = CompiledProgram(
+        program.stages, program.log, texts, manifest, program.buffers, title, model, loss_fn
+    )
+    result.check()
     return result
 
 

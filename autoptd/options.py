@@ -64,10 +64,11 @@ def check_schedule_name(schedule: str) -> None:
         )
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a positive integer or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} is {value!r}; expected a positive integer")
+def check_counts(**counts: object) -> None:
+    """Raise ValueError unless each is a positive integer or None."""
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; expected a positive integer")
 
 
 def check_built(**options: tuple[object, object]) -> None:
@@ -79,11 +80,11 @@ def check_built(**options: tuple[object, object]) -> None:
 
 def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
     """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has."""
-    known = [
-        p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
-    ]
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name in unknown:
-        raise TypeError(f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}")
+        raise TypeError(
+            f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}"
+        )
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

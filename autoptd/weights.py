@@ -21,7 +21,9 @@ def read_weights(
     None or an empty folder, TypeError for other types.
     """
     if weights is None:
-        raise ValueError("this program has no model to take weights from; pass weights= (module, state_dict or folder)")
+        raise ValueError(
+            "this program has no model to take weights from; pass weights= (module, state_dict or folder)"
+        )
     if isinstance(weights, nn.Module):
         own: Mapping[str, Tensor] = {
             **dict(weights.named_parameters(remove_duplicate=False)),

@@ -10,7 +10,9 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.axis_rules import RULES, Rule, argument, opaque, shape_of, text_rule, where
+from autoptd.passes.axis_rules import RULES, Rule, text_rule
+from autoptd.passes.calls import shape_of, where
+from autoptd.passes.shape_rules import opaque, opaque_tensor
 from autoptd.runtime import kernels
 from autoptd.runtime.placement import Parameter
 
@@ -21,9 +23,8 @@ def operator_name(target: Any) -> str:
         return str(target.overloadpacket)
     if isinstance(target, torch._ops.OpOverloadPacket):
         return str(target)
-    if getattr(kernels, getattr(target, "__name__", ""), None) is target:
-        return f"kernels.{target.__name__}"
-    return f"{target.__module__}.{target.__qualname__}"
+    name: str = target.__name__
+    return f"kernels.{name}" if getattr(kernels, name, None) is target else f"{target.__module__}.{name}"
 
 
 def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
@@ -35,7 +36,9 @@ def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
     table = {}
     for operator, text in (rules or {}).items():
         if not isinstance(text, str):
-            raise TypeError(f'the rule of {operator} must be a text such as "b s h, h f -> b s f", not {text!r}')
+            raise TypeError(
+                f'the rule of {operator} must be a text such as "b s h, h f -> b s f", not {text!r}'
+            )
         name = operator.replace("::", ".") if isinstance(operator, str) else operator_name(operator)
         table[name] = text_rule(text)
     return table
@@ -162,9 +165,9 @@ class Analysis:
         if any(s in self._learned for s in sources):
             self._learned.add(node)
         name = operator_name(node.target)
-        if name in ("aten.t", "aten.numpy_T", "aten.transpose", "aten.view", "aten.permute", "aten.to"):
-            if node.args[0] in self._weights:
-                self._weights.add(node)
+        views = ("aten.t", "aten.numpy_T", "aten.transpose", "aten.reshape", "aten.permute", "aten.to")
+        if name in views and node.args[0] in self._weights:
+            self._weights.add(node)
 
     def _rule(self, node: fx.Node) -> Rule:
         name = operator_name(node.target)
@@ -175,10 +178,7 @@ class Analysis:
             shapes = [list(shape_of(n)) for n in node.all_input_nodes if n in self.axes]
             raise ValueError(
                 f"no sharding rule for {name} at {where(node)}, whose tensors have shapes {shapes}; give one, e.g. "
-                f'autoptd.compile(..., rules={{"{name}": "b s h -> b s h"}}) with one name per dimension and "!" after a '
-                "name that must stay whole, or use tensor=1"
+                f'autoptd.compile(..., rules={{"{name}": "b s h -> b s h"}}) with one name per dimension and "!" '
+                "after a name that must stay whole, or use tensor=1"
             )
-        return opaque
-
-
-__all__ = ["Analysis", "argument", "operator_name", "user_rules"]
+        return opaque if isinstance(node.meta["val"], (tuple, list)) else opaque_tensor

@@ -10,7 +10,7 @@ MLP width, vocabulary, batch. A *blocked* leaf may not be divided over the tenso
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import count, pairwise
 from math import prod
 
 _serial = count()
@@ -24,7 +24,9 @@ class Axis:
 
     __slots__ = ("blocked", "kind", "parent", "parts", "serial", "size")
 
-    def __init__(self, size: int, kind: str = "leaf", parts: tuple[Axis, ...] = (), blocked: str = "") -> None:
+    def __init__(
+        self, size: int, kind: str = "leaf", parts: tuple[Axis, ...] = (), blocked: str = ""
+    ) -> None:
         self.size = size
         self.kind = kind
         self.parts = parts
@@ -172,7 +174,7 @@ def segment(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
         return _segment_product(axis, bounds)
     if axis.kind == "leaf":
         edges = [0, *bounds, axis.size]
-        parts = tuple(Axis(high - low) for low, high in zip(edges, edges[1:], strict=False))
+        parts = tuple(Axis(high - low) for low, high in pairwise(edges))
         refine(axis, "sum", parts)
         return list(parts)
     return _segment_sum(axis, bounds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from math import prod
 
 import torch
@@ -20,7 +19,7 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes.analysis import Analysis, operator_name
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.axis_rules import where
+from autoptd.passes.calls import where
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
 PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
@@ -125,8 +124,9 @@ def _measure(graph: fx.Graph, analysis: Analysis, padded: set[Axis]) -> list[_Le
 
 
 def _values(node: fx.Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    yield from value if isinstance(value, (tuple, list)) else [value]
+    value: torch.Tensor | list[torch.Tensor] | None = node.meta.get("val")
+    if value is not None:
+        yield from [value] if isinstance(value, torch.Tensor) else value
 
 
 def _exclusive(axes: Axes) -> Iterator[list[Axis]]:
@@ -146,7 +146,9 @@ def _count_moves(node: fx.Node, analysis: Analysis, found: dict[int, _Leaf]) -> 
                     found[leaf.serial].moved += prod(value.shape) * value.element_size()
     if node.op != "call_function" or not analysis.all_of(node):
         return
-    own = {leaf.serial for axes in analysis.all_of(node) for a in axes for leaf in ax.leaves(a)} & found.keys()
+    own = {
+        leaf.serial for axes in analysis.all_of(node) for a in axes for leaf in ax.leaves(a)
+    } & found.keys()
     for source in node.all_input_nodes:
         if own and source.op == "call_function":
             has = {leaf.serial for axes in analysis.all_of(source) for a in axes for leaf in ax.leaves(a)}
@@ -162,7 +164,14 @@ def _solve_components(leaves: dict[int, _Leaf], tensor: int) -> set[int]:
     for group in _components(leaves):
         place = {leaf.axis.serial: i for i, leaf in enumerate(group)}
         rivals = tuple(
-            sorted({(min(i, j), max(i, j)) for i, leaf in enumerate(group) for s in leaf.excludes if (j := place.get(s, i)) != i})
+            sorted(
+                {
+                    (min(i, j), max(i, j))
+                    for i, leaf in enumerate(group)
+                    for s in leaf.excludes
+                    if (j := place.get(s, i)) != i
+                }
+            )
         )
         key = (tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
         if key not in solved:
@@ -219,7 +228,12 @@ def replicated_heads(analysis: Analysis) -> frozenset[fx.Node]:
     result = set()
     for node, axis in analysis.heads:
         sizes = [ax.find(f).size for f in ax.factors(axis)]
-        if len(sizes) < 2 or any(size % tensor == 0 for size in sizes) or prod(sizes) % tensor or axis.blocked:
+        if (
+            len(sizes) < 2
+            or any(size % tensor == 0 for size in sizes)
+            or prod(sizes) % tensor
+            or axis.blocked
+        ):
             continue
         if tensor % sizes[0]:
             raise ValueError(
@@ -258,18 +272,23 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
     lines: dict[str, list[str]] = defaultdict(list)
     for node, axis in analysis.heads:
         if not divided_leaf([axis], divided):
-            reasons = {leaf.blocked for leaf in ax.leaves(axis) if leaf.blocked} or {"it has no heads dimension"}
+            reasons = {leaf.blocked for leaf in ax.leaves(axis) if leaf.blocked} or {
+                "it has no heads dimension"
+            }
             lines[f"attention is replicated: {min(reasons)}"].append(where(node))
     for (node, tensor), dim in analysis.severed.items():
         heads = ax.factors(analysis.of(tensor)[dim])[0].size
         lines[f"{heads} key-value heads replicated over tensor={analysis.tensor}"].append(where(node))
     for node in graph.nodes:
-        if node.op == "get_attr" and analysis.is_weight(node) and len(analysis.of(node)) > 1:
-            if not divided_leaf(analysis.of(node), divided):
-                value = node.meta["val"]
-                size = prod(value.shape) * value.element_size()
-                lines[f"weight of shape {list(value.shape)} ({size:,} bytes) replicated"].append(str(node.target))
+        matrix = node.op == "get_attr" and analysis.is_weight(node) and len(analysis.of(node)) > 1
+        if matrix and not divided_leaf(analysis.of(node), divided):
+            value = node.meta["val"]
+            size = prod(value.shape) * value.element_size()
+            lines[f"weight of shape {list(value.shape)} ({size:,} bytes) replicated"].append(str(node.target))
     for axis, padding in divided.items():
         if padding:
             lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={analysis.tensor}")
-    return [f"{what}: {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "") for what, places in lines.items()]
+    return [
+        f"{what}: {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+        for what, places in lines.items()
+    ]

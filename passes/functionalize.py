@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.rewrites import Writer, where
+from autoptd.passes.calls import where
+from autoptd.passes.rewrites import Writer
 from autoptd.runtime import aten
 
 _SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)

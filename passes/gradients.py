@@ -21,7 +21,10 @@ from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Parameter
 
 PARAMETER_DISCOUNT = 64  # a parameter's gradient is summed once per step, an activation's once per microbatch
-WHOLE_BACKWARD = (collectives.reduce_from_tensor, kernels.cross_entropy)  # replicated results with whole gradients
+WHOLE_BACKWARD = (
+    collectives.reduce_from_tensor,
+    kernels.cross_entropy,
+)  # replicated results with whole gradients
 
 Component = list[fx.Node]
 Shape = tuple[tuple[int, bool, bool, tuple[int, ...]], ...]  # price, source?, sink?, readers inside
@@ -75,7 +78,9 @@ class _Region:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.differentiable = self._find_differentiable()
         self.divided = {
-            n for n in graph.nodes if n.op == "call_function" and (_is_local(n) or any(map(_is_local, n.all_input_nodes)))
+            n
+            for n in graph.nodes
+            if n.op == "call_function" and (_is_local(n) or any(map(_is_local, n.all_input_nodes)))
         }
         # Replicated results of divided operators, other than sums: a part of packed rows that every rank holds.
         self.forced = {
@@ -99,7 +104,7 @@ class _Region:
         return found
 
     def _find_partial(self) -> set[fx.Node]:
-        """Replicated nodes all of whose readers are divided, or such nodes themselves: their gradient may be partial."""
+        """Replicated nodes whose readers are all divided, or such nodes themselves: their gradient may be partial."""
         found: set[fx.Node] = set()
         for node in reversed(self.order):
             candidate = node in self.forced or (node not in self.divided and node.op == "call_function")
@@ -117,13 +122,16 @@ class _Region:
 
     def partial_readers(self, node: fx.Node) -> list[fx.Node]:
         """Readers that give `node` a partial gradient, if partial gradients go as far back as they may."""
-        return [n for n in node.users if n in self.differentiable and (n in self.divided or n in self.partial)]
+        return [
+            n for n in node.users if n in self.differentiable and (n in self.divided or n in self.partial)
+        ]
 
     def whole_readers(self, node: fx.Node) -> list[fx.Node]:
         return [
             n
             for n in node.users
-            if n.op == "output" or (n in self.differentiable and n not in self.divided and n not in self.partial)
+            if n.op == "output"
+            or (n in self.differentiable and n not in self.divided and n not in self.partial)
         ]
 
     def components(self) -> list[Component]:
@@ -139,7 +147,9 @@ class _Region:
         network = nx.Graph()
         network.add_nodes_from(members)
         inside = set(members)
-        network.add_edges_from((s, n) for n in members if n in self.partial for s in n.all_input_nodes if s in inside)
+        network.add_edges_from(
+            (s, n) for n in members if n in self.partial for s in n.all_input_nodes if s in inside
+        )
         groups = [sorted(group, key=self.order.__getitem__) for group in nx.connected_components(network)]
         return sorted(groups, key=lambda group: self.order[group[0]])
 
@@ -186,7 +196,9 @@ class _Region:
         return [
             name
             for name, p in self.parameters.items()
-            if p.requires_grad and p.placement.dim is not None and not all(s.divided for s in p.placement.segments)
+            if p.requires_grad
+            and p.placement.dim is not None
+            and not all(s.divided for s in p.placement.segments)
         ]
 
 

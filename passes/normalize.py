@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoptd.passes.calls import where
 from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_mutation
 from autoptd.passes.naming import name_nodes
 from autoptd.passes.program import Program, Stage
-from autoptd.passes.rewrites import Call, rewrite, where
+from autoptd.passes.rewrites import Call, rewrite
 from autoptd.runtime import aten
 from autoptd.runtime.placement import Parameter
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autoptd.passes.calls import where
 from autoptd.runtime import aten, kernels
 
 
@@ -88,12 +89,6 @@ def rewrite(target: Any, call: Call) -> fx.Node:
             "dropout and attention dropout are supported: pass the numbers in as an input"
         )
     return call.writer.emit(target, call.args, call.node.meta, call.kwargs)
-
-
-def where(node: fx.Node) -> str:
-    """The user's place of a node, for messages: "gpt.py:52 (h.0.attn)"."""
-    path, line = node.meta.get("path", ""), node.meta.get("line", "")
-    return f"{line} ({path})" if line and path else line or path or node.name
 
 
 def _same(call: Call) -> fx.Node | None:

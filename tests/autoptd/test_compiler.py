@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from samples.gpt import GPT, GPTConfig
 CONFIG = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=4, n_embd=32)
 
 
-def compile_small(**options: object) -> CompiledProgram:
+def compile_small(**options: Any) -> CompiledProgram:
     torch.manual_seed(0)
-    settings = {"num_microbatches": 4, "microbatch_size": 2, "num_model_chunks": 1, **options}
+    settings: dict[str, Any] = {"num_microbatches": 4, "microbatch_size": 2, "num_model_chunks": 1, **options}
     program: CompiledProgram = autoptd.compile(GPT(CONFIG), (2, 2, 1), **settings)
     return program
 

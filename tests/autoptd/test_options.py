@@ -40,7 +40,9 @@ def test_a_wrong_mesh_is_refused(mesh: Any, error: type[Exception], message: str
         read_mesh(mesh)
 
 
-def device_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: torch.Tensor | None = None) -> DeviceMesh:
+def device_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], ranks: torch.Tensor | None = None
+) -> DeviceMesh:
     """A DeviceMesh without a process group: its layout is all that is read."""
     mesh = object.__new__(DeviceMesh)
     order = torch.arange(torch.Size(shape).numel()) if ranks is None else ranks
@@ -50,21 +52,33 @@ def device_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: torch.Ten
 
 def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "mesh", property(lambda self: self._test_mesh))
-    monkeypatch.setattr(DeviceMesh, "mesh_dim_names", property(lambda self: self._mesh_dim_names), raising=False)
+    monkeypatch.setattr(
+        DeviceMesh, "mesh_dim_names", property(lambda self: self._mesh_dim_names), raising=False
+    )
     assert read_mesh(device_mesh((6, 64, 8), ("dp", "pp", "tp"))) == Mesh(8, 64, 6)
     swapped = read_mesh(device_mesh((2, 1, 3), ("tp", "dp", "pp")))
     assert (swapped.tensor, swapped.pipeline, swapped.data) == (2, 3, 1)
     assert swapped.tensor_group(0) == (0, 3)
     assert swapped.coordinates(4) == (0, 1, 1)
-    with pytest.raises(ValueError, match=r"has dims \('dp', 'pp', 'mp'\); expected \"tp\", \"pp\" and \"dp\""):
+    with pytest.raises(
+        ValueError, match=r"has dims \('dp', 'pp', 'mp'\); expected \"tp\", \"pp\" and \"dp\""
+    ):
         read_mesh(device_mesh((1, 1, 1), ("dp", "pp", "mp")))
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"schedule": "interleaved"}, ValueError, "unknown schedule 'interleaved'; did you mean 'interleaved_1f1b'"),
-        ({"num_microbatch": 4}, TypeError, "unknown option 'num_microbatch'; did you mean 'num_microbatches'"),
+        (
+            {"schedule": "interleaved"},
+            ValueError,
+            "unknown schedule 'interleaved'; did you mean 'interleaved_1f1b'",
+        ),
+        (
+            {"num_microbatch": 4},
+            TypeError,
+            "unknown option 'num_microbatch'; did you mean 'num_microbatches'",
+        ),
         ({"num_microbatches": 0}, ValueError, "num_microbatches is 0; expected a positive integer"),
         ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
         ({"fuse": True}, ValueError, "fuse=True is not built yet; use fuse=False"),

@@ -11,21 +11,41 @@ from torch import nn
 
 from autoptd.runtime import kernels
 from samples.gpt import GPT, GPTConfig
-from tests.passes.test_sharding import LLAMA, SIZES, join_gradients, largest_error, prepare, run_sharded, tokens
+from tests.passes.test_sharding import (
+    LLAMA,
+    SIZES,
+    join_gradients,
+    largest_error,
+    prepare,
+    run_sharded,
+    tokens,
+)
 
-OPT = {**SIZES, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32, "dropout": 0.3}
+OPT: dict[str, Any] = {
+    **SIZES,
+    "ffn_dim": 48,
+    "max_position_embeddings": 16,
+    "word_embed_proj_dim": 32,
+    "dropout": 0.3,
+}
 
 
 def with_dropout(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     if name == "gpt":
-        model: nn.Module = GPT(GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.3))
+        model: nn.Module = GPT(
+            GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.3)
+        )
         ids = tokens()
         return model.double(), {"idx": ids["input_ids"], "targets": ids["labels"]}
     if name == "opt":  # folds [b, s, h] to [b * s, h] in its MLP
         return transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, use_cache=False)).double(), tokens()
-    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}  # groups are divided
-    config = transformers.LlamaConfig(**{**LLAMA, **heads}, attention_dropout=0.3, use_cache=False)
+    heads: dict[str, Any] = {
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    }  # groups are divided
+    config = transformers.LlamaConfig(**LLAMA | heads, attention_dropout=0.3, use_cache=False)
     return transformers.LlamaForCausalLM(config).double(), tokens()
 
 
@@ -51,5 +71,7 @@ def test_each_row_has_the_mask_of_its_sample_whatever_the_microbatch_size() -> N
     model, inputs = with_dropout("gpt")
     whole = prepare(model, 1, inputs)
     single = prepare(model, 1, {key: value[:1] for key, value in inputs.items()})
-    keyed = [n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout]
+    keyed = [
+        n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout
+    ]
     assert {k["sample"] for k in keyed} == {0}

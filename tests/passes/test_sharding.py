@@ -23,26 +23,48 @@ from autoptd.runtime.threads import ThreadWorld
 from samples.gpt import GPT, GPTConfig
 from tests.interpret import run_stage
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
-LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 16, "pad_token_id": None}
-GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 67, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 67,
+}
+POSITIONS = {"max_position_embeddings": 16}
+LLAMA: dict[str, Any] = {
+    **SIZES,
+    **POSITIONS,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 67, "n_positions": 16, **NO_DROPOUT}
+NEO = {
+    **{"num_layers": 2, "num_heads": 4, "intermediate_size": 48, "window_size": 4},
+    **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
+    "attention_types": [[["global", "local"], 1]],
+}
+BLOOM = {**SIZES, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", {**GPT2, "attn_pdrop": 0.0}),
-    "opt": ("OPTForCausalLM", {**SIZES, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32, "dropout": 0.0}),
-    "neox": ("GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 48, "max_position_embeddings": 16}),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "opt": (
+        "OPTForCausalLM",
+        {**SIZES, **POSITIONS, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    ),
+    "neox": ("GPTNeoXForCausalLM", {**SIZES, **POSITIONS, "intermediate_size": 48}),
     "llama": ("LlamaForCausalLM", LLAMA),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 5, "head_dim": 8}),
     "qwen2": ("Qwen2ForCausalLM", LLAMA),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 8}),
     "phi3": ("Phi3ForCausalLM", {**LLAMA, "resid_pdrop": 0.0}),
-    "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4, "attn_pdrop": 0.0}),
-    "neo": ("GPTNeoForCausalLM", {**SIZES, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 16, "attention_types": [[["global", "local"], 1]], "window_size": 4, "intermediate_size": 48, "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0}),
-    "bloom": ("BloomForCausalLM", {**SIZES, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "gptj": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
+    "neo": ("GPTNeoForCausalLM", {**SIZES, **POSITIONS, **NEO}),
+    "bloom": ("BloomForCausalLM", BLOOM),
     "gemma2": ("Gemma2ForCausalLM", {**LLAMA, "head_dim": 8, "sliding_window": 5}),
-    "falcon": ("FalconForCausalLM", {**SIZES, "multi_query": True, "max_position_embeddings": 16}),
+    "falcon": ("FalconForCausalLM", {**SIZES, **POSITIONS, "multi_query": True}),
     "stablelm": ("StableLmForCausalLM", LLAMA),
     "olmo2": ("Olmo2ForCausalLM", LLAMA),
-}  # fmt: skip
+}
 
 
 def build(name: str) -> nn.Module:
@@ -52,7 +74,9 @@ def build(name: str) -> nn.Module:
     config.use_cache = False
     model: nn.Module = getattr(transformers, cls)(config).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms start at 0 and 1: too special to show a mistake
+        for (
+            parameter
+        ) in model.parameters():  # biases and norms start at 0 and 1: too special to show a mistake
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
@@ -83,7 +107,9 @@ def run_sharded(
     def body(rank: Rank) -> tuple[Tensor, dict[str, Tensor]]:
         local = {}
         for name, parameter in stage.parameters.items():
-            own = parameter.placement.take({**whole, **constants}[name].detach(), size, rank.tensor.index).clone()
+            own = parameter.placement.take(
+                {**whole, **constants}[name].detach(), size, rank.tensor.index
+            ).clone()
             local[name] = own.requires_grad_(parameter.requires_grad and own.is_floating_point())
         loss = run_stage(stage.graph, local, {"rank": rank, **inputs})
         loss.backward()
@@ -114,12 +140,13 @@ def join_gradients(program: Program, shards: Mapping[str, list[Tensor]]) -> dict
 
 def sum_undivided(parts: list[Tensor], dim: int, segments: tuple[Segment, ...]) -> list[Tensor]:
     widths = [s.rows // len(parts) if s.divided else s.rows for s in segments]
-    columns = [part.split(widths, dim) for part in parts]
-    sums = [sum(column[i] for column in columns) for i in range(len(segments))]
-    return [
-        torch.cat([rows if s.divided else torch.as_tensor(sums[i]) for i, (rows, s) in enumerate(zip(column, segments, strict=True))], dim)
-        for column in columns
-    ]
+    columns = [list(part.split(widths, dim)) for part in parts]
+    for i, segment in enumerate(segments):
+        if not segment.divided:
+            total = torch.stack([column[i] for column in columns]).sum(0)
+            for column in columns:
+                column[i] = total
+    return [torch.cat(column, dim) for column in columns]
 
 
 def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
@@ -129,10 +156,14 @@ def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
     """
     assert found.keys() == wanted.keys()
     floor = 1e-6 * max(float(g.abs().max()) for g in wanted.values())
-    return max(float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor) for n, g in wanted.items())
+    return max(
+        float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor) for n, g in wanted.items()
+    )
 
 
-def check_equal(model: nn.Module, tensor: int, inputs: Mapping[str, Tensor], tolerance: float = 1e-12) -> Program:
+def check_equal(
+    model: nn.Module, tensor: int, inputs: Mapping[str, Tensor], tolerance: float = 1e-12
+) -> Program:
     program = prepare(model, tensor, inputs)
     loss, gradients = run_plain(model, inputs)
     losses, shards = run_sharded(program, dict(model.named_parameters()), inputs)
@@ -167,7 +198,9 @@ def test_a_divided_model_has_the_plain_models_loss_and_gradients(name: str, tens
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_sample_gpt_in_float64(tensor: int, tied: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=67, block_size=8, n_layer=2, n_head=4, n_embd=32, bias=bias, tie_weights=tied)
+    config = GPTConfig(
+        vocab_size=67, block_size=8, n_layer=2, n_head=4, n_embd=32, bias=bias, tie_weights=tied
+    )
     ids = {"idx": torch.randint(67, (2, 8)), "targets": torch.randint(67, (2, 8))}
     program = check_equal(GPT(config).double(), tensor, ids)
     # Two per layer (SC21 §2.3), and one for the embedding forward, one before the head backward.
@@ -181,7 +214,10 @@ def segments(program: Program, name: str) -> tuple[int | None, list[tuple[int, i
 
 def test_packed_weights_are_divided_per_head_inside_each_block() -> None:
     program = prepare(build("gpt2"), 2, tokens())
-    assert segments(program, "transformer.h.0.attn.c_attn.weight") == (1, [(3, 4, 8, True)])  # stored in x out
+    assert segments(program, "transformer.h.0.attn.c_attn.weight") == (
+        1,
+        [(3, 4, 8, True)],
+    )  # stored in x out
     assert segments(program, "transformer.h.0.attn.c_proj.weight") == (0, [(1, 4, 8, True)])
     program = prepare(build("bloom"), 2, tokens())
     name = "transformer.h.0.self_attention.query_key_value.weight"
@@ -227,7 +263,9 @@ def test_heads_that_do_not_divide_are_refused_with_the_place_and_the_divisors() 
 def test_key_value_heads_that_do_not_fit_are_refused() -> None:
     options = {**LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, use_cache=False))
-    with pytest.raises(ValueError, match=r"6 key-value heads do not divide over tensor=4 .* use tensor=1, 2, 3 or 6"):
+    with pytest.raises(
+        ValueError, match=r"6 key-value heads do not divide over tensor=4 .* use tensor=1, 2, 3 or 6"
+    ):
         prepare(model, 4, tokens())
 
 
@@ -305,7 +343,7 @@ def test_a_rule_that_keeps_an_axis_whole_is_obeyed() -> None:
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        ({"autoptd_test::scale_rows": "b s f"}, ValueError, 'found \'b s f\', without one "->"'),
+        ({"autoptd_test::scale_rows": "b s f"}, ValueError, "found 'b s f', without one \"->\""),
         ({"autoptd_test::scale_rows": "b f, f -> b f"}, ValueError, "does not fit the call at"),
         ({"autoptd_test::scale_rows": 3}, TypeError, "must be a text such as"),
     ],

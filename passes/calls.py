@@ -1,0 +1,24 @@
+"""Reading a node: its call's arguments, its shape, its place in the user's code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of the node's call, by position or by its schema name."""
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def where(node: fx.Node) -> str:
+    """The node's place as the user knows it: "h.0.attn.c_attn (gpt.py:52)"."""
+    path, line = node.meta.get("path") or node.name, node.meta.get("line")
+    return f"{path} ({line})" if line else str(path)

@@ -1,0 +1,164 @@
+"""What products, lookups, losses and reductions say about axes (see `axis_rules`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from autoptd.passes import axes as ax
+from autoptd.passes.axes import Axes, Axis
+from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.shape_rules import opaque_tensor
+
+if TYPE_CHECKING:
+    from autoptd.passes.analysis import Analysis
+
+
+def linear(analysis: Analysis, node: fx.Node) -> Axes:
+    """[.., in] x [out, in] -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel when it is divided)."""
+    x, weight = analysis.of(node.args[0]), analysis.of(node.args[1])
+    analysis.contract(node, x[-1], weight[1])
+    bias = argument(node, 2, "bias")
+    if bias is not None:
+        ax.unify(analysis.of(bias)[0], weight[0])
+    return (*x[:-1], weight[0])
+
+
+def addmm(analysis: Analysis, node: fx.Node) -> Axes:
+    """bias + [n, in] x [in, out]: what a weight stored in x out becomes."""
+    bias, x, weight = (analysis.of(a) for a in node.args[:3])
+    analysis.contract(node, x[1], weight[0])
+    out = (x[0], weight[1])
+    for own, axis in zip(reversed(bias), reversed(out), strict=False):
+        if ax.find(own).size != 1:
+            ax.unify(own, axis)
+    return out
+
+
+def matmul(analysis: Analysis, node: fx.Node) -> Axes:
+    """A product with a weight is a ``linear``; one of two activations is attention: heads outside, no contraction."""
+    first, second = node.args[0], node.args[1]
+    x, y = analysis.of(first), analysis.of(second)
+    if len(y) == 1 or len(x) == 1:
+        return opaque_tensor(analysis, node)
+    if len(y) == 2 and len(x) >= 2:
+        analysis.contract(node, x[-1], y[0])
+        if not (analysis.is_weight(second) or analysis.is_weight(first)):
+            ax.block(x[-1], f"{node.name} multiplies two activations over it")
+        return (*x[:-1], y[1])
+    return _batched_product(analysis, node, first, second)
+
+
+def baddbmm(analysis: Analysis, node: fx.Node) -> Axes:
+    out = _batched_product(analysis, node, node.args[1], node.args[2])
+    for own, axis in zip(reversed(analysis.of(node.args[0])), reversed(out), strict=False):
+        if ax.find(own).size != 1:
+            ax.unify(own, axis)
+    return out
+
+
+def _batched_product(analysis: Analysis, node: fx.Node, first: Any, second: Any) -> Axes:
+    x, y = analysis.of(first), analysis.of(second)
+    ax.unify(x[-1], y[-2])
+    ax.block(x[-1], f"{node.name} multiplies two activations over it")
+    lead = analysis.align_leading(node, [(first, x[:-2]), (second, y[:-2])])
+    return (*lead, x[-2], y[-1])
+
+
+def attention(analysis: Analysis, node: fx.Node) -> Axes:
+    """Attention ties batch and heads of q, k, v and the mask, and blocks sequence and head size."""
+    at = 1 if node.args[0] is analysis.rank else 0
+    q, k, v = (t for t in node.args[at : at + 3] if isinstance(t, fx.Node))
+    mask = argument(node, at + 3, "attn_mask" if at == 0 else "mask")
+    sizes = [analysis.of(t) for t in (q, k, v)]
+    reason = f"{node.name} is attention over it"
+    (length, size), (keys, key_size), (values, value_size) = (s[-2:] for s in sizes)
+    ax.unify(keys, values)
+    ax.unify(size, key_size)
+    for axis in (length, keys, size, value_size):
+        ax.block(axis, reason)
+    leading = [(t, s[:-2]) for t, s in zip((q, k, v), sizes, strict=True)]
+    if mask is not None:
+        own = analysis.of(mask)
+        leading.append((mask, own[:-2]))
+        for axis in own[-2:]:
+            ax.block(axis, reason)
+    lead = analysis.align_leading(node, leading)
+    return (*lead, length, value_size)
+
+
+def embedding(analysis: Analysis, node: fx.Node) -> Axes:
+    """A lookup contracts the vocabulary: one-hot(ids) x weight."""
+    weight, ids = analysis.of(node.args[0]), analysis.of(node.args[1])
+    analysis.contractions[node] = weight[0]
+    if not analysis.reads_batch(node.args[1]):
+        ax.block(weight[0], f"{node.name} looks up the same rows in every step")
+    return (*ids, weight[1])
+
+
+def cross_entropy(analysis: Analysis, node: fx.Node) -> Axes:
+    """The loss contracts the vocabulary (SC21 §2.3: computed without gathering the logits)."""
+    logits, target = analysis.of(node.args[0]), analysis.of(node.args[1])
+    weighted = argument(node, 2, "weight") is not None or argument(node, 5, "label_smoothing", 0.0) != 0.0
+    plain = len(logits) == 2 and len(target) == 1 and argument(node, 3, "reduction", 1) in (1, 2)
+    if plain and not weighted:
+        ax.unify(logits[0], target[0])
+        analysis.contractions[node] = logits[1]
+    else:
+        for axis in logits:
+            ax.block(axis, f"{node.name} is a loss that is not divided")
+    return tuple(Axis(size) for size in shape_of(node))
+
+
+def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:
+    """A sum over one divided axis is a partial sum; other reductions block what they reduce."""
+    own = analysis.of(node.args[0])
+    dims = _dims(node, own)
+    if len(dims) == 1:
+        analysis.contractions[node] = own[dims[0]]
+    else:
+        for d in dims:
+            ax.block(own[d], f"{node.name} sums over it")
+    return _reduced(node, own, dims)
+
+
+def reduce_whole(analysis: Analysis, node: fx.Node) -> Axes:
+    """Mean, maximum and the like need the whole dimension."""
+    own = analysis.of(node.args[0])
+    dims = _dims(node, own)
+    for d in dims:
+        ax.block(own[d], f"{node.name} reduces over it")
+    return _reduced(node, own, dims)
+
+
+def _dims(node: fx.Node, own: Axes) -> list[int]:
+    dims = argument(node, 1, "dim")
+    if dims is None or dims == []:
+        return list(range(len(own)))
+    return [d % len(own) for d in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _reduced(node: fx.Node, own: Axes, dims: list[int]) -> Axes:
+    if len(shape_of(node)) == len(own):
+        return tuple(Axis(1) if d in dims else a for d, a in enumerate(own))
+    return tuple(a for d, a in enumerate(own) if d not in dims)
+
+
+def over_dim(analysis: Analysis, node: fx.Node) -> Axes:
+    """Softmax, cumulative sums: the shape stays, the dimension is needed whole."""
+    own = analysis.of(node.args[0])
+    ax.block(own[int(argument(node, 1, "dim", -1))], f"{node.name} runs over it")
+    return own
+
+
+def layer_norm(analysis: Analysis, node: fx.Node) -> Axes:
+    own = analysis.of(node.args[0])
+    width = len(node.args[1])  # type: ignore[arg-type]
+    for axis in own[-width:]:
+        ax.block(axis, f"{node.name} normalises over it")
+    for extra in node.all_input_nodes:
+        if extra is not node.args[0]:
+            for mine, axis in zip(analysis.of(extra), own[-width:], strict=True):
+                ax.unify(mine, axis)
+    return own

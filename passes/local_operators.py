@@ -1,0 +1,267 @@
+"""How each operator is called on one tensor rank: local sizes, partial sums, kernels for the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes import axes as ax
+from autoptd.passes.analysis import operator_name
+from autoptd.passes.axes import Axes, Axis
+from autoptd.passes.calls import argument, shape_of, where
+from autoptd.passes.lowering import Lowering
+from autoptd.runtime import collectives, kernels
+
+aten = torch.ops.aten
+
+Lower = Callable[[Lowering, fx.Node], fx.Node]
+
+
+def lower_operator(low: Lowering, node: fx.Node) -> fx.Node:
+    """The call on one rank, by the operator's row in `LOWERINGS`."""
+    return LOWERINGS.get(operator_name(node.target), lower_same)(low, node)
+
+
+def lower_same(low: Lowering, node: fx.Node) -> fx.Node:
+    """Operators that name no size: the same call on local tensors; a contraction gives a partial sum."""
+    axis = low.analysis.contractions.get(node)
+    new = low.copy(node)
+    if axis is not None and low.is_divided((axis,)):
+        new.meta["val"] = low.propagation.run(new)
+        new.meta.update(divided=None, partial=True)
+    return new
+
+
+def lower_linear(low: Lowering, node: fx.Node) -> fx.Node:
+    """Row-parallel: the bias leaves the linear, to be added once, behind the all-reduce."""
+    bias = argument(node, 2, "bias")
+    if not low.is_divided((low.analysis.contractions[node],)):
+        return low.copy(node)
+    return _contract_with_bias(
+        low, node, aten.linear.default, (low.whole(node.args[0]), low.whole(node.args[1])), bias
+    )
+
+
+def lower_addmm(low: Lowering, node: fx.Node) -> fx.Node:
+    """The same for a weight stored in x out."""
+    if not low.is_divided((low.analysis.contractions[node],)):
+        return low.copy(node)
+    return _contract_with_bias(
+        low, node, aten.mm.default, (low.whole(node.args[1]), low.whole(node.args[2])), node.args[0]
+    )
+
+
+def _contract_with_bias(
+    low: Lowering, node: fx.Node, target: Any, args: tuple[Any, ...], bias: Any
+) -> fx.Node:
+    if node.kwargs.keys() & {"alpha", "beta"}:
+        raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
+    product = low.add(target, args, node, name=node.name, partial=True)
+    if bias is not None:
+        low.biases[product] = [(node, bias)]
+    return product
+
+
+def lower_add(low: Lowering, node: fx.Node) -> fx.Node:
+    """Two partial sums add up to one: reduce them together, once."""
+    first, second = node.args[0], node.args[1]
+    both = [low.values[a] for a in (first, second) if isinstance(a, fx.Node) and len(a.users) == 1]
+    plain = len(node.args) == 2 and not node.kwargs
+    if len(both) == 2 and plain and all(v.meta.get("partial") for v in both):
+        total = low.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
+        low.biases[total] = [bias for part in both for bias in low.biases.get(part, ())]
+        return total
+    return lower_same(low, node)
+
+
+def lower_view(low: Lowering, node: fx.Node) -> fx.Node:
+    """Views, with the result's local sizes; of a partial sum that nobody else reads, a partial sum."""
+    source = low.values[node.args[0]]  # type: ignore[index]
+    sizes = low.sizes(low.analysis.of(node))
+    target = node.target
+    if operator_name(node.target) in ("aten.flatten", "aten.unflatten"):
+        target = aten.reshape.default
+    alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
+    if source.meta.get("partial") and alone and not low.biases.get(source):
+        return low.add(target, (source, sizes), node, name=node.name, partial=True)
+    if target is node.target and sizes == list(shape_of(node)):
+        return low.copy(node)
+    return low.copy(node, args=(low.whole(node.args[0]), sizes), target=target)
+
+
+def lower_sized(low: Lowering, node: fx.Node) -> fx.Node:
+    """Operators whose second argument is the shape of the result: ``expand``, ``new_zeros``."""
+    axes = low.analysis.of(node)
+    if not low.is_divided(axes):
+        return low.copy(node)
+    args = fx.node.map_arg(node.args, low.whole)
+    return low.copy(node, args=(args[0], low.sizes(axes), *args[2:]), kwargs=dict(node.kwargs))
+
+
+def lower_factory(low: Lowering, node: fx.Node) -> fx.Node:
+    """Operators whose first argument is the shape of the result: ``full``."""
+    axes = low.analysis.of(node)
+    if not low.is_divided(axes):
+        return low.copy(node)
+    args = fx.node.map_arg(node.args, low.whole)
+    return low.copy(node, args=(low.sizes(axes), *args[1:]), kwargs=dict(node.kwargs))
+
+
+def lower_repeat(low: Lowering, node: fx.Node) -> fx.Node:
+    """``repeat_interleave`` by the local size of the group it makes."""
+    axes = low.analysis.of(node)
+    dim = argument(node, 2, "dim")
+    if dim is None or not low.is_divided(axes):
+        return low.copy(node)
+    times = low.extent(axes[dim]) // low.extent(low.analysis.of(node.args[0])[dim])
+    return low.copy(node, args=(low.whole(node.args[0]), times, dim))
+
+
+def lower_split(low: Lowering, node: fx.Node) -> fx.Node:
+    """Pieces of local size."""
+    dim = int(argument(node, 2, "dim", 0))
+    sizes = [low.extent(axes[dim]) for axes in low.analysis.all_of(node)]
+    name = operator_name(node.target)
+    if name == "aten.chunk" or not any(low.is_divided(axes) for axes in low.analysis.all_of(node)):
+        return low.copy(node)
+    size = sizes[0] if name == "aten.split" and isinstance(node.args[1], int) else sizes
+    return low.copy(node, args=(low.whole(node.args[0]), size, dim), target=_split_target(node, size))
+
+
+def _split_target(node: fx.Node, size: int | list[int]) -> Any:
+    return aten.split.Tensor if isinstance(size, int) else aten.split_with_sizes.default
+
+
+def lower_slice(low: Lowering, node: fx.Node) -> fx.Node:
+    """A run of rows, where it lies on this rank."""
+    own = low.analysis.of(node.args[0])
+    dim = int(argument(node, 1, "dim", 0)) % len(own)
+    if not low.is_divided((own[dim],)):
+        return low.copy(node)
+    size, length = ax.find(own[dim]).size, shape_of(node)[dim]
+    start = int(argument(node, 2, "start") or 0)
+    first = low.offset(own[dim], start + size if start < 0 else start)
+    end = first + low.extent(low.analysis.of(node)[dim])
+    if length == size:
+        return low.copy(
+            node, args=(low.whole(node.args[0]), dim, 0, low.extent(own[dim])), target=aten.slice.Tensor
+        )
+    return low.copy(node, args=(low.whole(node.args[0]), dim, first, end), target=aten.slice.Tensor)
+
+
+def lower_embedding(low: Lowering, node: fx.Node) -> fx.Node:
+    """Vocabulary-parallel lookup: each rank looks up what its rows hold, the sum is the embedding."""
+    axis = low.analysis.contractions[node]
+    if not low.is_divided((axis,)):
+        return low.copy(node)
+    padding = argument(node, 2, "padding_idx", -1)
+    known = (ax.find(axis).size, padding) if padding >= 0 else (ax.find(axis).size,)
+    args = (low.rank, low.whole(node.args[0]), low.whole(node.args[1]), *known)
+    return low.add(kernels.embedding, args, node, name=node.name, partial=True)
+
+
+def lower_cross_entropy(low: Lowering, node: fx.Node) -> fx.Node:
+    """Vocabulary-parallel loss: the logits stay divided."""
+    axis = low.analysis.contractions.get(node)
+    if axis is None or not low.is_divided((axis,)):
+        return low.copy(node)
+    reduction = {1: "mean", 2: "sum"}[argument(node, 3, "reduction", 1)]
+    logits, target = low.whole(node.args[0]), low.whole(node.args[1])
+    ignore = argument(node, 4, "ignore_index", -100)
+    args = (low.rank, logits, target, ax.find(axis).size, ignore, reduction)
+    return low.add(kernels.cross_entropy, args, node, name=node.name)
+
+
+def lower_attention(low: Lowering, node: fx.Node) -> fx.Node:
+    """Attention over this rank's heads; replicated keys and values are cut down to them first."""
+    new = _lower_severed(low, node) if _severed(low, node) else lower_same(low, node)
+    if operator_name(node.target) == "kernels.attention":
+        lead = low.analysis.of(node)[:-2]
+        new.kwargs = {**new.kwargs, **_keyed_by(low, node, lead)}
+    return new
+
+
+def _severed(low: Lowering, node: fx.Node) -> bool:
+    heads = low.analysis.of(node)[-3:-2]
+    return low.is_divided(heads) and any(at is node for at, _ in low.analysis.severed)
+
+
+def _lower_severed(low: Lowering, node: fx.Node) -> fx.Node:
+    """Repeat grouped keys and values to the number of query heads, then take this rank's."""
+    heads = ax.find(low.analysis.of(node)[-3]).size
+    own: dict[fx.Node, fx.Node] = {}
+    for (at, tensor), dim in low.analysis.severed.items():
+        if at is not node:
+            continue
+        value, found = low.whole(tensor), shape_of(tensor)[dim]
+        if found != heads:
+            value = low.add(
+                aten.repeat_interleave.self_int,
+                (value, heads // found, dim),
+                node,
+                name=f"{tensor.name}_repeated",
+            )
+        own[tensor] = low.add(collectives.take_own, (low.rank, value, dim), node, name=f"{tensor.name}_own")
+        own[tensor].meta["divided"] = dim
+    args = fx.node.map_arg(node.args, lambda n: own.get(n) or low.whole(n))
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
+    return low.copy(node, args=args, kwargs=fx.node.map_arg(kwargs, low.whole))
+
+
+def lower_dropout(low: Lowering, node: fx.Node) -> fx.Node:
+    """Say along which axes the mask is keyed: the element's place in one sample's undivided tensor."""
+    new = lower_same(low, node)
+    new.kwargs = _keyed_by(low, node, low.analysis.of(node))
+    return new
+
+
+def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
+    """`sample`, `divided` and, where they are inside a merged dimension, the unmerged `shape`."""
+    flat: list[Axis] = []
+    for axis in axes:
+        parts = ax.factors(axis)
+        inside = any(f in low.batch for f in parts) or any(low.is_divided((f,)) for f in parts[1:])
+        flat.extend(parts if inside else [ax.find(axis)])
+    shape = [low.extent(f) for f in flat]
+    if low.single:  # a batch of one has no axis to find: any dimension of size 1 stands for it
+        if all(f.size != 1 for f in flat):
+            flat, shape = [Axis(1), *flat], [1, *shape]
+        sample: int | None = [f.size for f in flat].index(1)
+    else:
+        sample = next((i for i, f in enumerate(flat) if f in low.batch), None)
+    divided = next((i for i, f in enumerate(flat) if low.is_divided((f,))), None)
+    if divided is not None and flat[divided].kind == "sum":
+        raise ValueError(
+            f"dropout over packed segments at {where(node)} cannot be divided; unpack them first"
+        )
+    found: dict[str, Any] = {"sample": sample}
+    if divided is not None:
+        found["divided"] = divided
+    if len(flat) != len(axes):
+        found["shape"] = shape
+    return found
+
+
+LOWERINGS: Mapping[str, Lower] = {
+    "aten.linear": lower_linear,
+    "aten.addmm": lower_addmm,
+    "aten.add": lower_add,
+    **dict.fromkeys(
+        ["aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"], lower_view
+    ),
+    **dict.fromkeys(
+        ["aten.expand", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"], lower_sized
+    ),
+    **dict.fromkeys(["aten.zeros", "aten.ones", "aten.full"], lower_factory),
+    "aten.repeat_interleave": lower_repeat,
+    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk"], lower_split),
+    **dict.fromkeys(["aten.slice", "aten.narrow"], lower_slice),
+    "aten.embedding": lower_embedding,
+    "aten.cross_entropy_loss": lower_cross_entropy,
+    **dict.fromkeys(["aten.scaled_dot_product_attention", "kernels.attention"], lower_attention),
+    **dict.fromkeys(["aten.matmul", "aten.bmm"], lower_attention),
+    "kernels.dropout": lower_dropout,
+}

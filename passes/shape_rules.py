@@ -1,0 +1,235 @@
+"""What operators that keep, move, cut or join dimensions say about axes (see `axis_rules`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from autoptd.passes import axes as ax
+from autoptd.passes.axes import Axes, Axis
+from autoptd.passes.calls import argument, shape_of
+
+if TYPE_CHECKING:
+    from autoptd.passes.analysis import Analysis
+
+
+def broadcast(analysis: Analysis, node: fx.Node) -> Axes:
+    """Unify the tensor arguments dimension by dimension; a dimension of size 1 spreads over the others."""
+    shape = shape_of(node)
+    result = [Axis(1)] * len(shape)
+    for source in node.all_input_nodes:
+        if source not in analysis.axes:
+            continue
+        own = analysis.axes[source]
+        for back in range(1, len(own) + 1):
+            axis = own[-back]
+            if ax.find(axis).size == 1:
+                continue
+            if ax.find(result[-back]).size == 1:
+                result[-back] = axis
+            else:
+                ax.unify(result[-back], axis)
+    return tuple(result)
+
+
+def view(analysis: Analysis, node: fx.Node) -> Axes:
+    """Regroup factors; an axis that cannot be regrouped is blocked."""
+    source, shape = analysis.of(node.args[0]), shape_of(node)
+    grouped = ax.regroup(source, shape)
+    if grouped is not None:
+        return tuple(grouped)
+    for axis in source:
+        ax.block(axis, f"{node.name} regroups it as {list(shape)}")
+    return tuple(Axis(size, blocked=f"{node.name} makes it") for size in shape)
+
+
+def transpose(analysis: Analysis, node: fx.Node) -> Axes:
+    own = list(analysis.of(node.args[0]))
+    first, second = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+    own[first], own[second] = own[second], own[first]
+    return tuple(own)
+
+
+def transpose_two(analysis: Analysis, node: fx.Node) -> Axes:
+    return tuple(reversed(analysis.of(node.args[0])))
+
+
+def permute(analysis: Analysis, node: fx.Node) -> Axes:
+    own = analysis.of(node.args[0])
+    return tuple(own[d] for d in node.args[1])  # type: ignore[union-attr, index]
+
+
+def unsqueeze(analysis: Analysis, node: fx.Node) -> Axes:
+    own = list(analysis.of(node.args[0]))
+    dim = int(node.args[1])  # type: ignore[arg-type]
+    own.insert(dim if dim >= 0 else dim + len(own) + 1, Axis(1))
+    return tuple(own)
+
+
+def squeeze(analysis: Analysis, node: fx.Node) -> Axes:
+    own = analysis.of(node.args[0])
+    dims = argument(node, 1, "dim", list(range(len(own))))
+    dropped = {d % len(own) for d in ([dims] if isinstance(dims, int) else dims)}
+    return tuple(a for d, a in enumerate(own) if d not in dropped or ax.find(a).size != 1)
+
+
+def expand(analysis: Analysis, node: fx.Node) -> Axes:
+    """A dimension of size 1 becomes a new axis, the same value at each of its indices."""
+    own, shape = analysis.of(node.args[0]), shape_of(node)
+    lead = len(shape) - len(own)
+    return tuple(
+        own[d - lead] if d >= lead and ax.find(own[d - lead]).size == size else Axis(size)
+        for d, size in enumerate(shape)
+    )
+
+
+def repeat_interleave(analysis: Analysis, node: fx.Node) -> Axes:
+    """Each index of one dimension, several times in a row: [kv, group]."""
+    own, shape = list(analysis.of(node.args[0])), shape_of(node)
+    dim = argument(node, 2, "dim")
+    if dim is None or not isinstance(node.args[1], int):
+        return opaque_tensor(analysis, node)
+    dim %= len(own)
+    own[dim] = ax.product([own[dim], Axis(shape[dim] // ax.find(own[dim]).size)])
+    return tuple(own)
+
+
+def select(analysis: Analysis, node: fx.Node) -> Axes:
+    own = list(analysis.of(node.args[0]))
+    ax.block(own.pop(int(node.args[1])), f"{node.name} selects from it")  # type: ignore[arg-type]
+    return tuple(own)
+
+
+def index(analysis: Analysis, node: fx.Node) -> Axes:
+    """Rows picked out of one dimension by a list of numbers: that dimension is needed whole."""
+    own = list(analysis.of(node.args[0]))
+    picks = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    if len(picks) != 1 or len(analysis.of(picks[0][1])) != 1:
+        return opaque_tensor(analysis, node)
+    dim = picks[0][0]
+    reason = f"{node.name} picks from it"
+    ax.block(own[dim], reason)
+    own[dim] = Axis(shape_of(node)[dim], blocked=reason)
+    return tuple(own)
+
+
+def unbind(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
+    own = list(analysis.of(node.args[0]))
+    axis = own.pop(int(argument(node, 1, "dim", 0)))
+    ax.block(axis, f"{node.name} takes it apart")
+    return (tuple(own),) * ax.find(axis).size
+
+
+def slice_rows(analysis: Analysis, node: fx.Node) -> Axes:
+    """A slice makes the axis a sum of segments, of which it takes some."""
+    own, shape = list(analysis.of(node.args[0])), shape_of(node)
+    dim = int(argument(node, 1, "dim", 0)) % len(own)
+    axis = ax.find(own[dim])
+    if shape[dim] in (0, axis.size):
+        own[dim] = axis if shape[dim] else Axis(0)
+        return tuple(own)
+    start = int(argument(node, 2, "start") or 0)
+    start = start + axis.size if start < 0 else start
+    step = argument(node, 4, "step", 1) if str(node.target).startswith("aten.slice") else 1
+    pieces = ax.segment(axis, [start, start + shape[dim]]) if step == 1 else None
+    if pieces is None:
+        ax.block(axis, f"{node.name} slices it")
+        own[dim] = Axis(shape[dim], blocked=f"{node.name} makes it")
+        return tuple(own)
+    position = 0
+    for piece in pieces:
+        if position == start:
+            own[dim] = piece
+        position += ax.find(piece).size
+    return tuple(own)
+
+
+def split(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
+    """Equal pieces share one axis, counted by a block index outside it; unequal ones are segments."""
+    values = node.meta["val"]
+    own = analysis.of(node.args[0])
+    dim = int(argument(node, 2, "dim", 0)) % len(own)
+    sizes = [int(v.shape[dim]) for v in values]
+    if len(sizes) == 1:
+        return (own,)
+    pieces: list[Axis] | None = None
+    if len(set(sizes)) == 1:
+        pair = ax.split_product(own[dim], [len(sizes), sizes[0]])
+        if pair is not None:
+            ax.block(pair[0], f"{node.name} takes it apart")
+            pieces = [pair[1]] * len(sizes)
+    if pieces is None:
+        bounds = [sum(sizes[:i]) for i in range(1, len(sizes))]
+        pieces = ax.segment(own[dim], bounds)
+    if pieces is None:
+        ax.block(own[dim], f"{node.name} splits it")
+        pieces = [Axis(size, blocked=f"{node.name} makes it") for size in sizes]
+    return tuple((*own[:dim], piece, *own[dim + 1 :]) for piece in pieces)
+
+
+def concatenate(analysis: Analysis, node: fx.Node) -> Axes:
+    """The joined dimension is the sum of its arguments'."""
+    sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+    parts = [analysis.of(s) for s in sources]
+    dim = int(argument(node, 1, "dim", 0)) % len(parts[0])
+    for other in parts[1:]:
+        for d, (a, b) in enumerate(zip(parts[0], other, strict=True)):
+            if d != dim:
+                ax.unify(a, b)
+    segments = tuple(p[dim] for p in parts if ax.find(p[dim]).size)
+    joined = segments[0] if len(segments) == 1 else Axis(shape_of(node)[dim], "sum", segments)
+    return (*parts[0][:dim], joined, *parts[0][dim + 1 :])
+
+
+def stack(analysis: Analysis, node: fx.Node) -> Axes:
+    sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+    parts = [analysis.of(s) for s in sources]
+    for other in parts[1:]:
+        for a, b in zip(parts[0], other, strict=True):
+            ax.unify(a, b)
+    dim = int(argument(node, 1, "dim", 0)) % (len(parts[0]) + 1)
+    index = Axis(len(parts), blocked=f"{node.name} makes it")
+    return (*parts[0][:dim], index, *parts[0][dim:])
+
+
+def pad(analysis: Analysis, node: fx.Node) -> Axes:
+    """A padded dimension is a new axis; nothing is known of it."""
+    own, shape = analysis.of(node.args[0]), shape_of(node)
+    result = []
+    for axis, size in zip(own, shape, strict=True):
+        if ax.find(axis).size == size:
+            result.append(axis)
+        else:
+            ax.block(axis, f"{node.name} pads it")
+            result.append(Axis(size, blocked=f"{node.name} makes it"))
+    return tuple(result)
+
+
+def getitem(analysis: Analysis, node: fx.Node) -> Axes:
+    axes = analysis.results[node.args[0]]  # type: ignore[index]
+    return axes[node.args[1]]  # type: ignore[index]
+
+
+def make_new(analysis: Analysis, node: fx.Node) -> Axes:
+    """A tensor filled with one value: its dimensions are whatever meets them."""
+    return tuple(Axis(size) for size in shape_of(node))
+
+
+def opaque_tensor(analysis: Analysis, node: fx.Node) -> Axes:
+    """`opaque`, of an operator with one result."""
+    (axes,) = opaque(analysis, node)
+    return axes
+
+
+def opaque(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
+    """Nothing is known: all dimensions that come in or go out of the operator's results stay whole."""
+    reason = f"no rule divides {node.name}"
+    for source in node.all_input_nodes:
+        for own in analysis.all_of(source):
+            for axis in own:
+                ax.block(axis, reason)
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(tuple(Axis(size, blocked=reason) for size in v.shape) for v in values)
