@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from autoptd.runtime.data_parallel import split_rows
 from autoptd.runtime.manifest import Manifest
 
-FLOOR = 1e-6  # of the largest gradient: what smaller ones are measured against
+FLOOR = 1e-6  # of the largest gradient of all: what smaller ones are measured against
+ZERO = 1e-12, 1e-3  # of the same: a gradient that is only rounding, and what that is measured against
 ROUNDING = 1e-12
 
 
@@ -85,15 +87,18 @@ def _say_different(
 def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """The relative error of each gradient; one that only one side has is compared with zero."""
     largest = {name: _largest(gradient) for name, gradient in expected.items()}
-    floor = FLOOR * max(largest.values(), default=0.0)
+    top = max(largest.values(), default=0.0)
+    noise, unit = ZERO
     errors = {}
     for name in dict.fromkeys([*expected, *found]):
         if name in found and name in expected:
             difference = _largest(found[name] - expected[name])
         else:
             difference = _largest(found.get(name, expected.get(name)))
-        scale = max(largest.get(name, 0.0), floor)
-        errors[name] = difference / scale if difference else 0.0
+        own = largest.get(name, 0.0)
+        # A key's bias, say, shifts all scores alike: its gradient is zero but for rounding.
+        scale = max(own, FLOOR * top) if own > noise * top else unit * top
+        errors[name] = (difference / scale if scale else math.inf) if difference else 0.0
     return errors
 
 

@@ -13,8 +13,8 @@ SHOWN = 5
 class Report:
     """Errors are relative: the largest difference of a gradient's elements over its largest element.
 
-    A gradient that is almost zero is measured against 1e-6 of the largest of all. `disagreements` say where
-    ranks that must hold the same do not.
+    One that is almost zero is measured against 1e-6 of the largest of all, and one that is nothing but
+    rounding against 1e-3. `disagreements` say where ranks that must hold the same do not.
     """
 
     loss: float

@@ -199,9 +199,11 @@ def _run_plain(
         if parameter.kind != "constant" and name in tensors:
             trained = parameter.kind == "parameter" and parameter.requires_grad
             leaves[name] = tensors[name].detach().clone().requires_grad_(trained)
-    own = {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
+    own = {n for n, _ in (*objective.named_parameters(), *objective.named_buffers())}
     inside = next(path for path, part in objective.named_modules() if part is model)
-    swapped = {f"{inside}.{name}": leaf for name, leaf in leaves.items() if name in own}
+    # A loss_fn's buffers have their names in the objective; tensors in forward's code have none.
+    homes = {name: n for name in leaves for n in (name, f"{inside}.{name}") if n in own}
+    swapped = {homes[name]: leaf for name, leaf in leaves.items() if name in homes}
     count = manifest.num_microbatches * manifest.mesh.data
     total = 0.0
     with _evaluating(objective), torch.enable_grad(), Promotion() as promotion:

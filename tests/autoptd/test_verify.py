@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import autoptd
 from autoptd import verify
-from autoptd.comparison import RankResult, join_gradients
+from autoptd.comparison import RankResult, compare_gradients, join_gradients
 from autoptd.compiled import CompiledProgram
 from autoptd.promotion import Promotion
 from autoptd.report import Report
@@ -133,6 +133,32 @@ def test_a_batch_of_another_size_is_refused(program: CompiledProgram) -> None:
         program.verify(batch=batch)
 
 
+class Weighted(nn.Module):
+    """A loss that owns a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, 67))
+
+    def forward(self, output: tuple[Tensor, None], targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output[0].flatten(0, 1), targets.flatten(), self.weight)
+
+
+def test_a_loss_functions_buffers_are_promoted() -> None:
+    program = autoptd.compile(
+        gpt(), mesh=(2, 1, 1), loss_fn=Weighted(), microbatch_size=2, num_microbatches=2
+    )
+    report = program.verify()
+    assert report.passed, report
+
+
+def test_a_traced_graph_is_verified() -> None:
+    traced = torch.fx.symbolic_trace(Scaled())
+    program = autoptd.compile(traced, mesh=(2, 2, 1), example_inputs=example(), num_microbatches=2)
+    report = program.verify()
+    assert report.passed, report
+
+
 # Meta models
 
 
@@ -242,6 +268,15 @@ def test_promotion_leaves_whole_numbers_alone() -> None:
         assert x.long().dtype is torch.int64
     assert promotion.count == 4
     assert torch.ones(3).dtype is torch.float32
+
+
+def test_a_gradient_of_rounding_only_is_no_error() -> None:
+    expected = {"a": torch.tensor([2.0, 1.0]), "b": torch.tensor([1e-8]), "c": torch.tensor([1e-17])}
+    found = {"a": torch.tensor([2.0, 1.5]), "b": torch.tensor([2e-8]), "c": torch.tensor([-3e-17])}
+    errors = compare_gradients(found, {**expected, "d": torch.zeros(1)})
+    assert errors == pytest.approx({"a": 0.25, "b": 5e-3, "c": 2e-14, "d": 0.0})
+    assert compare_gradients({"c": torch.ones(1)}, expected)["c"] == pytest.approx(500)
+    assert compare_gradients({}, expected)["a"] == 1.0
 
 
 def test_ranks_that_disagree_are_named() -> None:
