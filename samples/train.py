@@ -15,6 +15,7 @@ import json
 import os
 import pkgutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -111,14 +112,16 @@ def main(argv: list[str] | None = None) -> None:
     model = make_model(args)
     if args.plain:
         num_sequences *= args.mesh[2]
-        clip_gradients = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+        clip_gradients: Callable[[float], Tensor] = partial(
+            nn.utils.clip_grad_norm_, list(model.parameters())
+        )
     else:
         program = compile_program(model, args)  # (+)
         model = parallel = program.bind()  # (+)
         clip_gradients = parallel.clip_grad_norm_  # (+)
         replica, replicas = program.rank(rank).coordinates.data, args.mesh[2]  # (+)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / args.warm_up, 1.0, args.warm_up - 1)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / args.warm_up, 1.0, args.warm_up)
     device = next(model.parameters()).device
     data = corpus.batches(
         corpus.load_corpus(), num_sequences, args.length, seed=args.seed, replica=replica, replicas=replicas

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +89,9 @@ def test_plain_training_lowers_the_loss(
     tokens = np.tile(np.arange(40, dtype=np.uint16), 50)
     monkeypatch.setattr(corpus, "load_corpus", lambda: tokens)
     monkeypatch.setattr(corpus, "VOCAB_SIZE", 64)
-    sizes = "--layers 2 --hidden 32 --heads 2 --length 16 --steps 8 --mesh 1,1,2 --learning-rate 1e-2"
+    sizes = (
+        "--layers 2 --hidden 32 --heads 2 --length 16 --steps 8 --mesh 1,1,2 --learning-rate 1e-2 --warm-up 1"
+    )
     log = tmp_path / "log.jsonl"
     train.main(["--plain", "--model", name, *sizes.split(), "--losses", str(log)])
     losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
@@ -112,6 +117,37 @@ def test_accumulated_gradient_is_the_batchs() -> None:
 def gradient_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def test_mesh_and_one_device_print_the_same_loss(tmp_path: Path) -> None:
+    sizes = [
+        "--layers",
+        "2",
+        "--hidden",
+        "32",
+        "--heads",
+        "2",
+        "--length",
+        "16",
+        "--steps",
+        "3",
+        "--mesh",
+        "2,2,1",
+    ]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "samples.train"]
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    losses: list[list[float]] = []
+    for command in (launcher, ["-m", "samples.train", "--plain"]):
+        log = tmp_path / f"{len(losses)}.jsonl"
+        subprocess.run(
+            [sys.executable, *command, *sizes, "--dtype", "float64", "--losses", str(log)],
+            cwd=Path(__file__).parents[1],
+            env=threads,
+            check=True,
+        )
+        losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-14, abs=0)
+    assert losses[0][2] != losses[0][0]
 
 
 def test_output_without_loss_is_refused() -> None:
