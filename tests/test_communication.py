@@ -1,0 +1,263 @@
+"""Communication counted while it happens, and equal to what the plan prints.
+
+Of a GPT of L layers the tensor ranks all-reduce, per microbatch: forward two a layer (behind attention and MLP),
+one behind the vocabulary-parallel embedding, and two small ones in the loss (the maximum; the sum of
+exponentials together with the target's logit); backward two a layer (in front of attention and MLP), one in front
+of the output head. Nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.compiled import CompiledProgram
+from autoptd.runtime import collectives, kernels
+from autoptd.runtime.communicator import Group
+from autoptd.runtime.transfer import is_scattered
+from autoptd.summary import format_bytes
+from tests.generated_models import ModelConfig, make_batch, make_model
+from tests.parity import loss_of, split_batch
+from tests.ranks import run_ranks
+
+LAYERS, B, LENGTH = 4, 2, 8
+MEGATRON = ModelConfig(layers=LAYERS, length=LENGTH, projection="packed")
+STREAM = B * LENGTH * MEGATRON.hidden  # b * s * h elements
+TOKENS = B * LENGTH
+
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank communicated: calls and elements by "group kind", and elements sent by boundary."""
+
+    calls: Counts
+    elements: Counts
+    sent: Counts
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        def subtract(after: Counts, first: Counts) -> Counts:
+            return {key: n - first.get(key, 0) for key, n in after.items() if n != first.get(key, 0)}
+
+        return Traffic(
+            subtract(self.calls, before.calls),
+            subtract(self.elements, before.elements),
+            subtract(self.sent, before.sent),
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's traffic in a forward-only step, and in a training step."""
+
+    forward: Traffic
+    training: Traffic
+
+
+def read_traffic(parallel: Any) -> Traffic:
+    connection = parallel._connection
+    groups: dict[str, Group] = {
+        axis: getattr(connection.rank, axis) for axis in ("tensor", "pipeline", "data")
+    }
+    groups |= {f"tied {owners}": group for owners, group in connection.tied.items()}
+    return Traffic(
+        {f"{name} {kind}": n for name, group in groups.items() for kind, n in group.counts.items()},
+        {f"{name} {kind}": n for name, group in groups.items() for kind, n in group.elements.items()},
+        dict(parallel.sent_elements),
+    )
+
+
+def measure(program: CompiledProgram, config: ModelConfig) -> list[Measured]:
+    """Run a step without gradients and one with, on every rank; what each rank communicated."""
+    manifest = program.manifest
+    sequences = manifest.microbatch_size * manifest.num_microbatches * program.mesh.data
+    batch = make_batch(config, sequences)
+
+    def work(rank: int) -> Measured:
+        parallel = program.bind()
+        own = split_batch(batch, program.mesh.data)[program.mesh.coordinates(rank).data]
+        start = read_traffic(parallel)
+        with torch.no_grad():
+            parallel(**own)
+        middle = read_traffic(parallel)
+        loss_of(parallel(**own)).backward()
+        return Measured(middle - start, read_traffic(parallel) - middle)
+
+    return run_ranks(work, program.mesh.size)
+
+
+def compile_model(config: ModelConfig, mesh: tuple[int, int, int], **options: Any) -> CompiledProgram:
+    example = make_batch(config, B)
+    return autoptd.compile(make_model(config), mesh, example_inputs=example, microbatch_size=B, **options)
+
+
+def over_pipeline(program: CompiledProgram, measured: list[Traffic], key: str) -> tuple[int, int]:
+    """Calls and elements of one tensor rank, added over the pipeline; the same for every tensor rank and replica."""
+    mesh = program.mesh
+    totals = {
+        tuple(
+            sum(getattr(measured[rank], kind).get(key, 0) for rank in mesh.pipeline_group(first))
+            for kind in ("calls", "elements")
+        )
+        for first in range(mesh.size)
+    }
+    ((calls, elements),) = totals
+    return calls, elements
+
+
+@pytest.mark.parametrize("m", [2, 6])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2)], ids=str)
+def test_a_layer_has_two_all_reduces_forward_and_two_backward(mesh: tuple[int, int, int], m: int) -> None:
+    program = compile_model(MEGATRON, mesh, num_microbatches=m)
+    measured = measure(program, MEGATRON)
+    forward = over_pipeline(program, [x.forward for x in measured], "tensor all_reduce")
+    both = over_pipeline(program, [x.training for x in measured], "tensor all_reduce")
+    layers, embedding, head, loss = 2 * LAYERS, 1, 1, 2
+    assert forward == (m * (layers + embedding + loss), m * (STREAM * (layers + embedding) + 3 * TOKENS))
+    assert both[0] - forward[0] == m * (layers + head)
+    assert both[1] - forward[1] == m * STREAM * (layers + head)
+    for rank in measured:
+        kinds = {kind.removeprefix("tensor ") for kind in rank.training.calls if kind.startswith("tensor ")}
+        assert kinds <= {"all_reduce", "all_gather"}
+
+
+@pytest.mark.parametrize("scatter_gather", [True, False])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((2, 2, 1), {"num_microbatches": 4, "num_model_chunks": 2}),
+        ((4, 2, 1), {"num_microbatches": 3, "schedule": "1f1b"}),
+        ((2, 4, 1), {"num_microbatches": 4, "num_model_chunks": 1}),
+        ((2, 2, 2), {"num_microbatches": 2, "num_model_chunks": 2, "schedule": "gpipe"}),
+    ],
+    ids=str,
+)
+def test_a_boundary_sends_one_share_per_tensor_rank(
+    mesh: tuple[int, int, int], options: dict[str, Any], scatter_gather: bool
+) -> None:
+    program = compile_model(MEGATRON, mesh, scatter_gather=scatter_gather, **options)
+    m, t, last = program.manifest.num_microbatches, program.mesh.tensor, len(program.stages) - 1
+    share = STREAM // t if scatter_gather else STREAM
+    for rank, measured in enumerate(measure(program, MEGATRON)):
+        at = program.mesh.coordinates(rank).pipeline
+        stages = range(at, last + 1, program.mesh.pipeline)
+        forward = {f"stage {k} -> {k + 1}": m * share for k in stages if k < last}
+        backward = {f"stage {k} -> {k - 1}": m * share for k in stages if k > 0}
+        assert measured.forward.sent == forward
+        assert measured.training.sent == forward | backward
+        gathers = m * sum((k > 0) + (k < last) for k in stages) if scatter_gather else 0
+        assert measured.training.calls.get("tensor all_gather", 0) == gathers
+        assert measured.training.elements.get("tensor all_gather", 0) == gathers * share
+
+
+ODD = ModelConfig(layers=2, heads=3, kv_heads=3, head_size=10, length=7, vocabulary=53)
+
+
+def test_what_does_not_divide_crosses_whole() -> None:
+    """7 tokens of 30 elements each, for two tensor ranks out of one head more: t = 3 divides, t = 4 would not."""
+    config = ModelConfig(layers=2, heads=4, kv_heads=4, head_size=5, length=7)
+    program = compile_model(config, (2, 2, 1), num_microbatches=2, num_model_chunks=1)
+    elements = B * config.length * config.hidden
+    assert measure(program, config)[0].training.sent == {"stage 0 -> 1": 2 * elements // 2}
+    program = autoptd.compile(
+        make_model(ODD), (3, 2, 1), example_inputs=make_batch(ODD, 1), num_microbatches=2, num_model_chunks=1
+    )
+    assert measure(program, ODD)[0].training.sent == {"stage 0 -> 1": 2 * 7 * 30 // 3}
+
+
+PRINTED = [
+    MEGATRON,
+    ModelConfig(
+        layers=3, kv_heads=2, projection="unequal", rms_norm=True, rotary=True, gated=True, bias=False
+    ),
+    ModelConfig(layers=3, kv_heads=1, query_key_norm=True, rms_norm=True, gated=True, packed_gate=True),
+    ModelConfig(layers=3, projection="per_head", parallel_residual=True, rotary=True, head_bias=True),
+    ModelConfig(layers=3, tied=True, attention="written", vocabulary=67),
+]
+
+
+@pytest.mark.parametrize(("t", "p"), [(2, 2), (4, 2), (2, 3)])
+@pytest.mark.parametrize("config", PRINTED, ids=str)
+def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int) -> None:
+    m = 3
+    program = compile_model(config, (t, p, 1), num_microbatches=m, schedule="1f1b")
+    text = " ".join(str(program).split())
+    printed = re.search(
+        r"all-reduces per microbatch: forward (\d+) \(([^)]*)\), backward (\d+) \(([^)]*)\); "
+        r"the loss reduces three numbers a token",
+        text,
+    )
+    assert printed is not None, text
+    once = "summed over the tensor ranks once a step" in text
+    measured = measure(program, config)
+    forward = over_pipeline(program, [x.forward for x in measured], "tensor all_reduce")
+    both = over_pipeline(program, [x.training for x in measured], "tensor all_reduce")
+    assert int(printed[1]) == forward[0] // m - 2
+    assert printed[2] == format_bytes(8 * (forward[1] // m - 3 * B * config.length))
+    partial = [
+        n for n, q in program.manifest.parameters.items() if q.partial_gradient and not q.placement.dim
+    ]
+    assert once == bool(partial) or config.projection == "unequal"
+    if not once:
+        assert int(printed[3]) == (both[0] - forward[0]) // m
+        assert printed[4] == format_bytes(8 * (both[1] - forward[1]) // m)
+    _check_stages(program, measured)
+
+
+def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
+    """Rank by rank: the graphs' collectives, the partial gradients' bucket, and the manifest's boundaries."""
+    manifest, mesh = program.manifest, program.mesh
+    m = manifest.num_microbatches
+    for rank, found in enumerate(measured):
+        at = mesh.coordinates(rank).pipeline
+        own = [s for s in program.manifest.stages if s.index % mesh.pipeline == at]
+        targets = [n.target for s in own for n in program.stages[s.index].graph.nodes]
+        f, g = targets.count(collectives.copy_to_tensor), targets.count(collectives.reduce_from_tensor)
+        losses = targets.count(kernels.cross_entropy)
+        buckets = any(manifest.parameters[n].partial_gradient for s in own for n in s.parameters)
+        assert found.forward.calls.get("tensor all_reduce", 0) == m * (g + 2 * losses)
+        assert found.training.calls.get("tensor all_reduce", 0) == m * (f + g + 2 * losses) + buckets
+        for stage in own:
+            if not stage.sends:
+                continue
+            sent = sum(
+                prod(b.shape) // (mesh.tensor if is_scattered(b, mesh.tensor, True) else 1)
+                for b in stage.sends
+            )
+            label = f"stage {stage.index} -> {stage.index + 1}"
+            assert found.training.sent[label] == m * sent
+            assert format_bytes(8 * sent) in str(program)
+
+
+def test_what_is_summed_once_a_step() -> None:
+    """Per step: the loss's way to all ranks, the tied gradient over its owners, all gradients over the replicas."""
+    config = ModelConfig(layers=4, tied=True, vocabulary=64)
+    program = compile_model(config, (2, 2, 2), num_microbatches=4)
+    mesh, parameters = program.mesh, program.manifest.parameters
+    for rank, measured in enumerate(measure(program, config)):
+        at = mesh.coordinates(rank)
+        held = {
+            name: prod(parameters[name].placement.local_shape(parameters[name].shape, mesh.tensor))
+            for name, local in program.rank(rank).parameters.items()
+            if parameters[name].kind == "parameter" and local.shape
+        }
+        last = at.pipeline == mesh.pipeline - 1
+        found = measured.training
+        assert found.calls["data all_reduce"] == 1 + last  # one bucket, and the loss
+        assert found.elements["data all_reduce"] == sum(held.values()) + last
+        assert found.calls["tied (0, 1) all_reduce"] == 1
+        assert found.elements["tied (0, 1) all_reduce"] == 64 // 2 * config.hidden
+        assert found.calls["pipeline broadcast"] == 1
+        assert found.elements["pipeline broadcast"] == 2
+        assert not [key for key in found.calls if key.startswith("pipeline") and key != "pipeline broadcast"]
+        forward = measured.forward.calls
+        assert not [key for key in forward if key.startswith("tied")]
+        assert forward.get("data all_reduce", 0) == last
