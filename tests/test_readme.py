@@ -1,0 +1,36 @@
+"""The README's code is what the program does."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from samples import corpus, train
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE, EXCERPT = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_ten_lines_train() -> None:
+    assert len([line for line in EXAMPLE.splitlines() if line]) == 10
+    tokens = np.arange(4096, dtype=np.uint16)
+    scope = {"batches": islice(corpus.batches(tokens, 8, 128, seed=0), 2)}
+    exec(EXAMPLE.replace("mesh=(2, 2, 2)", "mesh=(1, 1, 1)"), scope)
+    assert scope["loss"].item() == pytest.approx(np.log(4096), rel=0.1)  # type: ignore[attr-defined]
+
+
+def test_excerpt_is_in_the_demos_program() -> None:
+    args = train.parse_arguments(["--mesh", "2,2,2", "--chunks", "2"])
+    assert EXCERPT in train.compile_program(train.make_model(args), args).rank(0).code
+
+
+def test_commands_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:`|^    )make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert {"demo", "test"} < targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
