@@ -48,9 +48,10 @@ class Report:
     def __str__(self) -> str:
         """A short table: the loss, then the parameters with the largest errors."""
         verdict = "passed" if self.passed else "FAILED"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         name, error = self.worst
         lines = [
-            f"verify {verdict}: {self.ranks} ranks against the plain model in float64, {self.seconds:.1f} s",
+            f"verify {verdict}: {ranks} against the plain model in float64, {self.seconds:.1f} s",
             f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error "
             f"{self.loss_error:.1e}",
             f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",

@@ -29,7 +29,7 @@ def summarize(manifest: Manifest, stages: Sequence[Stage], log: Sequence[str], t
     sequences = manifest.microbatch_size * m * mesh.data
     lines = [
         title,
-        f"{mesh}: {mesh.size} ranks",
+        f"{mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}",
         f"schedule {manifest.schedule}: {m} microbatches of {manifest.microbatch_size} per replica and "
         f"step, {sequences} sequences in all; {v} model chunk{'s' * (v > 1)} per pipeline rank",
         f"ideal bubble (p-1)/{'(v*m)' if v > 1 else 'm'} = {mesh.pipeline - 1}/{v * m} = "

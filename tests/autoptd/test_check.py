@@ -411,9 +411,7 @@ def test_swapped_receives_are_named(program: CompiledProgram) -> None:
 
 def test_more_in_flight_than_the_schedule_says_is_reported(program: CompiledProgram) -> None:
     gpipe = make_schedule("gpipe", 2, 4)
-    with pytest.warns(
-        UserWarning, match=r"rank \d has up to 4 microbatches in flight, where 1f1b has \d"
-    ):
+    with pytest.warns(UserWarning, match=r"rank \d has up to 4 microbatches in flight, where 1f1b has \d"):
         check_program(program.manifest, program.stages, gpipe)
 
 

@@ -74,7 +74,7 @@ def test_equal_stages_of_a_long_table_are_left_out() -> None:
 def test_one_rank_sends_nothing() -> None:
     program = compile_gpt((1, 1, 1))
     text = str(program)
-    assert "1 ranks" in text
+    assert "data=1: 1 rank\n" in text
     assert "tensor all-reduces" not in text
     assert "tied" not in text
     assert "replicas" not in text

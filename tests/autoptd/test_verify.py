@@ -136,6 +136,8 @@ def test_a_batch_of_another_size_is_refused(program: CompiledProgram) -> None:
 class Weighted(nn.Module):
     """A loss that owns a buffer."""
 
+    weight: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("weight", torch.linspace(0.5, 1.5, 67))
