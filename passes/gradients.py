@@ -174,9 +174,10 @@ class _Region:
 
     def _price(self, node: fx.Node) -> int:
         """Bytes to sum at this node; 0: it cannot be done there."""
-        if node in self.forced:
+        value = node.meta["val"]
+        if node in self.forced or not isinstance(value, torch.Tensor):
             return 0
-        size = tensor_bytes(node.meta["val"])
+        size = tensor_bytes(value)
         if node.op == "get_attr" and not self.whole_readers(node):
             return size // PARAMETER_DISCOUNT + 1
         return size
