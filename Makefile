@@ -3,11 +3,9 @@
 #   make test                      in ./.venv, made on the first run
 #   make test VENV=$VIRTUAL_ENV    in an environment you have; what is missing is installed there
 #   make test PYTHON=python        with an interpreter you have; nothing is installed
-#   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu      PyTorch without CUDA on Linux
 
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?=
 TESTS ?= tests
 
 ifeq ($(origin PYTHON),command line)
@@ -52,7 +50,7 @@ $(VENV)/bin/python:
 
 # PyTorch first and alone, so that the wheel chosen here is the one everything else is resolved against.
 $(VENV)/.autoptd-installed: pyproject.toml | $(VENV)/bin/python
-	$(PYTHON) -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+	$(PYTHON) -m pip install --quiet $(TORCH)
 	$(PYTHON) -m pip install --quiet --editable '.[models,test]' $(TORCH)
 	touch $@
 
