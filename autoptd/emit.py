@@ -44,7 +44,7 @@ def emit_texts(
     match its interface.
     """
     headings = Headings(program.stages)
-    log = _wrap(" | ".join(program.log))
+    log = [line for entry in program.log for line in _wrap(entry, "    ")]
     return tuple(
         _write_program(program, manifest, schedule[rank], rank, headings, [title, *log], flops)
         for rank in range(program.mesh.pipeline)

@@ -97,7 +97,11 @@ def _candidate(
     return name if name.isidentifier() else f"x_{name}"
 
 
+SHORT_WORDS = {"scaled_dot_product_attention": "sdpa", "cross_entropy_loss": "loss"}
+
+
 def operator_word(target: Any) -> str:
     """An operator's plain name: aten.add.Tensor -> "add"."""
     packet = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", packet)).strip("_")
+    word = str(getattr(packet, "__name__", packet)).strip("_")
+    return SHORT_WORDS.get(word, word)

@@ -227,6 +227,11 @@ _SHAPES = (
     aten.unflatten.int,
 )
 
+def _layer_norm(call: Call) -> fx.Node | None:
+    """Without `cudnn_enable`, which differs by machine and means nothing to the operator."""
+    return call.emit(aten.layer_norm.default, *call.args[:5])
+
+
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _same),
     **dict.fromkeys(_CASTS, _cast),
@@ -237,6 +242,7 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
     aten.detach.default: _detach,
+    aten.layer_norm.default: _layer_norm,
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,

@@ -1,9 +1,12 @@
 """Pipeline rank 0 of 2, on each of its 2 tensor x 1 data ranks.
 GPT, 29,056 parameters, mesh tensor=2 pipeline=2 data=1
-capture GPT: 89 nodes | normalize 89 -> 85 nodes, 0 dropouts | fold_constants 85 -> 85 nodes, 1 constants of
-128 bytes | shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward | weight of shape [16,
-32] (2,048 bytes) replicated: wpe.weight | cut_stages 2 stages on 2 pipeline ranks, the slowest 0.0422 ms a
-microbatch on the reference device: 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
+capture GPT: 89 nodes
+normalize 89 -> 85 nodes, 0 dropouts
+fold_constants 85 -> 85 nodes, 1 constants of 128 bytes
+shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward
+weight of shape [16, 32] (2,048 bytes) replicated: wpe.weight
+cut_stages 2 stages on 2 pipeline ranks, the slowest 0.0422 ms a microbatch on the reference device: 1.000 of
+    the mean, 0.0% above the lower bound (dynamic programme, exact)
 stage 0: wte, wpe, h.0: 0.000437 GFLOP forward, 34.1 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
@@ -26,9 +29,7 @@ def stage_0(rank, p, idx):                                                  # i6
     add = aten.add(wte_g, wpe)                                              # f32[2, 16, 32]
 
     # h.0                                                                     gpt.py:75
-    h0_ln1 = aten.layer_norm(                                               # f32[2, 16, 32]
-        add, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"], cudnn_enable=False
-    )
+    h0_ln1 = aten.layer_norm(add, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])  # f32[2, 16, 32]
     h0_ln1_f = collectives.copy_to_tensor(rank, h0_ln1)             # backward: all-reduce, 4.1 kB over tensor
 
     # h.0.attn                                                                gpt.py:45
@@ -44,10 +45,10 @@ def stage_0(rank, p, idx):                                                  # i6
     h0_attn_transpose_1 = aten.transpose(h0_attn_reshape_1, 1, 2)           # f32[2, 4/2, 16, 8]
     h0_attn_reshape_2 = aten.reshape(h0_attn_split_2, [2, 16, 2, 8])        # f32[2, 16, 4/2, 8]
     h0_attn_transpose_2 = aten.transpose(h0_attn_reshape_2, 1, 2)           # f32[2, 4/2, 16, 8]
-    h0_attn_scaled_dot_product_attention = aten.scaled_dot_product_attention(  # f32[2, 4/2, 16, 8]
+    h0_attn_sdpa = aten.scaled_dot_product_attention(                       # f32[2, 4/2, 16, 8]
         h0_attn_transpose, h0_attn_transpose_1, h0_attn_transpose_2, is_causal=True
     )
-    h0_attn_transpose_3 = aten.transpose(h0_attn_scaled_dot_product_attention, 1, 2)  # f32[2, 16, 4/2, 8]
+    h0_attn_transpose_3 = aten.transpose(h0_attn_sdpa, 1, 2)                # f32[2, 16, 4/2, 8]
     h0_attn_reshape_3 = aten.reshape(h0_attn_transpose_3, [2, 16, 16])      # f32[2, 16, 32/2]
     h0_attn_c_proj = aten.linear(h0_attn_reshape_3, p["h.0.attn.c_proj.weight"])  # f32[2, 16, 32]  partial
     h0_attn_c_proj_g = collectives.reduce_from_tensor(rank, h0_attn_c_proj)  # all-reduce, 4.1 kB over tensor
@@ -55,9 +56,7 @@ def stage_0(rank, p, idx):                                                  # i6
 
     # h.0                                                                     gpt.py:75
     h0_add = aten.add(add, h0_attn_c_proj_biased)                           # f32[2, 16, 32]
-    h0_ln2 = aten.layer_norm(                                               # f32[2, 16, 32]
-        h0_add, [32], p["h.0.ln_2.weight"], p["h.0.ln_2.bias"], cudnn_enable=False
-    )
+    h0_ln2 = aten.layer_norm(h0_add, [32], p["h.0.ln_2.weight"], p["h.0.ln_2.bias"])  # f32[2, 16, 32]
     h0_ln2_f = collectives.copy_to_tensor(rank, h0_ln2)             # backward: all-reduce, 4.1 kB over tensor
 
     # h.0.mlp                                                                 gpt.py:62

@@ -1,9 +1,12 @@
 """Pipeline rank 1 of 2, on each of its 2 tensor x 1 data ranks.
 GPT, 29,056 parameters, mesh tensor=2 pipeline=2 data=1
-capture GPT: 89 nodes | normalize 89 -> 85 nodes, 0 dropouts | fold_constants 85 -> 85 nodes, 1 constants of
-128 bytes | shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward | weight of shape [16,
-32] (2,048 bytes) replicated: wpe.weight | cut_stages 2 stages on 2 pipeline ranks, the slowest 0.0422 ms a
-microbatch on the reference device: 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
+capture GPT: 89 nodes
+normalize 89 -> 85 nodes, 0 dropouts
+fold_constants 85 -> 85 nodes, 1 constants of 128 bytes
+shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward
+weight of shape [16, 32] (2,048 bytes) replicated: wpe.weight
+cut_stages 2 stages on 2 pipeline ranks, the slowest 0.0422 ms a microbatch on the reference device: 1.000 of
+    the mean, 0.0% above the lower bound (dynamic programme, exact)
 stage 1: h.1, ln_f, lm_head: 0.000534 GFLOP forward, 32.2 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
@@ -24,9 +27,7 @@ def stage_1(
     targets,                                        # i64[2, 16]  batch
 ):
     # h.1                                                                     gpt.py:75
-    h1_ln1 = aten.layer_norm(                                               # f32[2, 16, 32]
-        h0_add_1, [32], p["h.1.ln_1.weight"], p["h.1.ln_1.bias"], cudnn_enable=False
-    )
+    h1_ln1 = aten.layer_norm(h0_add_1, [32], p["h.1.ln_1.weight"], p["h.1.ln_1.bias"])  # f32[2, 16, 32]
     h1_ln1_f = collectives.copy_to_tensor(rank, h1_ln1)             # backward: all-reduce, 4.1 kB over tensor
 
     # h.1.attn                                                                gpt.py:45
@@ -42,10 +43,10 @@ def stage_1(
     h1_attn_transpose_1 = aten.transpose(h1_attn_reshape_1, 1, 2)           # f32[2, 4/2, 16, 8]
     h1_attn_reshape_2 = aten.reshape(h1_attn_split_2, [2, 16, 2, 8])        # f32[2, 16, 4/2, 8]
     h1_attn_transpose_2 = aten.transpose(h1_attn_reshape_2, 1, 2)           # f32[2, 4/2, 16, 8]
-    h1_attn_scaled_dot_product_attention = aten.scaled_dot_product_attention(  # f32[2, 4/2, 16, 8]
+    h1_attn_sdpa = aten.scaled_dot_product_attention(                       # f32[2, 4/2, 16, 8]
         h1_attn_transpose, h1_attn_transpose_1, h1_attn_transpose_2, is_causal=True
     )
-    h1_attn_transpose_3 = aten.transpose(h1_attn_scaled_dot_product_attention, 1, 2)  # f32[2, 16, 4/2, 8]
+    h1_attn_transpose_3 = aten.transpose(h1_attn_sdpa, 1, 2)                # f32[2, 16, 4/2, 8]
     h1_attn_reshape_3 = aten.reshape(h1_attn_transpose_3, [2, 16, 16])      # f32[2, 16, 32/2]
     h1_attn_c_proj = aten.linear(h1_attn_reshape_3, p["h.1.attn.c_proj.weight"])  # f32[2, 16, 32]  partial
     h1_attn_c_proj_g = collectives.reduce_from_tensor(rank, h1_attn_c_proj)  # all-reduce, 4.1 kB over tensor
@@ -53,9 +54,7 @@ def stage_1(
 
     # h.1                                                                     gpt.py:75
     h1_add = aten.add(h0_add_1, h1_attn_c_proj_biased)                      # f32[2, 16, 32]
-    h1_ln2 = aten.layer_norm(                                               # f32[2, 16, 32]
-        h1_add, [32], p["h.1.ln_2.weight"], p["h.1.ln_2.bias"], cudnn_enable=False
-    )
+    h1_ln2 = aten.layer_norm(h1_add, [32], p["h.1.ln_2.weight"], p["h.1.ln_2.bias"])  # f32[2, 16, 32]
     h1_ln2_f = collectives.copy_to_tensor(rank, h1_ln2)             # backward: all-reduce, 4.1 kB over tensor
 
     # h.1.mlp                                                                 gpt.py:62
@@ -69,15 +68,13 @@ def stage_1(
     h1_add_1 = aten.add(h1_add, h1_mlp_c_proj_biased)                       # f32[2, 16, 32]
 
     # ln_f, lm_head                                                           gpt.py:111
-    ln_f = aten.layer_norm(                                                 # f32[2, 16, 32]
-        h1_add_1, [32], p["ln_f.weight"], p["ln_f.bias"], cudnn_enable=False
-    )
+    ln_f = aten.layer_norm(h1_add_1, [32], p["ln_f.weight"], p["ln_f.bias"])  # f32[2, 16, 32]
     ln_f_f = collectives.copy_to_tensor(rank, ln_f)                 # backward: all-reduce, 4.1 kB over tensor
     lm_head = aten.linear(ln_f_f, p["wte.weight"])                          # f32[2, 16, 96/2]
     reshape = aten.reshape(lm_head, [32, 48])                               # f32[32, 96/2]
     reshape_1 = aten.reshape(targets, [32])                                 # i64[32]
-    cross_entropy_loss = kernels.cross_entropy(                 # f32[]  all-reduce, 128 B + 256 B over tensor
+    loss = kernels.cross_entropy(                               # f32[]  all-reduce, 128 B + 256 B over tensor
         rank, reshape, reshape_1, vocabulary=96
     )
 
-    return cross_entropy_loss                                               # f32[]
+    return loss                                                             # f32[]

@@ -1,5 +1,7 @@
 """Pipeline rank 0 of 2, on each of its 2 tensor x 1 data ranks.     tiny GPT, mesh tensor=2 pipeline=2 data=1
-capture 40 nodes | shard_tensors 40 -> 46 nodes | cut_stages 2 stages
+capture 40 nodes
+shard_tensors 40 -> 46 nodes
+cut_stages 2 stages
 stage 0: wte, drop, h.0: 0.0123 GFLOP forward, 3.55 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """

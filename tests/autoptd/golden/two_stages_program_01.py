@@ -1,5 +1,7 @@
 """Pipeline rank 1 of 2, on each of its 2 tensor x 1 data ranks.     tiny GPT, mesh tensor=2 pipeline=2 data=1
-capture 40 nodes | shard_tensors 40 -> 46 nodes | cut_stages 2 stages
+capture 40 nodes
+shard_tensors 40 -> 46 nodes
+cut_stages 2 stages
 stage 1: gate, head: 0.0045 GFLOP forward, 960 B of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
