@@ -12,6 +12,7 @@ import torch
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from samples.gpt import GPT, GPTConfig
 from tests.generated_models import (
     Attention,
     GeneratedGPT,
@@ -235,6 +236,35 @@ def test_three_clipped_steps_and_the_state_after_them(config: ModelConfig, optio
         trained.load_state_dict(expected.state, strict=True)
         batch = make_batch(config, 2, seed=9)
         torch.testing.assert_close(fresh(**batch), trained(**batch), rtol=1e-12, atol=0)
+
+
+DROPPING: list[dict[str, Any]] = [
+    {"mesh": (2, 2, 2), "num_microbatches": 2, "microbatch_size": 2, "num_model_chunks": 2},
+    {"mesh": (4, 2, 1), "num_microbatches": 8, "microbatch_size": 1, "schedule": "1f1b"},
+    {"mesh": (1, 3, 2), "num_microbatches": 4, "microbatch_size": 1, "schedule": "gpipe"},
+    {"mesh": (2, 1, 1), "num_microbatches": 2, "microbatch_size": 4, "schedule": "1f1b"},
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", DROPPING, ids=lambda options: str(options["mesh"]))
+def test_dropout_depends_on_neither_mesh_nor_microbatch_size(options: dict[str, Any]) -> None:
+    """Two steps against one device, where the same eight sequences meet the same masks."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=53, block_size=8, n_layer=3, n_head=4, n_embd=24, dropout=0.2)
+    model = GPT(config).double()
+    ids = torch.randint(0, 53, (2, 2, 8, 8))
+    batches = [{"idx": idx, "targets": targets} for idx, targets in ids]
+    alone = autoptd.compile(model, (1, 1, 1), num_microbatches=8, microbatch_size=1, seed=3)
+    expected = train_compiled(alone, batches, Training(lr=0.1))
+    found = train_compiled(autoptd.compile(model, seed=3, **options), batches, Training(lr=0.1))
+    compare(found.steps[0], expected.steps[0])
+    compare(found.steps[1], expected.steps[1], loss_tolerance=1e-13, gradient_tolerance=1e-11)
+
+    other = train_compiled(
+        autoptd.compile(model, (1, 1, 1), num_microbatches=8, microbatch_size=1, seed=4), batches[:1]
+    )
+    assert not torch.equal(other.steps[0].loss, expected.steps[0].loss)
 
 
 def test_the_comparison_sees_a_small_error() -> None:
