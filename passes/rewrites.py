@@ -227,6 +227,7 @@ _SHAPES = (
     aten.unflatten.int,
 )
 
+
 def _layer_norm(call: Call) -> fx.Node | None:
     """Without `cudnn_enable`, which differs by machine and means nothing to the operator."""
     return call.emit(aten.layer_norm.default, *call.args[:5])

@@ -54,26 +54,31 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
 
 
 def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Input, ...], set[Axis]]:
-    """The batch dimension of each input: the first axis of the inputs that no operator needs whole.
+    """The batch dimension of each input, and its axis where the batch is more than one.
 
-    For a batch of one, axes say nothing (size 1 has none) and the captured guess stands.
+    The captured guess stands unless some operator needs that axis whole (attention, the sequence of a sequence-first
+    model); then it is the first axis that none needs whole, or a dimension of size 1.
     """
     nodes = {str(n.target): n for n in analysis.inputs}
-    wanted = {i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.name in nodes}
+    dims = {i.name: [ax.find(a) for a in analysis.of(nodes[i.name])] for i in inputs if i.name in nodes}
+    split = [i for i in inputs if i.batch_dim is not None and i.name in dims]
+    guessed = [dims[i.name][i.batch_dim] for i in split if i.batch_dim is not None]
+    every = [axis for i in split for axis in dims[i.name]]
     candidates = [
-        leaf
-        for node in nodes.values()
-        for axis in analysis.of(node)
-        for leaf in ax.factors(axis)
-        if leaf.size in wanted and leaf.size > 1
+        *(axis for axis in guessed if not axis.blocked),
+        *(axis for axis in every if axis.size > 1 and not axis.blocked),
+        *(axis for axis in every if axis.size == 1),
+        *guessed,
     ]
-    free = [leaf for leaf in candidates if not leaf.blocked]
-    batch = {(free or candidates)[0]} if candidates else set()
-    if not batch:
-        return inputs, batch
-    found = []
-    for entry in inputs:
-        dims = analysis.of(nodes[entry.name]) if entry.name in nodes else ()
-        at = [d for d, axis in enumerate(dims) if ax.find(axis) in batch]
-        found.append(replace(entry, batch_dim=at[0] if at else None) if dims else entry)
-    return tuple(found), batch
+    if not candidates:
+        return inputs, set()
+    batch = candidates[0]
+
+    def place(entry: Input) -> Input:
+        if entry.name not in dims:
+            return entry
+        own = dims[entry.name]
+        same = [d for d, axis in enumerate(own) if axis is batch or axis.size == batch.size == 1]
+        return replace(entry, batch_dim=same[0] if same else None)
+
+    return tuple(place(entry) for entry in inputs), {batch} if batch.size > 1 else set()

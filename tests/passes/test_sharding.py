@@ -353,9 +353,43 @@ def test_a_rule_that_is_no_rule_is_refused(rules: Any, error: type[Exception], m
         prepare(Scaled(), 2, SCALED_INPUTS, rules=rules)
 
 
-def test_the_batch_dimension_is_found_whichever_it_is() -> None:
-    program = prepare(build("llama"), 1, tokens(batch=3))
+class SequenceFirst(nn.Module):
+    """Attention over [s, b, h]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        s, b = idx.shape
+        x = self.embed(idx)
+        q, k, v = (y.view(s, b, 4, 4).permute(1, 2, 0, 3) for y in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = nn.functional.layer_norm(x + self.out(y.permute(2, 0, 1, 3).reshape(s, b, 16)), [16])
+        return nn.functional.cross_entropy(self.head(x).view(-1, 64), targets.view(-1))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((8, 2), 1), ((8, 1), 1), ((3, 8), 1), ((8, 8), 1)])
+def test_the_batch_of_a_sequence_first_model_is_dimension_one(shape: tuple[int, int], dim: int) -> None:
+    ids = {name: torch.zeros(shape, dtype=torch.long) for name in ("idx", "targets")}
+    program = prepare(SequenceFirst(), 2, ids)
+    assert [i.batch_dim for i in program.inputs] == [dim, dim]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_the_batch_is_dimension_zero_elsewhere(batch: int) -> None:
+    program = prepare(build("llama"), 1, tokens(batch=batch))
     assert [i.batch_dim for i in program.inputs] == [0, 0]
+
+
+def test_an_input_without_the_batch_is_not_split() -> None:
+    inputs = {**tokens(batch=3), "position_ids": torch.arange(16).view(1, 16)}
+    program = prepare(build("llama"), 1, inputs)
+    found = {i.name: i.batch_dim for i in program.inputs}
+    assert found == {"input_ids": 0, "labels": 0, "position_ids": None}
 
 
 def test_sharding_is_deterministic() -> None:
