@@ -73,6 +73,7 @@ class Analysis:
         self.severed: dict[tuple[fx.Node, fx.Node], int] = {}
         self.rank: fx.Node | None = None
         self.inputs: list[fx.Node] = []
+        self.operators: set[str] = set()
         self._weights: set[fx.Node] = set()
         self._batch: set[fx.Node] = set()
         self._learned: set[fx.Node] = set()
@@ -171,6 +172,7 @@ class Analysis:
 
     def _rule(self, node: fx.Node) -> Rule:
         name = operator_name(node.target)
+        self.operators.add(name)
         rule = self.rules.get(name) or RULES.get(name)
         if rule is not None:
             return rule

@@ -58,6 +58,15 @@ def _apply_text(
             f"the rule {text!r} for {node.target} does not fit the call at {where(node)}: its tensors are "
             f"{found[0]} -> {found[1]}; write one group of names per tensor, one name per dimension"
         )
+    sizes: dict[str, int] = {}
+    for shape, group in zip((*found[0], *found[1]), (*arguments, *results), strict=True):
+        for size, mark in zip(shape, group, strict=True):
+            known = sizes.setdefault(mark.rstrip("!"), size)
+            if known != size:
+                raise ValueError(
+                    f"the rule {text!r} for {node.target} calls dimensions of sizes {known} and {size} both "
+                    f"{mark.rstrip('!')!r} at {where(node)}; give them different names"
+                )
     for tensor, group in zip(tensors, arguments, strict=True):
         for axis, mark in zip(analysis.of(tensor), group, strict=True):
             name = mark.rstrip("!")
@@ -101,11 +110,12 @@ RULES: Mapping[str, Rule] = {
     "aten.permute": shape_rules.permute,
     "aten.unsqueeze": shape_rules.unsqueeze,
     "aten.squeeze": shape_rules.squeeze,
-    **dict.fromkeys(["aten.expand", "aten.expand_as", "aten.broadcast_to"], shape_rules.expand),
+    **dict.fromkeys(["aten.expand", "aten.broadcast_to"], shape_rules.expand),
     "aten.repeat_interleave": shape_rules.repeat_interleave,
     "aten.select": shape_rules.select,
     "aten.index": shape_rules.index,
     "aten.unbind": shape_rules.unbind,
+    **dict.fromkeys(["aten.roll", "aten.flip"], shape_rules.roll),
     **dict.fromkeys(["aten.slice", "aten.narrow"], shape_rules.slice_rows),
     **dict.fromkeys(
         ["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], shape_rules.split
@@ -121,6 +131,9 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["aten.scaled_dot_product_attention", "kernels.attention"], contraction_rules.attention),
     "aten.embedding": contraction_rules.embedding,
     "aten.cross_entropy_loss": contraction_rules.cross_entropy,
+    **dict.fromkeys(["aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"], contraction_rules.class_loss),
+    "aten.gather": contraction_rules.gather,
+    "aten.einsum": contraction_rules.einsum,
     "aten.sum": contraction_rules.reduce_sum,
     **dict.fromkeys(
         ["aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.logsumexp"],

@@ -19,7 +19,7 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes.analysis import Analysis, operator_name
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import where
+from autoptd.passes.calls import shape_of, where
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
 PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
@@ -38,7 +38,7 @@ class _Leaf:
     saved: int = 0
     moved: int = 0
     excludes: set[int] = field(default_factory=set)  # serials of leaves met in one tensor
-    twice: bool = False
+    unfit: bool = False  # met twice in one tensor, or as a segment that an outer factor repeats
 
 
 def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], list[str]]:
@@ -54,7 +54,7 @@ def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], l
             ax.block(axis, "it is a dimension of the batch")
     padded = _paddable(graph, analysis)
     leaves = {
-        leaf.axis.serial: leaf for leaf in _measure(graph, analysis, padded) if not leaf.twice and leaf.saved
+        leaf.axis.serial: leaf for leaf in _measure(graph, analysis, padded) if not leaf.unfit and leaf.saved
     }
     chosen = _solve_components(leaves, tensor)
     divided = {leaves[s].axis: -leaves[s].axis.size % tensor for s in chosen}
@@ -94,6 +94,9 @@ def _paddable(graph: fx.Graph, analysis: Analysis) -> set[Axis]:
             wanted -= merged
         if unsafe:
             wanted -= touched
+        if node.op == "call_function" and operator_name(node.target) == "aten.div":
+            divisor = [n for n in node.args[1:] if isinstance(n, fx.Node)]
+            wanted -= {leaf for n in divisor for axis in analysis.of(n) for leaf in ax.leaves(axis)}  # 0 / 0
     return wanted
 
 
@@ -107,14 +110,22 @@ def _measure(graph: fx.Graph, analysis: Analysis, padded: set[Axis]) -> list[_Le
             size = prod(value.shape) * value.element_size()
             if node.op == "get_attr":
                 size *= STATE_BYTES if analysis.is_weight(node) else 1
+            inner = {
+                leaf
+                for axis in axes
+                for f in ax.factors(axis)[1:]
+                if f.kind == "sum"
+                for leaf in ax.leaves(f)
+            }
             for position, group in enumerate(groups):
                 for leaf in group:
                     if not _candidate(leaf, tensor, padded):
                         continue
                     entry = found.setdefault(leaf.serial, _Leaf(leaf))
+                    entry.unfit |= leaf in inner
                     entry.saved += size - size // tensor
                     for other in groups[:position]:
-                        entry.twice |= leaf in other
+                        entry.unfit |= leaf in other
                         for rival in other:
                             if rival is not leaf and _candidate(rival, tensor, padded):
                                 entry.excludes.add(rival.serial)
@@ -224,10 +235,10 @@ def replicated_heads(analysis: Analysis) -> frozenset[fx.Node]:
     Their keys and values are computed whole on every rank. Raises ValueError where t is not a multiple of the
     key-value heads.
     """
-    tensor = analysis.tensor
+    tensor, batch = analysis.tensor, _batch_leaves(analysis)
     result = set()
     for node, axis in analysis.heads:
-        sizes = [ax.find(f).size for f in ax.factors(axis)]
+        sizes = [f.size for f in ax.factors(axis) if f not in batch]
         if (
             len(sizes) < 2
             or any(size % tensor == 0 for size in sizes)
@@ -244,6 +255,10 @@ def replicated_heads(analysis: Analysis) -> frozenset[fx.Node]:
     return frozenset(result)
 
 
+def _batch_leaves(analysis: Analysis) -> set[Axis]:
+    return {leaf for node in analysis.inputs for axis in analysis.of(node) for leaf in ax.leaves(axis)}
+
+
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
@@ -255,10 +270,11 @@ def _listed(numbers: list[int]) -> str:
 
 def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
     """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
-    batch = {leaf for node in analysis.inputs for axis in analysis.of(node) for leaf in ax.leaves(axis)}
+    batch = _batch_leaves(analysis)
     for node, axis in analysis.heads:
         own = [f for f in ax.factors(axis) if f not in batch]
-        if divided_leaf(own, divided) or any(f.blocked for f in own) or (not own and ax.find(axis).size > 1):
+        headless = not own and (ax.find(axis).size > 1 or len(shape_of(node)) < 4)
+        if divided_leaf(own, divided) or any(f.blocked for f in own) or headless:
             continue
         heads = prod(f.size for f in own)
         raise ValueError(

@@ -82,8 +82,9 @@ def attention(analysis: Analysis, node: fx.Node) -> Axes:
     if mask is not None:
         own = analysis.of(mask)
         leading.append((mask, own[:-2]))
-        for axis in own[-2:]:
-            ax.block(axis, reason)
+        for axis, score in zip(own[-2:], (length, keys), strict=True):
+            if ax.find(axis).size != 1:
+                ax.unify(axis, score)
     lead = analysis.align_leading(node, leading)
     return (*lead, length, value_size)
 
@@ -92,6 +93,8 @@ def embedding(analysis: Analysis, node: fx.Node) -> Axes:
     """A lookup contracts the vocabulary: one-hot(ids) x weight."""
     weight, ids = analysis.of(node.args[0]), analysis.of(node.args[1])
     analysis.contractions[node] = weight[0]
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        ax.block(weight[0], f"{node.name} scales its gradient by frequency, or makes it sparse")
     if not analysis.reads_batch(node.args[1]):
         ax.block(weight[0], f"{node.name} looks up the same rows in every step")
     return (*ids, weight[1])
@@ -102,13 +105,64 @@ def cross_entropy(analysis: Analysis, node: fx.Node) -> Axes:
     logits, target = analysis.of(node.args[0]), analysis.of(node.args[1])
     weighted = argument(node, 2, "weight") is not None or argument(node, 5, "label_smoothing", 0.0) != 0.0
     plain = len(logits) == 2 and len(target) == 1 and argument(node, 3, "reduction", 1) in (1, 2)
-    if plain and not weighted:
-        ax.unify(logits[0], target[0])
-        analysis.contractions[node] = logits[1]
+    if not plain or weighted:
+        return class_loss(analysis, node)
+    ax.unify(logits[0], target[0])
+    analysis.contractions[node] = logits[1]
+    return ()
+
+
+def class_loss(analysis: Analysis, node: fx.Node) -> Axes:
+    """A loss of [N, classes, ..] against [N, ..] that needs the classes whole."""
+    logits, target = analysis.of(node.args[0]), analysis.of(node.args[1])
+    classes = min(1, len(logits) - 1)
+    rest = (*logits[:classes], *logits[classes + 1 :])
+    for own, axis in zip(target, logits if len(target) == len(logits) else rest, strict=True):
+        ax.unify(own, axis)
+    for axis in (logits[classes], *(a for n in node.all_input_nodes[2:] for a in analysis.of(n))):
+        ax.block(axis, f"{node.name} is a loss that is not divided")
+    return target if shape_of(node) else ()
+
+
+def gather(analysis: Analysis, node: fx.Node) -> Axes:
+    """One element of a dimension for each element of an index: that dimension is needed whole."""
+    own, index = analysis.of(node.args[0]), analysis.of(node.args[2])
+    dim = int(node.args[1]) % len(own)  # type: ignore[arg-type]
+    for d, (axis, picked) in enumerate(zip(own, index, strict=True)):
+        if d != dim and ax.find(axis).size == ax.find(picked).size:
+            ax.unify(axis, picked)
+        else:
+            ax.block(axis, f"{node.name} picks from it")
+            ax.block(picked, f"{node.name} picks by it")
+    return index
+
+
+def einsum(analysis: Analysis, node: fx.Node) -> Axes:
+    """A product by its equation: equal letters are one axis; with a weight, what is summed is a contraction."""
+    equation = str(node.args[0]).replace(" ", "")
+    operands: list[fx.Node] = list(node.args[1])  # type: ignore[arg-type]
+    sides = equation.split("->")
+    groups = sides[0].split(",")
+    if len(sides) != 2 or "." in equation or any(len(set(g)) != len(g) for g in groups):
+        return opaque_tensor(analysis, node)
+    named: dict[str, Axis] = {}
+    for operand, letters in zip(operands, groups, strict=True):
+        for letter, axis in zip(letters, analysis.of(operand), strict=True):
+            known = named.setdefault(letter, axis)
+            if ax.find(known).size == ax.find(axis).size:
+                ax.unify(known, axis)
+            else:
+                return opaque_tensor(analysis, node)
+    summed = [axis for letter, axis in named.items() if letter not in sides[1]]
+    if len(summed) == 1 and len(operands) == 2 and any(map(analysis.is_weight, operands)):
+        analysis.contractions[node] = summed[0]
     else:
-        for axis in logits:
-            ax.block(axis, f"{node.name} is a loss that is not divided")
-    return tuple(Axis(size) for size in shape_of(node))
+        for axis in summed:
+            ax.block(axis, f"{node.name} multiplies two activations over it")
+        shared = [letter for letter in sides[1] if all(letter in group for group in groups)]
+        if len(shared) > 1:
+            analysis.heads.append((node, named[shared[-1]]))
+    return tuple(named[letter] for letter in sides[1])
 
 
 def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:

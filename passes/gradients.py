@@ -16,6 +16,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from autoptd.passes.calls import where
 from autoptd.passes.program import tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Parameter
@@ -116,7 +117,7 @@ class _Region:
             elif node in self.forced:
                 raise ValueError(
                     f"{node.name} takes undivided rows from a tensor whose other rows are divided, and both feed "
-                    f"operators that tensor parallelism does not divide ({node.meta.get('path')}); use tensor=1"
+                    f"operators that tensor parallelism does not divide, at {where(node)}; use tensor=1"
                 )
         return found
 

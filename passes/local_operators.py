@@ -226,12 +226,19 @@ def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
         inside = any(f in low.batch for f in parts) or any(low.is_divided((f,)) for f in parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
     shape = [low.extent(f) for f in flat]
-    if low.single:  # a batch of one has no axis to find: any dimension of size 1 stands for it
+    if low.single and low.analysis.reads_batch(
+        node
+    ):  # no axis to find: any dimension of size 1 stands for it
         if all(f.size != 1 for f in flat):
             flat, shape = [Axis(1), *flat], [1, *shape]
         sample: int | None = [f.size for f in flat].index(1)
     else:
         sample = next((i for i, f in enumerate(flat) if f in low.batch), None)
+    if sample is None and low.analysis.reads_batch(node):
+        raise ValueError(
+            f"dropout at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "
+            "its mask would depend on the microbatch; use microbatch_size=1, or drop before the batch is merged"
+        )
     divided = next((i for i, f in enumerate(flat) if low.is_divided((f,))), None)
     if divided is not None and flat[divided].kind == "sum":
         raise ValueError(
@@ -253,11 +260,19 @@ LOWERINGS: Mapping[str, Lower] = {
         ["aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"], lower_view
     ),
     **dict.fromkeys(
-        ["aten.expand", "aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"], lower_sized
+        [
+            "aten.expand",
+            "aten.broadcast_to",
+            "aten.new_zeros",
+            "aten.new_ones",
+            "aten.new_full",
+            "aten.new_empty",
+        ],
+        lower_sized,
     ),
     **dict.fromkeys(["aten.zeros", "aten.ones", "aten.full"], lower_factory),
     "aten.repeat_interleave": lower_repeat,
-    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk"], lower_split),
+    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], lower_split),
     **dict.fromkeys(["aten.slice", "aten.narrow"], lower_slice),
     "aten.embedding": lower_embedding,
     "aten.cross_entropy_loss": lower_cross_entropy,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from autoptd.passes import axes as ax
@@ -103,16 +104,30 @@ def select(analysis: Analysis, node: fx.Node) -> Axes:
 
 
 def index(analysis: Analysis, node: fx.Node) -> Axes:
-    """Rows picked out of one dimension by a list of numbers: that dimension is needed whole."""
-    own = list(analysis.of(node.args[0]))
+    """Rows picked out of one dimension by a tensor of numbers: that dimension is needed whole."""
+    own = analysis.of(node.args[0])
     picks = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
-    if len(picks) != 1 or len(analysis.of(picks[0][1])) != 1:
+    if (
+        len(picks) != 1
+        or picks[0][1].meta["val"].is_floating_point()
+        or picks[0][1].meta["val"].dtype == torch.bool
+    ):
         return opaque_tensor(analysis, node)
-    dim = picks[0][0]
-    reason = f"{node.name} picks from it"
-    ax.block(own[dim], reason)
-    own[dim] = Axis(shape_of(node)[dim], blocked=reason)
-    return tuple(own)
+    dim, numbers = picks[0]
+    ax.block(own[dim], f"{node.name} picks from it")
+    if not analysis.reads_batch(numbers):
+        for axis in analysis.of(numbers):
+            ax.block(axis, f"{node.name} picks by it")
+    return (*own[:dim], *analysis.of(numbers), *own[dim + 1 :])
+
+
+def roll(analysis: Analysis, node: fx.Node) -> Axes:
+    own = analysis.of(node.args[0])
+    listed = len(node.args) > 1 + ("roll" in str(node.target))
+    dims: Any = node.args[-1] if listed else range(len(own))
+    for dim in dims:
+        ax.block(own[dim], f"{node.name} moves along it")
+    return own
 
 
 def unbind(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:

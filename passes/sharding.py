@@ -8,6 +8,7 @@ finally (see `gradients`) the conjugate f where a replicated value enters a divi
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes.analysis import Analysis, user_rules
 from autoptd.passes.axes import Axis
+from autoptd.passes.axis_rules import Rule
 from autoptd.passes.choice import choose_axes, replicated_heads
 from autoptd.passes.gradients import place_copies
 from autoptd.passes.local_operators import lower_operator
@@ -36,6 +38,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     tensor = program.mesh.tensor
     table = user_rules(rules)
     analysis = Analysis(stage.graph, stage.parameters, tensor=tensor, rules=table)
+    _check_used(table, analysis.operators)
     severed = replicated_heads(analysis) if tensor > 1 else frozenset[fx.Node]()
     if severed:
         analysis = Analysis(stage.graph, stage.parameters, tensor=tensor, rules=table, sever=severed)
@@ -53,6 +56,14 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     return replace(program, stages=(whole,), inputs=inputs, log=(*program.log, entry, *notes))
 
 
+def _check_used(rules: Mapping[str, Rule], operators: set[str]) -> None:
+    """Raise ValueError for a user's rule of an operator that the model does not call."""
+    for name in rules:
+        if name not in operators:
+            near = difflib.get_close_matches(name, operators, n=1, cutoff=0.0)
+            raise ValueError(f"rules= has {name!r}, which the model does not call; did you mean {near[0]!r}?")
+
+
 def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Input, ...], set[Axis]]:
     """The batch dimension of each input, and its axis where the batch is more than one.
 
@@ -63,22 +74,31 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
     dims = {i.name: [ax.find(a) for a in analysis.of(nodes[i.name])] for i in inputs if i.name in nodes}
     split = [i for i in inputs if i.batch_dim is not None and i.name in dims]
     guessed = [dims[i.name][i.batch_dim] for i in split if i.batch_dim is not None]
-    every = [axis for i in split for axis in dims[i.name]]
-    candidates = [
-        *(axis for axis in guessed if not axis.blocked),
-        *(axis for axis in every if axis.size > 1 and not axis.blocked),
-        *(axis for axis in every if axis.size == 1),
-        *guessed,
-    ]
-    if not candidates:
+    if not guessed:
         return inputs, set()
-    batch = candidates[0]
+    batch = guessed[0]
+    if all(_is_sequence(axis) for axis in guessed):
+        every = [axis for i in split for axis in dims[i.name]]
+        free = [axis for axis in every if axis.size > 1 and not axis.blocked]
+        batch = (free or [axis for axis in every if axis.size == 1] or guessed)[0]
+    else:
+        batch = next(axis for axis in guessed if not _is_sequence(axis))
+    others = {axis for i in split for d, axis in enumerate(dims[i.name]) if d != i.batch_dim}
 
     def place(entry: Input) -> Input:
-        if entry.name not in dims:
-            return entry
-        own = dims[entry.name]
-        same = [d for d, axis in enumerate(own) if axis is batch or axis.size == batch.size == 1]
-        return replace(entry, batch_dim=same[0] if same else None)
+        own = dims.get(entry.name, [])
+        exact = [d for d, axis in enumerate(own) if axis is batch or axis.size == batch.size == 1]
+        outer = [d for d, axis in enumerate(own) if batch in ax.factors(axis)[:1]]
+        if exact or outer:
+            return replace(entry, batch_dim=(exact or outer)[0])
+        at = entry.batch_dim
+        if at is not None and own and (own[at].size != batch.size or own[at] in others):
+            return replace(entry, batch_dim=None)  # it merely has the batch's size
+        return entry
 
     return tuple(place(entry) for entry in inputs), {batch} if batch.size > 1 else set()
+
+
+def _is_sequence(axis: Axis) -> bool:
+    """Does attention run over it?"""
+    return "attention over it" in axis.blocked or "multiplies two activations over it" in axis.blocked

@@ -396,3 +396,151 @@ def test_sharding_is_deterministic() -> None:
     first, second = (prepare(build("phi3"), 4, tokens()) for _ in range(2))
     assert str(first.stages[0].graph) == str(second.stages[0].graph)
     assert first.log == second.log
+
+
+class Loss(nn.Module):
+    """An embedding and a head, with one of many ways to write the loss, and an extra input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Embedding(64, 16)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, idx: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.embed.weight[idx] if self.kind == "indexed" else self.embed(idx)
+        x = torch.roll(x, 1, 1) if self.kind == "rolled" else x
+        logits = torch.einsum("bsh,vh->bsv", x, self.head.weight) if self.kind == "einsum" else self.head(x)
+        if self.kind == "smooth":
+            return nn.functional.cross_entropy(logits.view(-1, 64), targets.view(-1), label_smoothing=0.1)
+        if self.kind == "none":
+            losses = nn.functional.cross_entropy(logits.view(-1, 64), targets.view(-1), reduction="none")
+            return losses.mean() if mask is None else (losses * mask.view(-1)).mean()
+        if self.kind == "spatial":
+            return nn.functional.cross_entropy(logits.transpose(1, 2), targets)
+        if self.kind == "nll":
+            return nn.functional.nll_loss(logits.log_softmax(-1).view(-1, 64), targets.view(-1))
+        if self.kind == "gather":
+            return -logits.log_softmax(-1).gather(2, targets.unsqueeze(2)).mean()
+        return nn.functional.cross_entropy(logits.view(-1, 64), targets.view(-1))
+
+
+LOSSES = ["plain", "smooth", "none", "spatial", "nll", "gather", "indexed", "einsum", "rolled"]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_every_way_to_write_the_loss_keeps_the_batch_and_the_numbers(kind: str, tensor: int) -> None:
+    torch.manual_seed(0)
+    model = Loss(kind).double()
+    ids = {name: torch.randint(64, (2, 8)) for name in ("idx", "targets")}
+    program = prepare(model, tensor, ids)
+    assert [i.batch_dim for i in program.inputs] == [0, 0]
+    loss, gradients = run_plain_loss(model, ids)
+    losses, shards = run_sharded(program, dict(model.named_parameters()), ids)
+    assert all(abs(float((own - loss).detach())) < 1e-13 for own in losses)
+    assert largest_error(join_gradients(program, shards), gradients) < 1e-12
+
+
+def test_flat_targets_are_split_by_the_batch_outside_them() -> None:
+    ids = {"idx": torch.zeros(2, 8, dtype=torch.long), "targets": torch.zeros(16, dtype=torch.long)}
+    assert [i.batch_dim for i in prepare(Loss("plain"), 1, ids).inputs] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_an_attention_mask_is_split_with_the_batch(name: str) -> None:
+    inputs = {**tokens(), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    assert {i.name: i.batch_dim for i in prepare(build(name), 2, inputs).inputs} == dict.fromkeys(inputs, 0)
+
+
+def test_a_square_mask_is_not_split_though_it_has_the_batchs_size() -> None:
+    ids = {name: torch.zeros(8, 8, dtype=torch.long) for name in ("idx", "targets")}
+    inputs = {**ids, "mask": torch.zeros(8, 8)}
+    found = {i.name: i.batch_dim for i in prepare(WithMask(), 1, inputs).inputs}
+    assert found == {"idx": 0, "targets": 0, "mask": None}
+
+
+class WithMask(SequenceFirst):
+    def forward(self, idx: Tensor, targets: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        b, s = idx.shape
+        x = self.embed(idx)
+        q, k, v = (y.view(b, s, 4, 4).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, 16))
+        return nn.functional.cross_entropy(self.head(x).view(-1, 64), targets.view(-1))
+
+
+def test_an_embedding_that_scales_its_gradient_is_not_divided() -> None:
+    torch.manual_seed(0)
+    model = Loss("plain").double()
+    model.embed = nn.Embedding(64, 16, scale_grad_by_freq=True).double()
+    ids = {"idx": torch.randint(4, (2, 8)), "targets": torch.randint(64, (2, 8))}
+    program = prepare(model, 2, ids)
+    assert segments(program, "embed.weight")[0] != 0
+    _, gradients = run_plain_loss(model, ids)
+    _, shards = run_sharded(program, dict(model.named_parameters()), ids)
+    assert largest_error(join_gradients(program, shards), gradients) < 1e-12
+
+
+def test_a_padded_vocabulary_is_not_divided_by() -> None:
+    class Temperature(Loss):
+        def __init__(self) -> None:
+            super().__init__("plain")
+            self.head = nn.Linear(16, 65)
+            self.temperature = nn.Parameter(torch.ones(65))
+
+        def forward(self, idx: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+            logits = self.head(self.embed(idx)) / self.temperature
+            return nn.functional.cross_entropy(logits.view(-1, 65), targets.view(-1))
+
+    torch.manual_seed(0)
+    model = Temperature().double()
+    ids = {name: torch.randint(64, (2, 8)) for name in ("idx", "targets")}
+    program = prepare(model, 2, ids)
+    assert segments(program, "head.weight")[0] != 0
+    _, gradients = run_plain_loss(model, ids)
+    _, shards = run_sharded(program, dict(model.named_parameters()), ids)
+    assert largest_error(join_gradients(program, shards), gradients) < 1e-12
+
+
+def test_packed_rows_inside_key_value_groups_are_divided_by_group_or_refused() -> None:
+    options: dict[str, Any] = {"new_decoder_architecture": True, "num_attention_heads": 6, "hidden_size": 48}
+    config = transformers.FalconConfig(
+        **SIZES | POSITIONS | options, num_kv_heads=3, num_ln_in_parallel_attn=1, use_cache=False
+    )
+    model = transformers.FalconForCausalLM(config).double()
+    check_equal(model, 3, tokens(), tolerance=2e-6)
+    with pytest.raises(ValueError, match="6 heads do not divide over tensor=2"):
+        prepare(model, 2, tokens())
+
+
+def test_an_axis_is_not_divided_where_a_buffer_picks_from_or_by_it() -> None:
+    class Permuted(Loss):
+        def __init__(self) -> None:
+            super().__init__("plain")
+            self.register_buffer("order", torch.arange(15, -1, -1))
+
+        def forward(self, idx: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+            x = self.embed(idx)[..., self.order]
+            return nn.functional.cross_entropy(self.head(x).view(-1, 64), targets.view(-1))
+
+    torch.manual_seed(0)
+    model = Permuted().double()
+    ids = {name: torch.randint(64, (2, 8)) for name in ("idx", "targets")}
+    program = prepare(model, 2, ids)
+    loss, _ = run_plain_loss(model, ids)
+    losses, _ = run_sharded(program, {**dict(model.named_parameters()), **dict(model.named_buffers())}, ids)
+    assert all(abs(float((own - loss).detach())) < 1e-13 for own in losses)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"autoptd_test::scale_row": "b s f, f -> b s f"}, "did you mean 'autoptd_test.scale_rows'"),
+        ({"autoptd_test::scale_rows": "b s f, s -> b s f"}, "calls dimensions of sizes 8 and 32 both 's'"),
+        ({"autoptd_test::scale_rows": "b s f, f -> b f s"}, "both 'f' at|both 's' at"),
+    ],
+)
+def test_a_rule_that_fits_nothing_is_refused(rules: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(Scaled(), 1, SCALED_INPUTS, rules=rules)
