@@ -79,9 +79,17 @@ def check_built(**options: tuple[object, object]) -> None:
 
 
 def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has."""
+    """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has.
+
+    Raises ValueError for one that is not built yet.
+    """
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name in unknown:
+        if name == "world_size":
+            raise ValueError(
+                'world_size= goes with mesh="auto", which is not built yet; give (tensor, pipeline, data), '
+                "e.g. mesh=(2, 2, 2)"
+            )
         raise TypeError(
             f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}"
         )

@@ -79,6 +79,7 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
             TypeError,
             "unknown option 'num_microbatch'; did you mean 'num_microbatches'",
         ),
+        ({"world_size": 8}, ValueError, 'world_size= goes with mesh="auto", which is not built yet; give '),
         ({"num_microbatches": 0}, ValueError, "num_microbatches is 0; expected a positive integer"),
         ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
         ({"fuse": True}, ValueError, "fuse=True is not built yet; use fuse=False"),
