@@ -75,7 +75,8 @@ def draw_batch(
 ) -> dict[str, Tensor]:
     """The batch of all replicas, floating inputs in float64; drawn from `seed` unless given.
 
-    Drawn integers are legal everywhere they are looked up or compared with; inputs called a mask are ones.
+    Drawn integers are legal everywhere they are looked up or compared with. Inputs called a mask are ones, with
+    padding on the right where they are integers [sequences, positions].
     Raises ValueError for a given batch that is not d * m * b sequences.
     """
     count = manifest.num_microbatches * manifest.mesh.data
@@ -102,11 +103,21 @@ def draw_batch(
 
 def _draw_input(expected: Input, shape: list[int], bound: int, seed: int) -> Tensor:
     generator = _generator(seed, expected.name)
+    if "mask" in expected.name and len(shape) == 2 and not expected.dtype.is_floating_point:
+        return _draw_padding(shape, expected.batch_dim or 0, generator).to(expected.dtype)
     if expected.dtype is torch.bool or "mask" in expected.name:
         return torch.ones(shape, dtype=promote(expected.dtype))
     if expected.dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
     return torch.randint(bound, shape, generator=generator, dtype=expected.dtype)
+
+
+def _draw_padding(shape: list[int], batch_dim: int, generator: torch.Generator) -> Tensor:
+    """A mask of `shape`: each sequence starts with ones, at least half of it, and ends in padding."""
+    length = shape[1 - batch_dim]
+    lengths = torch.randint((length + 1) // 2, max(length, 2), (shape[batch_dim], 1), generator=generator)
+    mask = torch.arange(length) < lengths
+    return mask.T.contiguous() if batch_dim else mask
 
 
 def _bounds(program: Program) -> dict[str, int]:

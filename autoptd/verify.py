@@ -73,7 +73,7 @@ def verify_program(
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=tuple(_notes(program, promoted, sum(rank.promoted for rank in found))),
+        notes=tuple(_notes(program, manifest, promoted, sum(rank.promoted for rank in found))),
     )
 
 
@@ -232,7 +232,10 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _notes(program: Program, plain: int, promoted: int) -> Iterator[str]:
+def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> Iterator[str]:
+    whole = [i.name for i in manifest.inputs if i.batch_dim is None]
+    if whole:
+        yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
     if plain or promoted:
         yield (
             f"casts to fewer bits were promoted to float64: {plain} in the plain model's step, {promoted} in "

@@ -16,11 +16,14 @@ import autoptd
 from autoptd import verify
 from autoptd.comparison import RankResult, compare_gradients, join_gradients
 from autoptd.compiled import CompiledProgram
+from autoptd.passes.program import Program
 from autoptd.promotion import Promotion
 from autoptd.report import Report
+from autoptd.runtime.manifest import Input
 from autoptd.tracing import trace_program
 from autoptd.trial import draw_batch, draw_weights
 from samples.gpt import GPT, GPTConfig
+from tests.plain_models import HUGGING_FACE, LENGTH
 
 
 @pytest.fixture(autouse=True)
@@ -237,7 +240,62 @@ def test_a_drawn_batch_is_legal_everywhere() -> None:
     assert {name: tuple(value.shape) for name, value in batch.items()} == dict.fromkeys(batch, (12, 8))
     assert 30 <= int(batch["ids"].max()) < 37
     assert 30 <= int(batch["labels"].max()) < 37
-    assert bool((batch["attention_mask"] == 1).all())
+    mask = batch["attention_mask"]
+    assert mask.dtype is torch.int64
+    assert torch.equal(mask, mask.sort(dim=1, descending=True).values)  # padding is on the right
+    assert 4 <= int(mask.sum(1).min()) <= int(mask.sum(1).max()) <= 7
+    assert len(set(mask.sum(1).tolist())) > 1
+    assert torch.equal(mask, draw_batch(traced, program.manifest, None, seed=0)["attention_mask"])
+
+
+@pytest.mark.parametrize(("shape", "batch_dim"), [((6, 8), 0), ((8, 6), 1), ((5, 5), None), ((3, 1), 0)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_drawn_mask_pads_each_sequence(
+    shape: tuple[int, int], batch_dim: int | None, dtype: torch.dtype
+) -> None:
+    manifest = replace(compile_gpt((1, 1, 1)).manifest, num_microbatches=1)
+    manifest = replace(manifest, inputs=(Input("attention_mask", shape, dtype, batch_dim),))
+    mask = draw_batch(Program(manifest.mesh, (), manifest.inputs, manifest.output), manifest, None, 0)
+    rows = mask["attention_mask"].T if batch_dim else mask["attention_mask"]
+    assert (tuple(mask["attention_mask"].shape), rows.dtype) == (shape, dtype)
+    assert bool((rows[:, 0] == 1).all())
+    assert bool((rows.sum(1) * 2 >= rows.shape[1]).all())
+    assert bool((rows[:, 1:] <= rows[:, :-1]).all())
+    assert bool((rows[:, -1] == 0).all()) or rows.shape[1] == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padded_sequences_of_hugging_face_models(name: str) -> None:
+    torch.manual_seed(0)
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    program = autoptd.compile(
+        HUGGING_FACE[name](), mesh=(2, 2, 1), example_inputs=example, num_microbatches=2
+    )
+    report = program.verify()
+    assert report.passed, report
+    assert "not split" not in str(report)
+
+
+class Positioned(nn.Module):
+    """Takes its positions as an input that has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(37, 16), nn.Embedding(8, 16)
+        self.head = nn.Linear(16, 37)
+
+    def forward(self, ids: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+        x = self.head(self.table(ids) + self.places(places))
+        return functional.cross_entropy(x.view(-1, 37), labels.view(-1))
+
+
+def test_an_input_that_is_not_split_is_said() -> None:
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    inputs = {"ids": ids, "places": torch.arange(8), "labels": ids.clone()}
+    report = autoptd.compile(Positioned(), (2, 1, 1), example_inputs=inputs, num_microbatches=2).verify()
+    assert report.passed, report
+    assert "note: not split over the microbatches, each gets it whole: places" in str(report)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
