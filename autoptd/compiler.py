@@ -16,6 +16,7 @@ from autoptd.capture import capture
 from autoptd.check import check_program
 from autoptd.compiled import CompiledProgram
 from autoptd.emit import emit_texts
+from autoptd.example_inputs import read_arguments
 from autoptd.options import check_built, check_counts, check_known, check_schedule_name, read_mesh
 from autoptd.passes.constants import fold_constants
 from autoptd.passes.cost import node_flops
@@ -93,7 +94,7 @@ def compile(
         program = cut_stages(program, num_stages=placed.pipeline * chunks)
         watch.say("emit and check")
         manifest = replace(
-            _describe(program, parameters, model),
+            _describe(program, parameters, model, loss_fn),
             schedule=schedule,
             num_microbatches=count,
             scatter_gather=scatter_gather,
@@ -102,7 +103,12 @@ def compile(
         return _emit(program, manifest, actions, model, loss_fn)
 
 
-def _describe(program: Program, parameters: Mapping[str, Parameter], model: nn.Module) -> Manifest:
+def _describe(
+    program: Program,
+    parameters: Mapping[str, Parameter],
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+) -> Manifest:
     """The manifest, as far as the cut program says it: of one microbatch under the plainest schedule."""
     return Manifest(
         mesh=program.mesh,
@@ -118,6 +124,7 @@ def _describe(program: Program, parameters: Mapping[str, Parameter], model: nn.M
         aliases=program.aliases,
         output=program.output,
         transient=_transient(parameters, model),
+        arguments=read_arguments(model, loss_fn),
     )
 
 

@@ -82,6 +82,13 @@ def read_examples(
     return Examples(inputs, constants, targets)
 
 
+def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
+    """What a call's positions stand for: forward's own arguments in order, then loss_fn's targets."""
+    forward = inspect.signature(model.forward).parameters.values()
+    own = [p.name for p in forward if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(dict.fromkeys((*own, *_target_names(loss_fn))))
+
+
 def _target_names(loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
     if loss_fn is None:
         return ()

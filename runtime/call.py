@@ -12,20 +12,32 @@ from torch import Tensor
 
 from autoptd.runtime.manifest import Input, Manifest, Output
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+IGNORED = -100  # torch's default ignore_index
+SHOWN = 8  # microbatches
+
 
 def bind_batch(
     manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> dict[str, Tensor]:
     """The batch by input name, from a call's arguments; what does not fit is a TypeError or ValueError.
 
-    A further argument that is None counts as not given.
+    Positions are those of the model's own forward. An argument that was not captured must be None or left out.
     """
     names = [i.name for i in manifest.inputs]
-    if len(args) > len(names):
+    places = manifest.arguments or tuple(names)
+    if len(args) > len(places):
         raise TypeError(
-            f"{len(args)} positional arguments: the program was compiled for {len(names)}, {', '.join(names)}"
+            f"{len(args)} positional arguments: the model takes {len(places)}, {', '.join(places)}"
         )
-    given = dict(zip(names, args, strict=False))
+    given = dict(zip(places, args, strict=False))
+    for name, value in given.items():
+        if name not in names and value is not None:
+            raise TypeError(
+                f"argument {name} (position {places.index(name)}) is a {type(value).__name__}, but the program was "
+                f"compiled for {', '.join(names)}: pass None there and the rest by name, or compile with "
+                "example_inputs that have it"
+            )
     for name, value in kwargs.items():
         if name in given:
             raise TypeError(f"argument {name} is given twice, by position and by name")
@@ -46,7 +58,7 @@ def bind_batch(
         )
     for expected in manifest.inputs:
         _check_input(manifest, expected, given[expected.name], device)
-    return given
+    return {name: given[name] for name in names}
 
 
 def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.device) -> None:
@@ -93,6 +105,29 @@ def split_batch(
     if not columns:
         return [()] * manifest.num_microbatches
     return list(zip(*columns, strict=True))
+
+
+def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
+    """What to warn of where microbatches have unequal counts of valid labels; "" where they are equal.
+
+    Labels are what the last stage reads as integers; one of -100 is left out of the loss.
+    """
+    for expected in manifest.inputs:
+        dim = expected.batch_dim
+        if expected.name not in manifest.stages[-1].inputs or dim is None or expected.dtype not in INTEGERS:
+            continue
+        valid = batch[expected.name] != IGNORED
+        if bool(valid.all()):
+            continue
+        counts = torch.stack([part.sum() for part in valid.split(expected.shape[dim], dim)]).tolist()
+        if len(set(counts)) > 1:
+            listed = ", ".join(map(str, counts[:SHOWN])) + ", ..." * (len(counts) > SHOWN)
+            return (
+                f"the microbatches have unequal counts of {expected.name} other than {IGNORED}: {listed}. The loss "
+                "is the mean of their means, which weighs microbatches alike, not labels: pack the sequences, or "
+                "divide the batch so that each has as many"
+            )
+    return ""
 
 
 def output_builder(output: Output) -> Callable[[Tensor], Any]:

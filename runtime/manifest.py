@@ -69,7 +69,8 @@ class Manifest:
     """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
 
     `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under. `transient`
-    are the buffers that the user's module keeps out of its ``state_dict``.
+    are the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
+    positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     """
 
     mesh: Mesh
@@ -85,6 +86,7 @@ class Manifest:
     aliases: Mapping[str, str]
     output: Output
     transient: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""

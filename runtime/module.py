@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.runtime.call import bind_batch, output_builder, split_batch
+from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.clipping import global_norm, scale_gradients
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, reduce_gradients, share_loss
@@ -50,6 +50,9 @@ class Parallel(nn.Module):
         self._executor = Executor(manifest, connection, functions, actions)
         self._build_output = output_builder(manifest.output)
         self._loss_dtype: torch.dtype | None = None
+        at = connection.rank.coordinates
+        # Tensor ranks have the same labels: one of them says it.
+        self._watches_labels = at.tensor == 0 and len(manifest.stages) - 1 in self._executor.stages
         hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights))
 
     @property
@@ -66,6 +69,10 @@ class Parallel(nn.Module):
                 "with: call autoptd.compile under torch.autocast, or convert the model first",
                 stacklevel=2,
             )
+        warning = unequal_counts(self._manifest, batch) if self._watches_labels else ""
+        if warning:
+            self._watches_labels = False  # once is enough
+            warnings.warn(warning, stacklevel=2)
         if torch.is_grad_enabled():
             trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
             # Makes the loss differentiable on a rank without parameters too.

@@ -49,6 +49,13 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert names == ["buffers.safetensors", "manifest.json", "program_00.py", "program_01.py", "schedule.txt"]
 
 
+def test_arguments_come_back() -> None:
+    manifest = replace(two_stages()[1], arguments=("idx", "mask", "targets"))
+    assert '"arguments": [\n  "idx",\n  "mask",\n  "targets"\n ]' in to_json(manifest)
+    assert from_json(to_json(manifest)) == manifest
+    assert "arguments" not in to_json(replace(manifest, arguments=()))
+
+
 def test_schedule_has_every_action(folder: Path) -> None:
     text = (folder / "schedule.txt").read_text()
     for rank, program in enumerate(load_folder(folder)[0]):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 import autoptd
 from autoptd.compiled import CompiledProgram
@@ -119,3 +120,65 @@ def test_printing_a_program_says_what_was_decided() -> None:
     text = str(compile_small())
     assert "mesh tensor=2 pipeline=2 data=1" in text
     assert "wte.weight" in text
+
+
+class Masked(nn.Module):
+    """A GPT with an argument that may be left out, between those that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(CONFIG)
+
+    def forward(
+        self, idx: Tensor, mask: Tensor | None = None, targets: Tensor | None = None, *, scale: float = 1.0
+    ) -> Tensor:
+        logits, loss = self.gpt(idx if mask is None else idx * mask, targets)
+        result: Tensor = logits if loss is None else loss * scale
+        return result
+
+
+def mean_loss(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def test_a_call_takes_the_positions_of_forward(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    idx, targets = torch.randint(96, (2, 4, 16))
+    example = {"idx": idx[:2], "targets": targets[:2]}
+    model = Masked()
+    program = autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=2)
+    assert program.manifest.arguments == ("idx", "mask", "targets")
+    program.save(tmp_path / "out")
+    assert autoptd.load(tmp_path / "out").manifest.arguments == ("idx", "mask", "targets")
+    parallel = program.bind(device="cpu")
+    torch.testing.assert_close(parallel(idx, None, targets), model(idx, None, targets))
+    with pytest.raises(TypeError, match=r"argument mask \(position 1\) is a Tensor"):
+        parallel(idx, targets)
+
+
+def test_a_call_takes_the_targets_of_the_loss_behind_those_of_forward() -> None:
+    idx = torch.zeros(2, 16, dtype=torch.long)
+    example = {"idx": idx, "labels": idx.clone()}
+    program = autoptd.compile(
+        Masked(), (1, 1, 1), example_inputs=example, loss_fn=mean_loss, num_microbatches=1
+    )
+    assert program.manifest.arguments == ("idx", "mask", "targets", "labels")
+    parallel = program.bind(device="cpu")
+    assert torch.equal(parallel(idx, None, None, idx), parallel(idx, labels=idx))
+
+
+def test_a_graph_takes_the_positions_of_its_placeholders() -> None:
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 8)
+
+        def forward(self, idx: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+            return functional.cross_entropy((self.table(idx) * mask).flatten(0, 1), targets.flatten())
+
+    traced = fx.symbolic_trace(Scored())
+    idx = torch.zeros(2, 4, dtype=torch.long)
+    # Given in another order.
+    example = {"targets": idx, "mask": torch.ones(2, 4, 1), "idx": idx.clone()}
+    program = autoptd.compile(traced, (1, 1, 1), example_inputs=example, num_microbatches=1)
+    assert program.manifest.arguments == ("idx", "mask", "targets")

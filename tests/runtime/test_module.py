@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoptd.runtime.call import output_builder
+from autoptd.runtime.call import output_builder, unequal_counts
 from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.manifest import Output
 from autoptd.runtime.module import Parallel
@@ -134,6 +134,72 @@ def test_positional_arguments_and_absent_ones() -> None:
     batch = chain.batch()
     by_name = parallel(**batch)["loss"]
     assert torch.equal(parallel(*batch.values(), attention_mask=None)["loss"], by_name)
+
+
+def test_positions_are_those_of_the_models_own_forward() -> None:
+    chain, parallel = alone()
+    x, ids, target = chain.batch().values()
+    expected = parallel(x, ids, target)["loss"]
+    chain.manifest = replace(chain.manifest, arguments=("x", "mask", "ids", "scale", "target"))
+    parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+    assert torch.equal(parallel(x, None, ids, None, target)["loss"], expected)
+    assert torch.equal(parallel(x, None, ids, target=target)["loss"], expected)
+    with pytest.raises(
+        TypeError, match=r"argument mask \(position 1\) is a Tensor, but .* for x, ids, target: pass"
+    ):
+        parallel(x, ids, target)
+    with pytest.raises(TypeError, match=r"argument scale \(position 3\) is a float"):
+        parallel(x, None, ids, 0.5, target)
+    with pytest.raises(TypeError, match="argument ids is missing"):
+        parallel(x, None, None, target=target)
+    with pytest.raises(TypeError, match="6 positional arguments: the model takes 5, x, mask, ids"):
+        parallel(x, None, ids, None, target, None)
+
+
+def label_chain(mesh: tuple[int, int, int] = (1, 1, 1)) -> Chain:
+    """The last stage reads `ids` too, as it reads labels."""
+    chain = Chain(mesh, "gpipe", 1, 3)
+    last = chain.count - 1
+    stage = chain.manifest.stages[last]
+    stages = (*chain.manifest.stages[:last], replace(stage, inputs=(*stage.inputs, "ids")))
+    chain.manifest = replace(chain.manifest, stages=stages)
+    inner = chain.functions[last]
+    chain.functions[last] = lambda rank, p, *values: inner(rank, p, *values[:-1])
+    return chain
+
+
+LABELS = [
+    ([1, -100, 3, -100, 5, -100], ""),
+    ([1, 2, 3, 4, 5, 6], ""),
+    ([-1, 2, 3, -1, -1, -1], ""),
+    ([1, 2, 3, -100, -100, -100], "2, 1, 0"),
+]
+
+
+@pytest.mark.parametrize(("ids", "counts"), LABELS)
+def test_unequal_counts_of_labels_are_found(ids: list[int], counts: str) -> None:
+    chain = label_chain((1, 2, 1))
+    batch = {**chain.batch(), "ids": torch.tensor(ids)}
+    found = unequal_counts(chain.manifest, batch)
+    start = f"the microbatches have unequal counts of ids other than -100: {counts}. The loss is the mean"
+    assert found.startswith(start) if counts else found == ""
+    whole = replace(chain.manifest, inputs=tuple(replace(i, batch_dim=None) for i in chain.manifest.inputs))
+    assert unequal_counts(whole, batch) == ""
+    assert unequal_counts(Chain((1, 2, 1)).manifest, batch) == ""  # no label: the last stage does not read it
+
+
+def test_unequal_counts_of_labels_are_warned_of_once() -> None:
+    chain = label_chain((2, 2, 1))
+    batch = {**chain.batch(), "ids": torch.tensor(LABELS[-1][0])}
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        for _ in range(2):
+            parallel(**batch)
+
+    with pytest.warns(UserWarning, match="unequal counts of ids") as caught:
+        run_threads(chain.manifest, body)
+    assert len(caught) == 1  # on one tensor rank of the last pipeline rank
 
 
 def test_wrong_batches_are_named() -> None:
