@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,9 @@ def measure_apart(cases: list[Case]) -> list[Measured]:
         work = json.dumps([dataclasses.asdict(case) for case in cases])
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(cases[0].num_ranks)]
         sample = ["-m", "samples.benchmarks.pipeline_efficiency", "--cases", work, "--output", str(output)]
-        subprocess.run([sys.executable, *launcher, *sample], check=True)
+        subprocess.run(
+            [sys.executable, *launcher, *sample], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         measured: list[Measured] = json.loads(output.read_text())
     return measured
 
