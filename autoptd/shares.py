@@ -68,10 +68,14 @@ def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
         return share
     size, stride = old[share.dim], prod(old[share.dim + 1 :])
     steps = [(dim, prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
-    # A rank's only row may be counted to either neighbour.
+    # A rank's only row may be counted to either neighbour; and of several dimensions of size 1 in its place there is
+    # no telling which it is.
     edges = {stride * part.inner for part in share.parts if part.divided and part.size == 1}
-    ambiguous = not share.parts or any(extent == 1 and step in edges for _, step, extent in steps)
-    if (size > 1 and not ambiguous) or (size == 1 and share.parts):
+    if size > 1:
+        clear = bool(share.parts) and not any(extent == 1 and step in edges for _, step, extent in steps)
+    else:
+        clear = bool(share.parts) and sum((step, extent) == (stride, 1) for _, step, extent in steps) == 1
+    if clear:
         for dim, step, extent in steps:
             if (step, extent) == (stride, size):
                 return replace(share, dim=dim)

@@ -418,3 +418,10 @@ def test_more_in_flight_than_the_schedule_says_is_reported(program: CompiledProg
 def test_stages_must_be_as_many_as_the_ranks_run(program: CompiledProgram) -> None:
     message = refusal(program, manifest=replace(program.manifest, num_model_chunks=2))
     assert message == "the manifest lists 2 stages: 2 pipeline ranks with 2 model chunks each run 4"
+
+
+def test_one_head_a_rank_and_a_batch_of_one_is_no_contradiction() -> None:
+    """A dimension of one row beside others of one row: which of them is divided cannot be told, nor refused."""
+    ids = {name: torch.zeros(1, 16, dtype=torch.long) for name in ("input_ids", "labels")}
+    program = autoptd.compile(build("bloom"), (4, 2, 1), example_inputs=ids, num_microbatches=4)
+    program.check()
