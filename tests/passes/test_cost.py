@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from typing import Any
 
 import pytest
@@ -128,11 +127,3 @@ def test_an_undivided_tensor_is_scattered_over_the_links() -> None:
     assert size(True, True, 8) == 2 * size(True, False, 8)
     assert size(False, False, 1) == size(True, False, 8)
     assert size(False, False, 8) < 0.25 * size(False, False, 1)
-
-
-def test_a_node_is_weighed_in_microseconds() -> None:
-    node = call(aten.linear.default, X, tensor(192, 64), result=tensor(2, 128, 192))
-    start = time.process_time()
-    for _ in range(1000):
-        node_nanoseconds(node, tensor=8)
-    print(f"{(time.process_time() - start) * 1000:.1f} microseconds a node")

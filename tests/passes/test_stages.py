@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -341,13 +340,15 @@ def test_in_flight_is_what_the_schedule_holds(pipeline: int, chunks: int) -> Non
         assert peak == {stage: counts[stage] for stage in peak}
 
 
-def test_a_trillion_parameters_are_cut_in_moments() -> None:
+def test_128_layers_are_cut_into_128_stages_none_empty() -> None:
     sketch = Sketch()
     x = start(sketch)
     for layer in range(128):
         x = sketch.call(aten.add.Tensor, x, sketch.linears(x, 12, f"h.{layer}"))
         x = sketch.call(aten.relu.default, sketch.call(aten.mul.Tensor, x, 0.1))
     program = sketch.program(sketch.call(aten.sum.default, x), 64)
-    begin = time.process_time()
     cut = cut_stages(program, num_stages=128)
-    print(f"{len(program.stages[0].graph.nodes)} nodes: {time.process_time() - begin:.2f} s; {cut.log[-1]}")
+    calls = [sum(n.op == "call_function" for n in stage.graph.nodes) for stage in cut.stages]
+    assert len(calls) == 128
+    assert min(calls) > 0
+    assert sum(calls) == sum(n.op == "call_function" for n in program.stages[0].graph.nodes)
