@@ -44,10 +44,9 @@ def export_alone(model: nn.Module) -> dict[str, object]:
 
 
 def compile_whole(model: nn.Module) -> dict[str, object]:
-    """The plan, the program text of every pipeline rank, and the static proof over all ranks."""
+    """The plan, the program text of every pipeline rank, and the static proof over all ranks, which compile makes."""
     program = autoptd.compile(model, mesh=MESH, example_inputs=make_inputs())
     texts = [program.rank(pipeline * MESH[0]).code for pipeline in range(MESH[1])]
-    program.check()
     lines = sum(text.count("\n") for text in texts)
     return {"what": f"{len(program.stages)} stages, {len(set(texts))} texts, {lines:,} lines"}
 
