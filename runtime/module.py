@@ -198,4 +198,7 @@ class _Step(torch.autograd.Function):
                 "call the parallel model again, or scale the loss before its one backward"
             )
         kept, ctx.kept = ctx.kept, None
-        return None, None, None, None, *(g if g is None else g.mul_(scale) for g in kept)
+        # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
+        if not (scale.is_cpu and scale.item() == 1):
+            kept = [g if g is None else g.mul_(scale) for g in kept]
+        return None, None, None, None, *kept

@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         model = parallel = program.bind()  # (+)
         clip_gradients = parallel.clip_grad_norm_  # (+)
         replica, replicas = program.rank(rank).coordinates.data, args.mesh[2]  # (+)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / args.warm_up, 1.0, args.warm_up)
     device = next(model.parameters()).device
     data = corpus.batches(
