@@ -106,12 +106,13 @@ class ProcessChannel:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        self.counts["send"] += 1
-        self.elements["send"] += x.numel()
         x = x.detach().contiguous()
         self._sent.append((_work(dist.isend(x, self.destination, self.group)), x))
+        self.counts["send"] += 1
+        self.elements["send"] += x.numel()
+        # Somebody may be waiting for `x`, so what has left is freed after it.
+        while self._sent[0][0].is_completed() and len(self._sent) > 1:
+            self._sent.popleft()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)

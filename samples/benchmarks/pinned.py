@@ -9,18 +9,25 @@ from __future__ import annotations
 import os
 
 
-def pin(rank: int, world_size: int) -> None:
+def schedule_in_batches() -> None:
+    """Give this process, and the threads it will start, Linux's batch scheduling.
+
+    Under the usual policy a process that a message wakes interrupts the one that is computing.
+    """
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def keep_core(rank: int, world_size: int) -> None:
     """Bind this process, and the threads it will start, to its share of the allowed cores."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // world_size)
     first = rank * len(cores) // world_size
     os.sched_setaffinity(0, cores[first : first + share])
-    # Under the usual policy a rank that a message wakes interrupts the one that is computing.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 if __name__ == "__main__":
-    pin(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-    from samples import train  # after pinning: threads that torch starts inherit it
+    keep_core(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    schedule_in_batches()
+    from samples import train  # only now: torch starts threads, which inherit both
 
     train.main()

@@ -125,9 +125,8 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
     last = case.num_ranks * case.num_model_chunks - 1
 
     def run_stage(stage: SleepingStage, is_last: bool, rank: object, p: object, x: Tensor) -> Tensor:
-        y = stage(x)
-        mean: Tensor = y.mean()
-        return mean if is_last else y
+        y: Tensor = stage(x)
+        return y.mean() if is_last else y
 
     functions = {index: partial(run_stage, stage, index == last) for index, stage in stages.items()}
     schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)[
