@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -22,7 +24,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
     Forked, not spawned: torch is imported already, so 8 ranks start in a fraction of a second, and `function`
     may be any closure. Results must pickle. Raises RuntimeError with the traceback of the first rank that
-    fails, and TimeoutError when `timeout` seconds pass; the remaining ranks are killed. The environment is
+    fails, and TimeoutError when `timeout` seconds pass; the remaining ranks are killed, and in the latter case
+    write first where each of their threads is. The environment is
     torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so code that joins by itself works.
 
     A fork copies no threads: an OpenMP pool that the parent has used would be waited for forever, so each
@@ -50,6 +53,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         for process in processes:
             process.join(max(1.0, timeout))
         return results
+    except TimeoutError:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.2)  # for it to write before the next one does
+        raise
     finally:
         for process in processes:
             if process.is_alive():
@@ -88,6 +97,7 @@ def _work(
     timeout: float,
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -162,6 +162,10 @@ def test_a_failing_process_is_reported_with_its_traceback() -> None:
     assert time.monotonic() - begin < 15
 
 
-def test_a_hanging_process_is_killed() -> None:
+def test_a_hanging_process_is_killed_and_says_where_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    def hang(rank: int) -> None:
+        time.sleep(60)
+
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 did not finish"):
-        run_ranks(lambda _: time.sleep(60), 2, timeout=0.5)
+        run_ranks(hang, 2, timeout=0.5)
+    assert capfd.readouterr().err.count("in hang") == 2
