@@ -5,26 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
 from autoptd.passes.axis_rules import RULES, Rule, text_rule
-from autoptd.passes.calls import shape_of, where
+from autoptd.passes.calls import operator_name, shape_of, where
 from autoptd.passes.shape_rules import opaque, opaque_tensor
-from autoptd.runtime import kernels
 from autoptd.runtime.placement import Parameter
-
-
-def operator_name(target: Any) -> str:
-    """The name rules are kept under: "aten.linear", "kernels.dropout", "mylib.op"."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target)
-    name: str = target.__name__
-    return f"kernels.{name}" if getattr(kernels, name, None) is target else f"{target.__module__}.{name}"
 
 
 def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
@@ -132,8 +120,8 @@ class Analysis:
         else:
             pair = ax.split_product(mine, [axis.size, mine.size // axis.size])
             if pair is None:
-                ax.block(mine, f"{node.name} groups it")
-                ax.block(axis, f"{node.name} groups it")
+                ax.block(mine, f"{operator_name(node.target)} groups it")
+                ax.block(axis, f"{operator_name(node.target)} groups it")
             else:
                 ax.unify(pair[0], axis)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
+
+from autoptd.runtime import kernels
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -22,3 +25,13 @@ def where(node: fx.Node) -> str:
     """The node's place as the user knows it: "h.0.attn.c_attn (gpt.py:52)"."""
     path, line = node.meta.get("path") or node.name, node.meta.get("line")
     return f"{path} ({line})" if line else str(path)
+
+
+def operator_name(target: Any) -> str:
+    """The name rules are kept under: "aten.linear", "kernels.dropout", "mylib.op"."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target)
+    name: str = target.__name__
+    return f"kernels.{name}" if getattr(kernels, name, None) is target else f"{target.__module__}.{name}"

@@ -17,9 +17,10 @@ from ortools.sat.python import cp_model
 from torch import fx
 
 from autoptd.passes import axes as ax
-from autoptd.passes.analysis import Analysis, operator_name
+from autoptd.passes.analysis import Analysis
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import shape_of, where
+from autoptd.passes.calls import operator_name, shape_of, where
+from autoptd.passes.cost import node_flops
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
 PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
@@ -291,7 +292,9 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
             reasons = {leaf.blocked for leaf in ax.leaves(axis) if leaf.blocked} or {
                 "it has no heads dimension"
             }
-            lines[f"attention is replicated: {min(reasons)}"].append(where(node))
+            cost = f"{node_flops(node):,} FLOPs on each of {analysis.tensor} ranks"
+            name = operator_name(node.target)
+            lines[f"attention replicated ({name}, {cost}): {min(reasons)}"].append(where(node))
     for (node, tensor), dim in analysis.severed.items():
         heads = ax.factors(analysis.of(tensor)[dim])[0].size
         lines[f"{heads} key-value heads replicated over tensor={analysis.tensor}"].append(where(node))

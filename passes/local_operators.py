@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from autoptd.passes import axes as ax
-from autoptd.passes.analysis import operator_name
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, shape_of, where
+from autoptd.passes.calls import argument, operator_name, shape_of, where
 from autoptd.passes.lowering import Lowering
 from autoptd.runtime import collectives, kernels
 

@@ -20,7 +20,7 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Segment
 from autoptd.runtime.rank import Rank, thread_ranks
 from autoptd.runtime.threads import ThreadWorld
-from samples.gpt import GPT, GPTConfig
+from samples.gpt import GPT, GPTConfig, SelfAttention
 from tests.interpret import run_stage
 
 SIZES: dict[str, Any] = {
@@ -250,6 +250,33 @@ def test_a_parallel_residual_is_reduced_once_each_way(name: str) -> None:
     # Forward, attention and MLP are partial sums that add up. Backward, GPT-J's share the layer's norm; NeoX has two
     # norms, and their gradients are summed once, before them.
     assert all_reduces(prepare(build(name), 2, tokens())) == (2 + 1, 2 + 1)
+
+
+class Accumulated(SelfAttention):
+    """Attention whose queries run over all heads before these are told apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).split(self.n_embd, -1)
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (q.cumsum(-1), k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.c_proj(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+def test_attention_that_cannot_be_divided_is_replicated_with_its_cost_and_its_cause() -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=64, block_size=8, n_layer=2, n_head=4, n_embd=32)
+    model = GPT(config).double()
+    for block in model.h:
+        block.attn = Accumulated(config).double()
+    ids = {"idx": torch.randint(64, (2, 8)), "targets": torch.randint(64, (2, 8))}
+    program = check_equal(model, 2, ids)
+    (line,) = (line for line in program.log if line.startswith("attention replicated"))
+    # Two products of [b a s hd] with s columns.
+    flops = 2 * 2 * (2 * 4 * 8 * 8) * 8
+    assert f"(aten.scaled_dot_product_attention, {flops:,} FLOPs on each of 2 ranks)" in line
+    assert "aten.cumsum runs over it: h.0.attn" in line
+    assert line.endswith("and 1 more")
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_place_and_the_divisors() -> None:
