@@ -10,7 +10,7 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
 from autoptd.passes.axis_rules import RULES, Rule, text_rule
-from autoptd.passes.calls import operator_name, shape_of, where
+from autoptd.passes.calls import called, operator_name, shape_of, where
 from autoptd.passes.shape_rules import opaque, opaque_tensor
 from autoptd.runtime.placement import Parameter
 
@@ -120,8 +120,8 @@ class Analysis:
         else:
             pair = ax.split_product(mine, [axis.size, mine.size // axis.size])
             if pair is None:
-                ax.block(mine, f"{operator_name(node.target)} groups it")
-                ax.block(axis, f"{operator_name(node.target)} groups it")
+                ax.block(mine, f"{called(node)} groups it")
+                ax.block(axis, f"{called(node)} groups it")
             else:
                 ax.unify(pair[0], axis)
 

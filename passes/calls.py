@@ -35,3 +35,9 @@ def operator_name(target: Any) -> str:
         return str(target)
     name: str = target.__name__
     return f"kernels.{name}" if getattr(kernels, name, None) is target else f"{target.__module__}.{name}"
+
+
+def called(node: fx.Node) -> str:
+    """The call as messages name it, alike in all layers: "aten.cumsum (gpt.py:52)"."""
+    line = node.meta.get("line")
+    return operator_name(node.target) + (f" ({line})" if line else "")

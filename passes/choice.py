@@ -287,14 +287,15 @@ def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
 def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> list[str]:
     """One line for each kind of thing that every rank holds or computes whole although it is large."""
     lines: dict[str, list[str]] = defaultdict(list)
+    batch = _batch_leaves(analysis)
     for node, axis in analysis.heads:
         if not divided_leaf([axis], divided):
-            reasons = {leaf.blocked for leaf in ax.leaves(axis) if leaf.blocked} or {
-                "it has no heads dimension"
-            }
-            cost = f"{node_flops(node):,} FLOPs on each of {analysis.tensor} ranks"
+            # That one of its dimensions is the batch's explains nothing: it is so in every attention.
+            own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
+            reasons = {leaf.blocked for leaf in own if leaf.blocked} or {"it has no dimension of heads"}
+            cost = f"{node_flops(node):,} FLOPs a forward on each of {analysis.tensor} ranks"
             name = operator_name(node.target)
-            lines[f"attention replicated ({name}, {cost}): {min(reasons)}"].append(where(node))
+            lines[f"attention replicated ({name}, {cost}) because {min(reasons)}"].append(where(node))
     for (node, tensor), dim in analysis.severed.items():
         heads = ax.factors(analysis.of(tensor)[dim])[0].size
         lines[f"{heads} key-value heads replicated over tensor={analysis.tensor}"].append(where(node))

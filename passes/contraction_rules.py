@@ -8,7 +8,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, operator_name, shape_of
+from autoptd.passes.calls import argument, called, shape_of
 from autoptd.passes.shape_rules import opaque_tensor
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def matmul(analysis: Analysis, node: fx.Node) -> Axes:
     if len(y) == 2 and len(x) >= 2:
         analysis.contract(node, x[-1], y[0])
         if not (analysis.is_weight(second) or analysis.is_weight(first)):
-            ax.block(x[-1], f"{operator_name(node.target)} multiplies two activations over it")
+            ax.block(x[-1], f"{called(node)} multiplies two activations over it")
         return (*x[:-1], y[1])
     return _batched_product(analysis, node, first, second)
 
@@ -61,7 +61,7 @@ def baddbmm(analysis: Analysis, node: fx.Node) -> Axes:
 def _batched_product(analysis: Analysis, node: fx.Node, first: Any, second: Any) -> Axes:
     x, y = analysis.of(first), analysis.of(second)
     ax.unify(x[-1], y[-2])
-    ax.block(x[-1], f"{operator_name(node.target)} multiplies two activations over it")
+    ax.block(x[-1], f"{called(node)} multiplies two activations over it")
     lead = analysis.align_leading(node, [(first, x[:-2]), (second, y[:-2])])
     return (*lead, x[-2], y[-1])
 
@@ -72,7 +72,7 @@ def attention(analysis: Analysis, node: fx.Node) -> Axes:
     q, k, v = (t for t in node.args[at : at + 3] if isinstance(t, fx.Node))
     mask = argument(node, at + 3, "attn_mask" if at == 0 else "mask")
     sizes = [analysis.of(t) for t in (q, k, v)]
-    reason = f"{operator_name(node.target)} is attention over it"
+    reason = f"{called(node)} is attention over it"
     (length, size), (keys, key_size), (values, value_size) = (s[-2:] for s in sizes)
     ax.unify(keys, values)
     ax.unify(size, key_size)
@@ -94,11 +94,9 @@ def embedding(analysis: Analysis, node: fx.Node) -> Axes:
     weight, ids = analysis.of(node.args[0]), analysis.of(node.args[1])
     analysis.contractions[node] = weight[0]
     if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
-        ax.block(
-            weight[0], f"{operator_name(node.target)} scales its gradient by frequency, or makes it sparse"
-        )
+        ax.block(weight[0], f"{called(node)} scales its gradient by frequency, or makes it sparse")
     if not analysis.reads_batch(node.args[1]):
-        ax.block(weight[0], f"{operator_name(node.target)} looks up the same rows in every step")
+        ax.block(weight[0], f"{called(node)} looks up the same rows in every step")
     return (*ids, weight[1])
 
 
@@ -122,7 +120,7 @@ def class_loss(analysis: Analysis, node: fx.Node) -> Axes:
     for own, axis in zip(target, logits if len(target) == len(logits) else rest, strict=True):
         ax.unify(own, axis)
     for axis in (logits[classes], *(a for n in node.all_input_nodes[2:] for a in analysis.of(n))):
-        ax.block(axis, f"{operator_name(node.target)} is a loss that is not divided")
+        ax.block(axis, f"{called(node)} is a loss that is not divided")
     return target if shape_of(node) else ()
 
 
@@ -134,8 +132,8 @@ def gather(analysis: Analysis, node: fx.Node) -> Axes:
         if d != dim and ax.find(axis).size == ax.find(picked).size:
             ax.unify(axis, picked)
         else:
-            ax.block(axis, f"{operator_name(node.target)} picks from it")
-            ax.block(picked, f"{operator_name(node.target)} picks by it")
+            ax.block(axis, f"{called(node)} picks from it")
+            ax.block(picked, f"{called(node)} picks by it")
     return index
 
 
@@ -160,7 +158,7 @@ def einsum(analysis: Analysis, node: fx.Node) -> Axes:
         analysis.contractions[node] = summed[0]
     else:
         for axis in summed:
-            ax.block(axis, f"{operator_name(node.target)} multiplies two activations over it")
+            ax.block(axis, f"{called(node)} multiplies two activations over it")
         shared = [letter for letter in sides[1] if all(letter in group for group in groups)]
         if len(shared) > 1:
             analysis.heads.append((node, named[shared[-1]]))
@@ -175,7 +173,7 @@ def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:
         analysis.contractions[node] = own[dims[0]]
     else:
         for d in dims:
-            ax.block(own[d], f"{operator_name(node.target)} sums over it")
+            ax.block(own[d], f"{called(node)} sums over it")
     return _reduced(node, own, dims)
 
 
@@ -184,7 +182,7 @@ def reduce_whole(analysis: Analysis, node: fx.Node) -> Axes:
     own = analysis.of(node.args[0])
     dims = _dims(node, own)
     for d in dims:
-        ax.block(own[d], f"{operator_name(node.target)} reduces over it")
+        ax.block(own[d], f"{called(node)} reduces over it")
     return _reduced(node, own, dims)
 
 
@@ -204,7 +202,7 @@ def _reduced(node: fx.Node, own: Axes, dims: list[int]) -> Axes:
 def over_dim(analysis: Analysis, node: fx.Node) -> Axes:
     """Softmax, cumulative sums: the shape stays, the dimension is needed whole."""
     own = analysis.of(node.args[0])
-    ax.block(own[int(argument(node, 1, "dim", -1))], f"{operator_name(node.target)} runs over it")
+    ax.block(own[int(argument(node, 1, "dim", -1))], f"{called(node)} runs over it")
     return own
 
 
@@ -212,7 +210,7 @@ def layer_norm(analysis: Analysis, node: fx.Node) -> Axes:
     own = analysis.of(node.args[0])
     width = len(node.args[1])  # type: ignore[arg-type]
     for axis in own[-width:]:
-        ax.block(axis, f"{operator_name(node.target)} normalises over it")
+        ax.block(axis, f"{called(node)} normalises over it")
     for extra in node.all_input_nodes:
         if extra is not node.args[0]:
             for mine, axis in zip(analysis.of(extra), own[-width:], strict=True):

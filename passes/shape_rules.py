@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, operator_name, shape_of
+from autoptd.passes.calls import argument, called, shape_of
 
 if TYPE_CHECKING:
     from autoptd.passes.analysis import Analysis
@@ -42,8 +42,8 @@ def view(analysis: Analysis, node: fx.Node) -> Axes:
     if grouped is not None:
         return tuple(grouped)
     for axis in source:
-        ax.block(axis, f"{operator_name(node.target)} regroups it as {list(shape)}")
-    return tuple(Axis(size, blocked=f"{operator_name(node.target)} makes it") for size in shape)
+        ax.block(axis, f"{called(node)} regroups it as {list(shape)}")
+    return tuple(Axis(size, blocked=f"{called(node)} makes it") for size in shape)
 
 
 def transpose(analysis: Analysis, node: fx.Node) -> Axes:
@@ -99,7 +99,7 @@ def repeat_interleave(analysis: Analysis, node: fx.Node) -> Axes:
 
 def select(analysis: Analysis, node: fx.Node) -> Axes:
     own = list(analysis.of(node.args[0]))
-    ax.block(own.pop(int(node.args[1])), f"{operator_name(node.target)} selects from it")  # type: ignore[arg-type]
+    ax.block(own.pop(int(node.args[1])), f"{called(node)} selects from it")  # type: ignore[arg-type]
     return tuple(own)
 
 
@@ -114,10 +114,10 @@ def index(analysis: Analysis, node: fx.Node) -> Axes:
     ):
         return opaque_tensor(analysis, node)
     dim, numbers = picks[0]
-    ax.block(own[dim], f"{operator_name(node.target)} picks from it")
+    ax.block(own[dim], f"{called(node)} picks from it")
     if not analysis.reads_batch(numbers):
         for axis in analysis.of(numbers):
-            ax.block(axis, f"{operator_name(node.target)} picks by it")
+            ax.block(axis, f"{called(node)} picks by it")
     return (*own[:dim], *analysis.of(numbers), *own[dim + 1 :])
 
 
@@ -126,14 +126,14 @@ def roll(analysis: Analysis, node: fx.Node) -> Axes:
     listed = len(node.args) > 1 + ("roll" in str(node.target))
     dims: Any = node.args[-1] if listed else range(len(own))
     for dim in dims:
-        ax.block(own[dim], f"{operator_name(node.target)} moves along it")
+        ax.block(own[dim], f"{called(node)} moves along it")
     return own
 
 
 def unbind(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
     own = list(analysis.of(node.args[0]))
     axis = own.pop(int(argument(node, 1, "dim", 0)))
-    ax.block(axis, f"{operator_name(node.target)} takes it apart")
+    ax.block(axis, f"{called(node)} takes it apart")
     return (tuple(own),) * ax.find(axis).size
 
 
@@ -150,8 +150,8 @@ def slice_rows(analysis: Analysis, node: fx.Node) -> Axes:
     step = argument(node, 4, "step", 1) if str(node.target).startswith("aten.slice") else 1
     pieces = ax.segment(axis, [start, start + shape[dim]]) if step == 1 else None
     if pieces is None:
-        ax.block(axis, f"{operator_name(node.target)} slices it")
-        own[dim] = Axis(shape[dim], blocked=f"{operator_name(node.target)} makes it")
+        ax.block(axis, f"{called(node)} slices it")
+        own[dim] = Axis(shape[dim], blocked=f"{called(node)} makes it")
         return tuple(own)
     position = 0
     for piece in pieces:
@@ -173,14 +173,14 @@ def split(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
     if len(set(sizes)) == 1:
         pair = ax.split_product(own[dim], [len(sizes), sizes[0]])
         if pair is not None:
-            ax.block(pair[0], f"{operator_name(node.target)} takes it apart")
+            ax.block(pair[0], f"{called(node)} takes it apart")
             pieces = [pair[1]] * len(sizes)
     if pieces is None:
         bounds = [sum(sizes[:i]) for i in range(1, len(sizes))]
         pieces = ax.segment(own[dim], bounds)
     if pieces is None:
-        ax.block(own[dim], f"{operator_name(node.target)} splits it")
-        pieces = [Axis(size, blocked=f"{operator_name(node.target)} makes it") for size in sizes]
+        ax.block(own[dim], f"{called(node)} splits it")
+        pieces = [Axis(size, blocked=f"{called(node)} makes it") for size in sizes]
     return tuple((*own[:dim], piece, *own[dim + 1 :]) for piece in pieces)
 
 
@@ -205,7 +205,7 @@ def stack(analysis: Analysis, node: fx.Node) -> Axes:
         for a, b in zip(parts[0], other, strict=True):
             ax.unify(a, b)
     dim = int(argument(node, 1, "dim", 0)) % (len(parts[0]) + 1)
-    index = Axis(len(parts), blocked=f"{operator_name(node.target)} makes it")
+    index = Axis(len(parts), blocked=f"{called(node)} makes it")
     return (*parts[0][:dim], index, *parts[0][dim:])
 
 
@@ -217,8 +217,8 @@ def pad(analysis: Analysis, node: fx.Node) -> Axes:
         if ax.find(axis).size == size:
             result.append(axis)
         else:
-            ax.block(axis, f"{operator_name(node.target)} pads it")
-            result.append(Axis(size, blocked=f"{operator_name(node.target)} makes it"))
+            ax.block(axis, f"{called(node)} pads it")
+            result.append(Axis(size, blocked=f"{called(node)} makes it"))
     return tuple(result)
 
 
@@ -240,7 +240,7 @@ def opaque_tensor(analysis: Analysis, node: fx.Node) -> Axes:
 
 def opaque(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
     """Nothing is known: all dimensions that come in or go out of the operator's results stay whole."""
-    reason = f"no rule divides {operator_name(node.target)}"
+    reason = f"no rule divides {called(node)}"
     for source in node.all_input_nodes:
         for own in analysis.all_of(source):
             for axis in own:

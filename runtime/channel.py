@@ -110,8 +110,9 @@ class ProcessChannel:
         self._sent.append((_work(dist.isend(x, self.destination, self.group)), x))
         self.counts["send"] += 1
         self.elements["send"] += x.numel()
-        # Somebody may be waiting for `x`, so what has left is freed after it.
-        while self._sent[0][0].is_completed() and len(self._sent) > 1:
+        # Somebody may be waiting for `x`, so what has left is freed after it. (Gloo's sends are known to have left
+        # only once they are waited for, in `flush`.)
+        while len(self._sent) > 1 and self._sent[0][0].is_completed():
             self._sent.popleft()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:

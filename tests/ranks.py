@@ -39,6 +39,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         context.Process(target=_work, args=(function, rank, world_size, args, port, pipe, timeout))
         for rank, (_, pipe) in enumerate(pipes)
     ]
+    faulthandler.register(signal.SIGUSR1, file=2)  # the ranks inherit it
     for process in processes:
         process.start()
     # The store's server starts after the forks: its thread looks addresses up, and a child forked at that
@@ -97,7 +98,6 @@ def _work(
     timeout: float,
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

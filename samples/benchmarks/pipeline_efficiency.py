@@ -41,7 +41,7 @@ def measure_apart(cases: list[Case]) -> list[Measured]:
 
 def measure(cases: list[Case], output: Path) -> None:
     """Compare the cases as one of the ranks; the first writes what all saw."""
-    schedule_in_batches()  # more ranks than cores: else the CPU time of an action holds its neighbours' too
+    schedule_in_batches()  # more threads than cores: else much of an action's time is context switches
     dist.init_process_group("gloo")
     measured = [compare(case) for case in cases]
     if dist.get_rank() == 0:

@@ -36,7 +36,7 @@ class Case:
         return f"{self.mesh}, {math.prod(self.mesh)} processes, {schedule}"
 
 
-# As torchrun starts the ranks, and with a core for each replica.
+# As torchrun starts the ranks, and kept on cores under batch scheduling.
 MODULES = {"free": "samples.train", "pinned": "samples.benchmarks.pinned"}
 
 
@@ -111,10 +111,10 @@ def main() -> None:
         ],
         rows,
         [
-            f"{args.repetitions} repetitions of {args.steps} steps, float32 AdamW, in turn",
+            f"{args.repetitions} repetitions of {args.steps} steps, float32 fused AdamW, in turn",
             f"rate: median step after the first {WARM_UP_STEPS}; ratio: median (range) of the repetitions",
-            "free: as torchrun starts them; pinned: each rank kept on one core (samples/benchmarks/pinned.py), "
-            "the ranks of a replica together; the one process has both cores in every row",
+            "free: as torchrun starts them; pinned: each rank kept on its share of the cores, neighbours together, "
+            "under Linux's batch scheduling (samples/benchmarks/pinned.py); the one process has all cores",
         ],
         args.write,
     )

@@ -87,14 +87,27 @@ def test_twenty_sgd_steps_stay_bitwise(tied: bool) -> None:
             assert torch.equal(tensor, plain.state_dict()[name]), name
 
 
-def test_backward_scales_and_accumulates() -> None:
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_backward_scales_and_accumulates(scale: float) -> None:
     chain, parallel = alone()
     plain = Plain(chain)
+
+    def step(replica: int) -> None:
+        loss = parallel(**chain.batch(replica))["loss"]
+        (loss if scale == 1 else loss * scale).backward()
+        plain.gradients(chain.batch(replica), scale)
+
+    def compare() -> None:
+        for name, p in parallel.named_parameters():
+            torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, rtol=1e-13, atol=1e-15)
+
     for replica in range(3):
-        (parallel(**chain.batch(replica))["loss"] / 3).backward()
-        plain.gradients(chain.batch(replica), 1 / 3)
-    for name, p in parallel.named_parameters():
-        torch.testing.assert_close(p.grad, plain.get_parameter(name).grad, rtol=1e-13, atol=1e-15)
+        step(replica)
+    compare()
+    for model in (parallel, plain):
+        model.zero_grad(set_to_none=False)  # the next step adds into what .grad was
+    step(3)
+    compare()
 
 
 def test_second_backward_is_refused() -> None:
