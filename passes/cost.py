@@ -7,9 +7,9 @@ one rank's already.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ def node_flops(node: fx.Node) -> int:
     if node.target in ATTENTIONS:
         q, k, v = (tensor.shape for tensor in _attended(node))
         return int(2 * q[:-1].numel() * k[-2] * (q[-1] + v[-1]))
+    if node.target is aten.einsum.default:
+        return _einsum_flops(str(node.args[0]), [_value(operand) for operand in node.args[1]])  # type: ignore[union-attr]
     return _sum_over(value, torch.Tensor.numel)
 
 
@@ -147,6 +149,25 @@ def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     first = ATTENTIONS[node.target]
     q, k, v = (argument.meta["val"] for argument in node.args[first : first + 3])  # type: ignore[union-attr]
     return q, k, v
+
+
+def _value(node: Any) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def _einsum_flops(equation: str, operands: Sequence[torch.Tensor]) -> int:
+    """2 x the sizes of all letters, what "..." stands for counted once: a GEMM's 2mkn for two operands."""
+    sizes: dict[Any, int] = {}
+    groups = equation.replace(" ", "").split("->")[0].split(",")
+    for group, operand in zip(groups, operands, strict=True):
+        head, _, tail = group.partition("...")
+        rest = range(len(head), operand.dim() - len(tail))
+        # Dimensions of "..." are numbered from the right, as they broadcast.
+        letters = [*head, *(index - rest.stop for index in rest), *tail]
+        for letter, size in zip(letters, operand.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    return 2 * prod(sizes.values())
 
 
 def _bytes(node: fx.Node) -> int:

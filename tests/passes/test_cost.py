@@ -22,6 +22,8 @@ def call(target: Any, *args: Any, result: Any) -> fx.Node:
     graph = fx.Graph()
 
     def place(value: Any) -> Any:
+        if isinstance(value, list):
+            return [place(item) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         node = graph.placeholder("x")
@@ -62,6 +64,14 @@ HEADS = tensor(2, 4, 128, 16)
             2 * (2 * 2 * 4 * 128 * 128 * 16),
         ),
         (call(kernels.attention, None, HEADS, HEADS, HEADS, result=HEADS), 2 * (2 * 2 * 4 * 128 * 128 * 16)),
+        (
+            call(aten.einsum.default, "bhqd,bhkd->bhqk", [HEADS, HEADS], result=tensor(2, 4, 128, 128)),
+            2 * 2 * 4 * 128 * 128 * 16,
+        ),
+        (
+            call(aten.einsum.default, "...h, fh -> ...f", [X, tensor(3, 64)], result=tensor(2, 128, 3)),
+            2 * 256 * 64 * 3,
+        ),
         (call(aten.gelu.default, X, result=X), 2 * 128 * 64),
         (call(aten.view.default, X, [256, 64], result=tensor(256, 64)), 0),
         (call(operator.getitem, X, 0, result=tensor(128, 64)), 0),
