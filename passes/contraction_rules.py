@@ -14,6 +14,10 @@ from autoptd.passes.shape_rules import opaque_tensor
 if TYPE_CHECKING:
     from autoptd.passes.analysis import Analysis
 
+# Reasons that tell a sequence from a batch (see `sharding.find_batch`).
+ATTENTION = "is attention over it"
+OF_ACTIVATIONS = "multiplies two activations over it"
+
 
 def linear(analysis: Analysis, node: fx.Node) -> Axes:
     """[.., in] x [out, in] -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel when it is divided)."""
@@ -45,7 +49,7 @@ def matmul(analysis: Analysis, node: fx.Node) -> Axes:
     if len(y) == 2 and len(x) >= 2:
         analysis.contract(node, x[-1], y[0])
         if not (analysis.is_weight(second) or analysis.is_weight(first)):
-            ax.block(x[-1], f"{called(node)} multiplies two activations over it")
+            ax.block(x[-1], f"{called(node)} {OF_ACTIVATIONS}")
         return (*x[:-1], y[1])
     return _batched_product(analysis, node, first, second)
 
@@ -61,7 +65,7 @@ def baddbmm(analysis: Analysis, node: fx.Node) -> Axes:
 def _batched_product(analysis: Analysis, node: fx.Node, first: Any, second: Any) -> Axes:
     x, y = analysis.of(first), analysis.of(second)
     ax.unify(x[-1], y[-2])
-    ax.block(x[-1], f"{called(node)} multiplies two activations over it")
+    ax.block(x[-1], f"{called(node)} {OF_ACTIVATIONS}")
     lead = analysis.align_leading(node, [(first, x[:-2]), (second, y[:-2])])
     return (*lead, x[-2], y[-1])
 
@@ -72,7 +76,7 @@ def attention(analysis: Analysis, node: fx.Node) -> Axes:
     q, k, v = (t for t in node.args[at : at + 3] if isinstance(t, fx.Node))
     mask = argument(node, at + 3, "attn_mask" if at == 0 else "mask")
     sizes = [analysis.of(t) for t in (q, k, v)]
-    reason = f"{called(node)} is attention over it"
+    reason = f"{called(node)} {ATTENTION}"
     (length, size), (keys, key_size), (values, value_size) = (s[-2:] for s in sizes)
     ax.unify(keys, values)
     ax.unify(size, key_size)
@@ -158,7 +162,7 @@ def einsum(analysis: Analysis, node: fx.Node) -> Axes:
         analysis.contractions[node] = summed[0]
     else:
         for axis in summed:
-            ax.block(axis, f"{called(node)} multiplies two activations over it")
+            ax.block(axis, f"{called(node)} {OF_ACTIVATIONS}")
         shared = [letter for letter in sides[1] if all(letter in group for group in groups)]
         if len(shared) > 1:
             analysis.heads.append((node, named[shared[-1]]))

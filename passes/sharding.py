@@ -20,6 +20,7 @@ from autoptd.passes.analysis import Analysis, user_rules
 from autoptd.passes.axes import Axis
 from autoptd.passes.axis_rules import Rule
 from autoptd.passes.choice import choose_axes, replicated_heads
+from autoptd.passes.contraction_rules import ATTENTION, OF_ACTIVATIONS
 from autoptd.passes.gradients import place_copies
 from autoptd.passes.local_operators import lower_operator
 from autoptd.passes.lowering import Lowering
@@ -101,4 +102,4 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
 
 def _is_sequence(axis: Axis) -> bool:
     """Does attention run over it?"""
-    return "attention over it" in axis.blocked or "multiplies two activations over it" in axis.blocked
+    return ATTENTION in axis.blocked or OF_ACTIVATIONS in axis.blocked
