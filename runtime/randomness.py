@@ -1,10 +1,11 @@
 """Dropout masks as a pure function of what an element is, never of where it is computed.
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) in plain torch. One counter
-gives four 32-bit words, one per element:
+Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) in plain torch, on a CPU in
+numpy. Seven rounds are the fewest that pass their tests; drawing costs more than all else in a dropout. One
+counter gives four 32-bit words, whose halves, low one first, are the 16-bit numbers of eight elements:
 
 - key: the seed's low and high word;
-- counter word 0: block = element // 4, its low 32 bits, where element is the row-major index within ONE
+- counter word 0: block = element // 8, its low 32 bits, where element is the row-major index within ONE
   sample's whole (undivided) tensor, the batch dimension left out;
 - counter word 1: the operator's number, and the block's higher bits from bit 24 on;
 - counter words 2 and 3: the global sample index, and the number of the call.
@@ -15,15 +16,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 OPERATOR_BITS = 24
-ROUNDS = 10
+ROUNDS = 7
+BLOCK = 8  # elements of a counter
+LEVELS = 1 << 16  # numbers an element may draw
 
 # Counters worked on at once: on a CPU few enough to stay in its cache.
 CPU_CHUNK = 1 << 14
@@ -44,8 +52,8 @@ class Randomness:
     training: bool = True
 
 
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words per counter: int64 tensors in [0, 2**32), broadcast against each other."""
+def philox(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
+    """Four random words per counter: 64-bit integers in [0, 2**32), broadcast against each other."""
     a, b, c, d = counter
     for turn in range(ROUNDS):
         keys = [(word + turn * step) & WORD for word, step in zip(key, KEY_STEPS, strict=True)]
@@ -56,9 +64,50 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Ten
     return a, b & WORD, c, d & WORD
 
 
-def _mix(product: Tensor, word: Tensor, key: int) -> Tensor:
+def _mix(product: Words, word: Words, key: int) -> Words:
     mixed = (product >> 32) ^ word
-    return mixed.bitwise_xor_(key).bitwise_and_(WORD)
+    mixed ^= key
+    mixed &= WORD
+    return mixed
+
+
+def mask_key(
+    randomness: Randomness,
+    operator: int,
+    shape: Sequence[int],
+    *,
+    sample: int | None = 0,
+    divided: int | None = None,
+    size: int = 1,
+    index: int = 0,
+) -> list[int]:
+    """What a mask of this rank's `shape` depends on, as operators take it; see `draw_mask`.
+
+    [seed, call, first sample, operator, batch, inner, run, whole, start], all of them signed 64-bit: element i
+    of the row-major tensor belongs to sample ``first + i // inner % batch``, is there the element
+    ``e = i // (inner * batch) * inner + i % inner`` of this rank, and ``e // run * whole + start + e % run`` of
+    the undivided tensor. Where that changes nothing it is written with ones: inner is 1 for a batch of one,
+    run and whole are 1 where nothing is divided.
+
+    `sample` is the batch dimension (None: all samples share the mask of sample 0); `divided` the dimension of
+    which `shape` holds part `index` of `size` equal, contiguous parts.
+    """
+    if not 0 <= operator < 1 << OPERATOR_BITS:
+        raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
+    batch_dim = None if sample is None else sample % len(shape)
+    first = 0 if batch_dim is None else randomness.sample
+    batch = 1 if batch_dim is None else shape[batch_dim]
+    inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :])
+    run, whole, start = 1, 1, 0
+    if divided is not None and size > 1:
+        divided %= len(shape)
+        if divided == batch_dim:
+            raise ValueError(f"dimension {divided} of {list(shape)} is the batch; it cannot be divided")
+        run = prod(extent for dim, extent in enumerate(shape) if dim >= divided and dim != batch_dim)
+        whole, start = run * size, run * index
+    seed = randomness.seed
+    seed = seed if seed < 1 << 63 else seed - (1 << 64)
+    return [seed, randomness.call, first, operator, batch, inner, run, whole, start]
 
 
 def keep_mask(
@@ -73,58 +122,64 @@ def keep_mask(
     size: int = 1,
     index: int = 0,
 ) -> Tensor:
-    """Which elements a dropout with probability `p` keeps: a bool tensor of this rank's `shape`.
+    """Which elements a dropout with probability `p` keeps: a bool tensor of this rank's `shape`."""
+    key = mask_key(randomness, operator, shape, sample=sample, divided=divided, size=size, index=index)
+    return draw_mask(key, p, shape, device)
 
-    An element is kept when its word is at least p * 2**32. `sample` is the batch dimension (None: all samples
-    share the mask of sample 0); `divided` the dimension of which `shape` holds part `index` of `size` equal,
-    contiguous parts.
-    """
-    if not 0 <= operator < 1 << OPERATOR_BITS:
-        raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
+
+def draw_mask(key: Sequence[int], p: float, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16."""
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=torch.bool, device=device)
-    batch = None if sample is None else sample % len(shape)
-    dims = [dim for dim in range(len(shape)) if dim != batch]
-    local = [shape[dim] for dim in dims]
-    # This rank's elements of one sample are runs of equal length, one for each index before the divided dim.
-    before = 0 if divided is None or size == 1 else dims.index(divided % len(shape))
-    run = prod(local[before:])
-    whole = run if divided is None else run * size
-    starts = range(index * run if whole > run else 0, prod(local[:before]) * whole, whole)
-    if batch is None:
-        samples = torch.zeros(1, dtype=torch.int64, device=device)
-    else:
-        samples = torch.arange(randomness.sample, randomness.sample + shape[batch], device=device)
-    kept = _keep_runs(randomness, round(p * (1 << 32)), operator, samples, starts, run)
-    kept = kept.reshape(len(samples), *local)
-    return kept[0] if batch is None else kept.movedim(0, batch)
+    seed, call, first, operator, batch, inner, run, whole, start = key
+    elements = prod(shape) // batch
+    inner = elements if batch == 1 else inner
+    run, whole = (elements, elements) if run == whole else (run, whole)
+    starts = range(start, start + elements // run * whole, whole)
+    samples = torch.arange(first, first + batch, device=device)
+    kept = _keep_runs(
+        (seed & WORD, seed >> 32 & WORD), call, operator, samples, starts, run, count_dropped(p)
+    )
+    return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
+
+
+def count_dropped(p: float) -> int:
+    """How many of the 2**16 numbers drop their element: the smallest ones."""
+    return round(p * LEVELS)
 
 
 def _keep_runs(
-    randomness: Randomness, threshold: int, operator: int, samples: Tensor, starts: range, run: int
+    key: tuple[int, int], call: int, operator: int, samples: Tensor, starts: range, run: int, dropped: int
 ) -> Tensor:
     """Masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run]."""
     device = samples.device
     first = torch.tensor(starts, device=device)[:, None]
-    aligned = all(start % 4 == 0 for start in (starts[0], starts.step if len(starts) > 1 else 0))
+    aligned = all(start % BLOCK == 0 for start in (starts[0], starts.step if len(starts) > 1 else 0))
     # A run that starts inside a block reaches into one more.
-    blocks_per_run = (run + 3) // 4 if aligned else (run + 2) // 4 + 1
-    blocks = (first // 4 + torch.arange(blocks_per_run, device=device)).view(1, -1)
-    kept = torch.empty((len(samples), blocks.shape[1], 4), dtype=torch.bool, device=device)
+    blocks_per_run = (run + BLOCK - 1) // BLOCK if aligned else (run + BLOCK - 2) // BLOCK + 1
+    blocks = (first // BLOCK + torch.arange(blocks_per_run, device=device)).view(1, -1)
+    kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
     chunk = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
     columns = min(blocks.shape[1], chunk)
     rows = max(1, chunk // columns)
-    key = (randomness.seed & WORD, randomness.seed >> 32 & WORD)
-    call = torch.full((1, 1), randomness.call & WORD, device=device)
+    whole: Sequence[Any] = (
+        blocks,
+        samples[:, None] & WORD,
+        torch.full((1, 1), call & WORD, device=device),
+        kept,
+    )
+    if device.type == "cpu":
+        whole = [tensor.numpy() for tensor in whole]  # which multiplies integers in less than half the time
     for row in range(0, len(samples), rows):
-        sample = samples[row : row + rows, None] & WORD
         for column in range(0, blocks.shape[1], columns):
-            block = blocks[:, column : column + columns]
-            counter = (block & WORD, (block >> 32 << OPERATOR_BITS) | operator, sample, call)
+            here = slice(row, row + rows), slice(column, column + columns)
+            block, sample, calls, target = whole[0][:, here[1]], whole[1][here[0]], whole[2], whole[3][here]
+            counter = (block & WORD, (block >> 32 << OPERATOR_BITS) | operator, sample, calls)
             for number, word in enumerate(philox(counter, key)):
-                torch.ge(word, threshold, out=kept[row : row + rows, column : column + columns, number])
-    kept = kept.view(len(samples), len(starts), blocks_per_run * 4)
+                target[..., 2 * number] = (word & (LEVELS - 1)) >= dropped
+                target[..., 2 * number + 1] = (word >> 16) >= dropped
+    kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]
-    place = first % 4 + torch.arange(run, device=device)
+    place = first % BLOCK + torch.arange(run, device=device)
     return kept.gather(2, place.expand(len(samples), -1, -1))

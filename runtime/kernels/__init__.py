@@ -1,8 +1,35 @@
-"""What a rank program computes beyond torch's own operators; each in plain torch."""
+"""What a rank program computes beyond torch's own operators.
 
-from autoptd.runtime.kernels.keyed_dropout import dropout
-from autoptd.runtime.kernels.softmax_attention import attention
+A kernel <name>.py holds, from the top: the function that rank programs call, which refuses what it cannot compute and
+turns a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below it the operators
+``torch.ops.autoptd.<name>`` and ``<name>_backward``, made by `registration.define_operator`, with a fake
+implementation, an autograd formula and, where promotion of dtypes is not all, an autocast rule; and their meaning in
+plain torch. Their Triton form is in triton_<name>.py; `selection.find_kernels` gives it to the operator where it can
+run. A mask is not saved but drawn again in backward, by `randomness.draw_mask` or inside a Triton kernel by
+`triton_philox.keep`. What comes out has the strides of ``torch.empty_like(x)``, or is contiguous where rows are
+reduced.
+"""
+
+from autoptd.runtime.kernels.activation import bias_gelu, gated_product
+from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
+from autoptd.runtime.kernels.masked_softmax import scaled_softmax
+from autoptd.runtime.kernels.packed_linear import split_linear
+from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, rms_norm
+from autoptd.runtime.kernels.rotary_position import rotary_embedding
 from autoptd.runtime.kernels.vocabulary_loss import cross_entropy
 from autoptd.runtime.kernels.vocabulary_table import embedding
 
-__all__ = ["attention", "cross_entropy", "dropout", "embedding"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_dropout_add",
+    "bias_gelu",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gated_product",
+    "rms_norm",
+    "rotary_embedding",
+    "scaled_softmax",
+    "split_linear",
+]

@@ -1,12 +1,19 @@
-"""Dropout by a keyed mask, the same on every mesh."""
+"""Dropout by a keyed mask, the same on every mesh, with what is added before and after it (SC21 §4.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from autoptd.runtime.randomness import keep_mask
+from autoptd.runtime.kernels.masking import find_key, keep_factor
+from autoptd.runtime.kernels.operands import check_operands, sum_rows
+from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.randomness import draw_mask
 from autoptd.runtime.rank import Rank
 
 
@@ -25,23 +32,130 @@ def dropout(
     batch) and whose dimension `divided` is this tensor rank's equal, contiguous part; see
     runtime/randomness.py.
     """
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability is {p}, expected 0 to 1")
-    if p == 0 or not rank.randomness.training:
+    return bias_dropout_add(rank, x, None, None, p, operator, sample, divided, shape)
+
+
+def bias_dropout_add(
+    rank: Rank,
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    p: float = 0.0,
+    operator: int = 0,
+    sample: int | None = 0,
+    divided: int | None = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute ``dropout(x + bias) + residual``, as `dropout` does; what is None is left out.
+
+    `x` and `residual` are [..., h], `bias` is [h]. Dtypes are promoted as by ``+``, and half precision is summed
+    in float32 for the bias's gradient. Under autocast a bias takes the dtype of `x`, as that of a linear does.
+    Raises ValueError on other shapes.
+    """
+    check_operands("bias_dropout_add", x, bias=bias, residual=residual)
+    if bias is not None and (x.dim() == 0 or bias.shape != x.shape[-1:]):
+        raise ValueError(
+            f"bias_dropout_add was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
+        )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"bias_dropout_add was given x {list(x.shape)} and residual {list(residual.shape)}, expected equal"
+        )
+    key = find_key(rank, x, p, operator, sample, divided, shape)
+    if bias is None and residual is None and not key:
         return x
-    if p == 1:
-        return x * 0
-    if x.is_meta:
-        return x * (1 / (1 - p))
-    keep = keep_mask(
-        rank.randomness,
-        p,
-        operator,
-        x.shape if shape is None else shape,
-        x.device,
-        sample=sample,
-        divided=divided,
-        size=rank.tensor.size,
-        index=rank.tensor.index,
-    )
-    return (x * keep.reshape(x.shape)).mul_(1 / (1 - p))
+    result: Tensor = torch.ops.autoptd.bias_dropout_add(x, bias, residual, p, key)
+    return result
+
+
+@define_operator("bias_dropout_add")
+def _bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: Sequence[int],
+) -> Tensor:
+    """Nothing is dropped where `key` is empty."""
+    dtype = _promote(x, bias, residual)
+    kernels = find_kernels("dropout", x, bias, residual)
+    if kernels is not None:
+        result: Tensor = kernels.bias_dropout_add(x, bias, residual, p, key, dtype)
+        return result
+    total = x if bias is None else x + bias
+    if key:
+        mask = draw_mask(key, p, x.shape, x.device)
+        total = total * mask if total is x else total.mul_(mask)
+    out = total if total is not x and total.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    factor = keep_factor(p) if key else 1.0
+    if residual is None:
+        return torch.mul(total, factor, out=out)
+    return torch.add(residual, total, alpha=factor, out=out)
+
+
+@define_operator("bias_dropout_add_backward")
+def _bias_dropout_add_backward(
+    gradient: Tensor,
+    p: float,
+    key: Sequence[int],
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and bias; where there is no bias, backward is the dropout itself."""
+    kernels = find_kernels("dropout", gradient)
+    if kernels is not None:
+        gradients: tuple[Tensor, Tensor]
+        gradients = kernels.bias_dropout_add_backward(gradient, p, key, x_dtype, bias_dtype)
+        return gradients
+    of_total = torch.ops.autoptd.bias_dropout_add(gradient, None, None, p, key)
+    return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
+
+
+@_bias_dropout_add.register_fake
+def _(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=_promote(x, bias, residual))
+
+
+@_bias_dropout_add_backward.register_fake
+def _(
+    gradient: Tensor,
+    p: float,
+    key: Sequence[int],
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    of_bias = gradient.new_empty(gradient.shape[-1:], dtype=bias_dtype)
+    return torch.empty_like(gradient, dtype=x_dtype), of_bias
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep no tensor: backward draws the mask again."""
+    *operands, ctx.p, ctx.key = inputs
+    ctx.dtypes = [None if operand is None else operand.dtype for operand in operands]
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x_dtype, bias_dtype, residual_dtype = ctx.dtypes
+    drawn = ctx.p, ctx.key
+    of_bias = None
+    if ctx.key and bias_dtype is not None:
+        of_x, of_bias = torch.ops.autoptd.bias_dropout_add_backward(gradient, *drawn, x_dtype, bias_dtype)
+    elif ctx.key:
+        of_x = torch.ops.autoptd.bias_dropout_add(gradient, None, None, *drawn).to(x_dtype)
+    else:
+        of_x = gradient.to(x_dtype)
+        of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
+    of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
+    return of_x, of_bias, of_residual, None, None
+
+
+_bias_dropout_add.register_autograd(_differentiate, setup_context=_save)
+
+
+@_bias_dropout_add.register_autocast
+def _(x: Tensor, bias: Tensor | None, *others: Any) -> tuple[Any, ...]:
+    return x, None if bias is None else bias.to(x.dtype), *others
+
+
+def _promote(*tensors: Tensor | None) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None))

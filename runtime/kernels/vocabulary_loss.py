@@ -1,14 +1,26 @@
-"""The vocabulary-parallel cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3)."""
+"""The vocabulary-parallel cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3).
+
+All-reduces cannot stand inside an operator, so the operators are what one rank does alone: statistics of its
+columns of every row, and the rows' losses. Their gradient is computed from the logits once more, so that
+nothing as wide as the vocabulary is kept beside them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.communicator import Group
+from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.kernels.selection import find_kernels
 from autoptd.runtime.rank import Rank
+
+# Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.
+CPU_CHUNK = 1 << 18
+DEVICE_CHUNK = 1 << 26
 
 
 def cross_entropy(
@@ -18,14 +30,44 @@ def cross_entropy(
     vocabulary: int,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compare divided `logits` [N, ceil(V / t)] with `target` [N]: a scalar, equal on all tensor ranks.
 
     All-reduces the row maximum, and in one tensor the row's sum of exponentials and its target logit. Columns
     past `vocabulary` are padding. Rows whose target is `ignore_index` count for nothing; the mean is over the
     others (nan when there are none). A target outside 0 to V - 1 is torch's own error. Half-precision logits
-    are summed in float32.
+    are summed in float32, and no float32 copy of them is kept. The loss has `dtype`: by default the logits',
+    under autocast float32.
     """
+    _check(logits, target, reduction)
+    width = logits.shape[1]
+    start = rank.tensor.index * width
+    own = max(0, min(width, vocabulary - start))  # columns that are no padding
+    kept = target != ignore_index
+    illegal = kept & ((target < 0) | (target >= vocabulary))
+    column = target - start
+    here = kept & (column >= 0) & (column < own)
+    # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
+    read = column.masked_fill(~here, 0).masked_fill(illegal, width)
+
+    constant = logits.detach()
+    largest, total = _sum_exponentials(rank, constant, own)
+    aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
+    total, aim = rank.tensor.all_reduce(torch.stack([total, aim.masked_fill(~here, 0)])).unbind()
+    column = column.masked_fill(~here, -1)
+    losses: Tensor = torch.ops.autoptd.cross_entropy_rows(logits, column, largest, total, aim, own)
+    loss = losses.masked_fill(~kept, 0).sum()
+    if reduction == "mean":
+        loss = loss / kept.sum()
+    if dtype is None:
+        device = logits.device.type
+        autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = loss.dtype if autocasts else logits.dtype
+    return loss.to(dtype)
+
+
+def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise ValueError(
             f"cross_entropy was given logits {list(logits.shape)} and target {list(target.shape)}, "
@@ -33,49 +75,120 @@ def cross_entropy(
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"cross_entropy was given reduction={reduction!r}, expected 'mean' or 'sum'")
-    mean = reduction == "mean"
-    arguments = (logits, target, rank.tensor, vocabulary, ignore_index, mean)
-    loss: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-    return loss
+    if not logits.is_floating_point() or target.dtype != torch.int64:
+        raise ValueError(
+            f"cross_entropy was given logits of {logits.dtype} and a target of {target.dtype}, expected "
+            "floating-point logits and torch.int64: the number of a class, not its probabilities"
+        )
+    if logits.device != target.device:
+        raise ValueError(f"cross_entropy was given logits on {logits.device} and a target on {target.device}")
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Saves softmax - one_hot of the own columns, which is the gradient but for a factor per row."""
+def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """Every row's maximum over all tensor ranks, and its sum of exponentials relative to it, of the own columns."""
+    if rank.tensor.size == 1 or logits.is_cuda:  # one reading; another rank's maximum only scales the sum
+        largest, total = torch.ops.autoptd.cross_entropy_statistics(logits, own, None).unbind()
+        if rank.tensor.size == 1:
+            return largest, total
+        everywhere = rank.tensor.all_reduce(largest.clone(), "max")
+        return everywhere, total * (largest - everywhere).exp()
+    largest = logits.new_full(logits.shape[:1], -torch.inf, dtype=widen(logits.dtype))
+    if own:
+        largest = logits[:, :own].amax(1).to(largest.dtype)
+    largest = rank.tensor.all_reduce(largest, "max")
+    return largest, torch.ops.autoptd.cross_entropy_statistics(logits, own, largest)[1]
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: Group, vocabulary: int, ignore_index: int, mean: bool
-    ) -> Tensor:
-        dtype = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
-        width = logits.shape[1]
-        start = group.index * width
-        own = max(0, min(width, vocabulary - start))  # columns that are no padding
-        kept = target != ignore_index
-        illegal = kept & ((target < 0) | (target >= vocabulary))
-        column = target - start
-        here = kept & (column >= 0) & (column < own)
-        # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
-        column = column.masked_fill(~here, 0).masked_fill(illegal, width)
 
-        largest = logits.new_full(target.shape, -torch.inf, dtype=dtype)
-        if own:
-            torch.amax(logits[:, :own].to(dtype), 1, out=largest)
-        largest = group.all_reduce(largest, "max")
-        shifted = logits.to(dtype) - largest[:, None]
-        aim = shifted.gather(1, column[:, None]).squeeze(1).masked_fill(~here, 0)
-        softmax = shifted.exp_()
+def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split all into a few rows at a time; never a single one, whose sum torch would compute in another way."""
+    rows, width = logits.shape
+    chunk = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
+    parts = max(1, rows // max(2, chunk // max(1, width)))
+    return zip(*(tensor.tensor_split(parts) for tensor in (logits, *others)), strict=True)
+
+
+@define_operator("cross_entropy_statistics")
+def _statistics(logits: Tensor, own: int, largest: Tensor | None) -> Tensor:
+    """The maximum of each row's first `own` columns (or `largest`), and the sum of exponentials relative to it.
+
+    [2, N], in float32 for half precision.
+    """
+    kernels = find_kernels("cross_entropy", logits)
+    results = _allocate_statistics(logits, own, largest)
+    if kernels is not None and largest is None:
+        kernels.sum_exponentials(logits, own, results)
+        return results
+    if largest is not None:
+        results[0] = largest
+    elif own:
+        results[0] = logits[:, :own].amax(1)
+    else:
+        results[0] = -torch.inf
+    for x, shift, total in _split_rows(logits, results[0], results[1]):
+        powers = (x.to(total.dtype) - shift[:, None]).exp_()
+        powers[:, own:] = 0
+        torch.sum(powers, 1, out=total)
+    return results
+
+
+def _allocate_statistics(logits: Tensor, own: int, largest: Tensor | None) -> Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
+
+
+@define_operator("cross_entropy_rows")
+def _losses(logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, aim: Tensor, own: int) -> Tensor:
+    """The loss of every row, log(total) - aim.
+
+    Differentiable in `logits` only: the others are what all ranks' logits gave. `column` is the own column that
+    is the row's target, or -1.
+    """
+    return total.log() - aim
+
+
+def _allocate_losses(
+    logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, aim: Tensor, own: int
+) -> Tensor:
+    return torch.empty_like(total)
+
+
+@define_operator("cross_entropy_rows_backward")
+def _gradient(
+    factor: Tensor, logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, own: int
+) -> Tensor:
+    """softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
+    result = _allocate_gradient(factor, logits, column, largest, total, own)
+    kernels = find_kernels("cross_entropy", logits)
+    if kernels is not None:
+        kernels.differentiate_losses(factor, logits, column, largest, total, own, result)
+        return result
+    rows = _split_rows(logits, factor, column, largest, total, result)
+    for x, scale, target, shift, divisor, gradient in rows:
+        softmax = (x.to(shift.dtype) - shift[:, None]).exp_()
         softmax[:, own:] = 0
-        total, aim = group.all_reduce(torch.stack([softmax.sum(1), aim])).unbind()
-        loss = (total.log() - aim).masked_fill(~kept, 0).sum()
-        count = kept.sum() if mean else None
+        softmax.div_(divisor[:, None])
+        hit = -(target >= 0).to(shift.dtype)
+        softmax.scatter_add_(1, target.clamp(min=0)[:, None], hit[:, None])
+        gradient.copy_(softmax.mul_(scale[:, None]))
+    return result
 
-        if ctx.needs_input_grad[0]:
-            softmax.div_(total[:, None]).scatter_add_(1, column[:, None], -here.to(dtype)[:, None])
-            ctx.save_for_backward(softmax.to(logits.dtype), kept, count)
-        return (loss if count is None else loss / count).to(logits.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        direction, kept, count = ctx.saved_tensors
-        factor = (gradient if count is None else gradient / count).expand(kept.shape).masked_fill(~kept, 0)
-        return direction * factor[:, None], None, None, None, None, None
+def _allocate_gradient(
+    factor: Tensor, logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, own: int
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logits, column, largest, total, _, ctx.own = inputs
+    ctx.save_for_backward(logits, column, largest, total)
+
+
+def _backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+    gradient = torch.ops.autoptd.cross_entropy_rows_backward(factor, *ctx.saved_tensors, ctx.own)
+    return gradient, None, None, None, None, None
+
+
+_statistics.register_fake(_allocate_statistics)
+_losses.register_fake(_allocate_losses)
+_gradient.register_fake(_allocate_gradient)
+_losses.register_autograd(_backward, setup_context=_save)

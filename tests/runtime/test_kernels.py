@@ -237,21 +237,22 @@ MASKS: dict[str, Tensor | None] = {
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_without_dropout_is_torchs_own(mask: str, scale: float | None, causal: bool) -> None:
+def test_scaled_softmax_between_products_is_torchs_attention(mask: str, causal: bool) -> None:
     if causal and mask != "none":
-        one = torch.ones(1, 1, 7, 1)
         with pytest.raises(ValueError, match="a mask and is_causal=True"):
-            kernels.attention(Rank.local(Mesh(1, 1, 1)), one, one, one, MASKS[mask], 0.0, 1, is_causal=True)
+            kernels.scaled_softmax(
+                Rank.local(Mesh(1, 1, 1)), torch.ones(1, 1, 7, 7), MASKS[mask], is_causal=True
+            )
         return
     torch.manual_seed(0)
     ours = [torch.randn(2, 3, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     torchs = [x.detach().clone().requires_grad_() for x in ours]
     q, k, v = ours
-    result = kernels.attention(Rank.local(Mesh(1, 1, 1)), q, k, v, MASKS[mask], 0.0, 1, causal, scale)
+    scores = q @ k.transpose(-2, -1)
+    result = kernels.scaled_softmax(Rank.local(Mesh(1, 1, 1)), scores, MASKS[mask], causal, 0.3) @ v
     q, k, v = torchs
-    expected = functional.scaled_dot_product_attention(q, k, v, MASKS[mask], is_causal=causal, scale=scale)
+    expected = functional.scaled_dot_product_attention(q, k, v, MASKS[mask], is_causal=causal, scale=0.3)
     torch.testing.assert_close(result, expected, rtol=1e-13, atol=1e-14)
     result.square().sum().backward()
     expected.square().sum().backward()
@@ -259,17 +260,49 @@ def test_attention_without_dropout_is_torchs_own(mask: str, scale: float | None,
         torch.testing.assert_close(gradient(mine), gradient(other), rtol=1e-12, atol=1e-13)
 
 
+def test_a_row_of_the_least_number_is_seen_evenly() -> None:
+    """What eager attention makes of a padded query; torch's fused backward is wrong there (weights of 1, not 1 / n)."""
+    scores = torch.randn(2, 3, 7, 7, dtype=torch.float64, requires_grad=True)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu()
+    mask = torch.zeros(7, 7, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
+    result = kernels.scaled_softmax(Rank.local(Mesh(1, 1, 1)), scores, mask)
+    expected = (scores + mask).softmax(-1)
+    assert torch.equal(result, expected)
+    assert torch.equal(result[..., 0, :], torch.full((2, 3, 7), 1 / 7, dtype=torch.float64))
+    value = torch.randn(7, 4, dtype=torch.float64)
+    (ours,) = torch.autograd.grad((result @ value).square().sum(), scores)
+    (plain,) = torch.autograd.grad((expected @ value).square().sum(), scores)
+    assert_exact(ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scaled_softmax_of_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    scores = torch.randn(2, 3, 7, 7).to(dtype)
+    result = kernels.scaled_softmax(Rank.local(Mesh(1, 1, 1)), scores, is_causal=True, scale=3.0)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    expected = (scores.float() * 3).masked_fill(hidden, -torch.inf).softmax(-1).to(dtype)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected)
+
+
+def test_scaled_softmax_refuses_a_mask_that_is_larger_than_the_scores() -> None:
+    with pytest.raises(ValueError, match=r"mask \[2, 7, 7\], which does not broadcast to scores \[1, 7, 7\]"):
+        kernels.scaled_softmax(Rank.local(Mesh(1, 1, 1)), torch.ones(1, 7, 7), torch.ones(2, 7, 7))
+
+
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_attention_drops_alike_for_divided_heads(tensor: int) -> None:
+def test_scaled_softmax_drops_alike_for_divided_heads(tensor: int) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
-    whole = kernels.attention(Rank.local(Mesh(1, 1, 1)), q, k, v, None, 0.3, 6, is_causal=True)
-    undropped = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert not torch.allclose(whole, undropped)
+    scores = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    local = Rank.local(Mesh(1, 1, 1))
+    whole = kernels.scaled_softmax(local, scores, is_causal=True, p=0.3, operator=6)
+    weights = kernels.scaled_softmax(local, scores, is_causal=True)
+    assert_exact(whole, kernels.dropout(local, weights, 0.3, 6))
+    assert not torch.equal(whole, weights)
 
     def divided(rank: Rank) -> Tensor:
-        own_q, own_k, own_v = (x.chunk(tensor, 1)[rank.tensor.index] for x in (q, k, v))
-        return kernels.attention(rank, own_q, own_k, own_v, None, 0.3, 6, is_causal=True, divided=1)
+        own = scores.chunk(tensor, 1)[rank.tensor.index]
+        return kernels.scaled_softmax(rank, own, is_causal=True, p=0.3, operator=6, divided=1)
 
     assert_exact(torch.cat(on_tensor_ranks(tensor, divided), 1), whole)
 
@@ -288,5 +321,6 @@ def test_shapes_on_meta() -> None:
     x = on_meta(3, 2, 8)
     assert kernels.dropout(rank, x, 0.1, 1, sample=1, divided=2).shape == (3, 2, 8)
     assert kernels.dropout(rank, x.transpose(0, 1), 0.1, 1).stride() == x.transpose(0, 1).stride()
-    q = on_meta(2, 3, 7, 4)
-    assert kernels.attention(rank, q, q, q, None, 0.1, 1, is_causal=True, divided=1).shape == (2, 3, 7, 4)
+    scores = on_meta(2, 3, 7, 7, dtype=torch.bfloat16)
+    weights = kernels.scaled_softmax(rank, scores, is_causal=True, p=0.1, divided=1)
+    assert (weights.shape, weights.dtype) == (scores.shape, scores.dtype)

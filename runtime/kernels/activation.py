@@ -1,0 +1,152 @@
+"""Activations joined with what stands beside them: a bias added before, a product taken after (SC21 §4.2)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.kernels.operands import check_operands, sum_rows
+from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.kernels.selection import find_kernels
+
+KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h].
+
+    Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient. Under
+    autocast a bias takes the dtype of `x`, as that of a linear does. Raises ValueError on other shapes.
+    """
+    check_operands("bias_gelu", x, bias=bias)
+    if x.dim() == 0 or bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"bias_gelu was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
+        )
+    if approximate not in KINDS:
+        raise ValueError(f"bias_gelu was given approximate={approximate!r}, expected 'none' or 'tanh'")
+    result: Tensor = torch.ops.autoptd.bias_gelu(x, bias, KINDS[approximate])
+    return result
+
+
+def gated_product(
+    gate: Tensor, up: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+) -> Tensor:
+    """Compute ``activation(gate) * up``, both [..., h]; dtypes are promoted as by ``*``, under autocast too."""
+    check_operands("gated_product", gate, up=up)
+    if gate.dim() == 0 or gate.shape != up.shape:
+        raise ValueError(
+            f"gated_product was given gate {list(gate.shape)} and up {list(up.shape)}, expected equal [..., h]"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"gated_product was given activation={activation!r}, expected 'silu', 'gelu' or 'gelu_tanh'"
+        )
+    result: Tensor = torch.ops.autoptd.gated_product(gate, up, activation)
+    return result
+
+
+@define_operator("bias_gelu")
+def _bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    kernels = find_kernels("activation", x, bias)
+    if kernels is not None:
+        result: Tensor = kernels.bias_gelu(x, bias, kind)
+        return result
+    total = x + bias
+    return _activate(total, kind, out=total)
+
+
+@define_operator("bias_gelu_backward")
+def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    kernels = find_kernels("activation", x, bias, gradient)
+    if kernels is not None:
+        gradients: tuple[Tensor, Tensor] = kernels.bias_gelu_backward(gradient, x, bias, kind)
+        return gradients
+    total = x + bias
+    of_total = _differentiate(gradient, total, kind, out=total)
+    return of_total.to(x.dtype), sum_rows(of_total, bias.dtype)
+
+
+@define_operator("gated_product")
+def _gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    kernels = find_kernels("activation", gate, up)
+    if kernels is not None:
+        result: Tensor = kernels.gated_product(gate, up, kind)
+        return result
+    activated = _activate(gate, kind, out=torch.empty_like(gate))
+    return _multiply(activated, up)
+
+
+@define_operator("gated_product_backward")
+def _gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    kernels = find_kernels("activation", gate, up, gradient)
+    if kernels is not None:
+        gradients: tuple[Tensor, Tensor] = kernels.gated_product_backward(gradient, gate, up, kind)
+        return gradients
+    of_up = _multiply(_activate(gate, kind, out=torch.empty_like(up, dtype=gate.dtype)), gradient)
+    of_gate = torch.mul(gradient, up, out=torch.empty_like(gate, dtype=gradient.dtype)).to(gate.dtype)
+    return _differentiate(of_gate, gate, kind, out=of_gate), of_up.to(up.dtype)
+
+
+@_bias_gelu.register_fake
+def _(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, bias.dtype))
+
+
+@_bias_gelu_backward.register_fake
+def _(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(bias)
+
+
+@_gated_product.register_fake
+def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    return torch.empty_like(gate, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+@_gated_product_backward.register_fake
+def _(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    *tensors, ctx.kind = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.autoptd.bias_gelu_backward(gradient, *ctx.saved_tensors, ctx.kind), None
+
+
+def _differentiate_gated_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *torch.ops.autoptd.gated_product_backward(gradient, *ctx.saved_tensors, ctx.kind), None
+
+
+_bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_save)
+_gated_product.register_autograd(_differentiate_gated_product, setup_context=_save)
+_bias_gelu.register_autocast(lambda x, bias, kind: (x, bias.to(x.dtype), kind))
+
+
+def _activate(x: Tensor, kind: str, out: Tensor) -> Tensor:
+    if kind == "silu":
+        torch.ops.aten.silu.out(x, out=out)
+    else:
+        torch.ops.aten.gelu.out(x, approximate="none" if kind == "gelu" else "tanh", out=out)
+    return out
+
+
+def _differentiate(gradient: Tensor, x: Tensor, kind: str, out: Tensor) -> Tensor:
+    """`gradient` times the activation's slope at `x`."""
+    if kind == "silu":
+        torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=out)
+    else:
+        approximate = "none" if kind == "gelu" else "tanh"
+        torch.ops.aten.gelu_backward.grad_input(gradient, x, approximate=approximate, grad_input=out)
+    return out
+
+
+def _multiply(x: Tensor, factor: Tensor) -> Tensor:
+    """``x * factor``, written over `x` where the dtype allows it."""
+    return x.mul_(factor) if torch.promote_types(x.dtype, factor.dtype) == x.dtype else x * factor

@@ -1,0 +1,166 @@
+"""Scale, mask, softmax and keyed dropout of attention scores in one go (SC21 §4.2): general masks and causal ones.
+
+Backward needs the softmax before its dropout; without dropout that is the result itself. Results are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.kernels.masking import find_key, keep_factor
+from autoptd.runtime.kernels.precision import cast_widely, widen
+from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.randomness import draw_mask
+from autoptd.runtime.rank import Rank
+
+
+def scaled_softmax(
+    rank: Rank,
+    scores: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float = 1.0,
+    p: float = 0.0,
+    operator: int = 0,
+    sample: int | None = 0,
+    divided: int | None = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute ``dropout(softmax(scores * scale + mask))`` over the last dimension of `scores` [.., s, keys].
+
+    `mask` and `is_causal` mean what they mean to torch's ``scaled_dot_product_attention``: a bool mask is True
+    where a key may be seen, another is added (and may have a gradient); both broadcast to `scores`; causal
+    query i sees the keys 0 to i. A query that sees no key gives zeros. The dropout is `keyed_dropout.dropout`
+    of the whole `scores`. Half precision is computed in float32; the result has the dtype of `scores`.
+    """
+    _check(scores, mask, is_causal)
+    key = find_key(rank, scores, p, operator, sample, divided, shape)
+    weights: Tensor = torch.ops.autoptd.scaled_softmax(scores, mask, is_causal, scale, p, key)[0]
+    return weights
+
+
+def _check(scores: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    if scores.dim() < 2 or not scores.is_floating_point():
+        raise ValueError(
+            f"scaled_softmax was given scores {list(scores.shape)} of {scores.dtype}, "
+            "expected floating-point [.., s, keys]"
+        )
+    if mask is None:
+        return
+    if is_causal:
+        raise ValueError("scaled_softmax was given a mask and is_causal=True; give one of the two")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"scaled_softmax was given a mask of {mask.dtype}, expected bool (True is seen) or floating-point (added)"
+        )
+    if mask.device != scores.device:
+        raise ValueError(f"scaled_softmax was given scores on {scores.device} and a mask on {mask.device}")
+    sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
+    if mask.dim() > scores.dim() or any(own not in (1, size) for own, size in sizes):
+        raise ValueError(
+            f"scaled_softmax was given a mask {list(mask.shape)}, which does not broadcast to scores "
+            f"{list(scores.shape)}"
+        )
+
+
+@define_operator("scaled_softmax")
+def _scaled_softmax(
+    scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: list[int]
+) -> tuple[Tensor, Tensor]:
+    """The dropped softmax, and the softmax itself; that is empty where nothing is dropped: they are one."""
+    kernels = find_kernels("softmax", scores, mask)
+    if kernels is not None:
+        weights, softmax = _allocate(scores, mask, is_causal, scale, p, key)
+        kernels.normalize_scores(scores, mask, is_causal, scale, p, key, weights, softmax if key else None)
+        return weights, softmax
+    exact = _softmax(scores, mask, is_causal, scale)
+    softmax = exact.to(scores.dtype)
+    if not key:
+        return softmax, softmax.new_empty(0)
+    weights = (exact * draw_mask(key, p, scores.shape, scores.device)).mul_(keep_factor(p))
+    return weights.to(scores.dtype), softmax
+
+
+def _allocate(
+    scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: list[int]
+) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape), scores.new_empty(scores.shape if key else (0,))
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """In plain torch, and in float32 for half precision."""
+    scores = scores.contiguous().to(widen(scores.dtype)) * scale
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    if mask is None:
+        return scores.softmax(-1)
+    seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+    scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    blind = ~seen.any(-1, keepdim=True)
+    if not blind.any():
+        return scores.softmax(-1)
+    return scores.masked_fill_(blind, 0).softmax(-1).masked_fill_(blind, 0)
+
+
+@define_operator("scaled_softmax_backward")
+def _scaled_softmax_backward(
+    gradient: Tensor, softmax: Tensor, is_causal: bool, scale: float, p: float, key: list[int]
+) -> Tensor:
+    """The gradient of the masked scores times `scale`: with their scale it is that of the scores."""
+    kernels = find_kernels("softmax", softmax, gradient)
+    if kernels is not None:
+        filled = torch.empty_like(softmax)
+        kernels.differentiate_scores(gradient, softmax, is_causal, scale, p, key, filled)
+        return filled
+    wide = widen(softmax.dtype)
+    gradient = gradient.to(wide)
+    if key:
+        gradient = (gradient * draw_mask(key, p, gradient.shape, gradient.device)).mul_(keep_factor(p))
+    if wide == softmax.dtype:
+        result: Tensor = torch.ops.aten._softmax_backward_data(gradient, softmax, -1, wide)
+        return result.mul_(scale).contiguous()
+    share = softmax.to(wide)
+    # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
+    level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
+    return (share * (gradient - level)).mul_(scale).to(softmax.dtype)
+
+
+def _allocate_gradient(
+    gradient: Tensor, softmax: Tensor, is_causal: bool, scale: float, p: float, key: list[int]
+) -> Tensor:
+    return torch.empty_like(softmax)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, mask, *ctx.arguments = inputs
+    ctx.mask = None if mask is None else (mask.shape, mask.dtype)
+    weights, softmax = output
+    ctx.save_for_backward(softmax if ctx.arguments[-1] else weights)
+    ctx.mark_non_differentiable(softmax)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    rest = (None, None, None, None)
+    if gradient is None:
+        return None, None, *rest
+    (softmax,) = ctx.saved_tensors
+    is_causal, scale, p, key = ctx.arguments
+    if not ctx.needs_input_grad[1]:
+        operands = (gradient, softmax, is_causal, scale, p, key)
+        return torch.ops.autoptd.scaled_softmax_backward(*operands), None, *rest
+    unscaled = torch.ops.autoptd.scaled_softmax_backward(gradient, softmax, is_causal, 1.0, p, key)
+    shape, dtype = ctx.mask
+    return unscaled * scale, unscaled.sum_to_size(shape).to(dtype), *rest
+
+
+_scaled_softmax.register_fake(_allocate)
+_scaled_softmax_backward.register_fake(_allocate_gradient)
+_scaled_softmax.register_autograd(_backward, setup_context=_save)
+_scaled_softmax.register_autocast(cast_widely)

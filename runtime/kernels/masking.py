@@ -1,0 +1,44 @@
+"""What the kernels with a dropout inside share: from a rank to what its operator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor
+
+from autoptd.runtime.randomness import mask_key
+from autoptd.runtime.rank import Rank
+
+
+def find_key(
+    rank: Rank,
+    x: Tensor,
+    p: float,
+    operator: int,
+    sample: int | None,
+    divided: int | None,
+    shape: Sequence[int] | None,
+) -> list[int]:
+    """The key of the mask of `x`, for arguments as those of `keyed_dropout.dropout`; empty: nothing is dropped."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability is {p}, expected 0 to 1")
+    if p == 0 or not rank.randomness.training:
+        return []
+    shape = x.shape if shape is None else shape
+    if prod(shape) != x.numel():
+        raise ValueError(f"a dropout's tensor {list(x.shape)} cannot be seen as {list(shape)}")
+    return mask_key(
+        rank.randomness,
+        operator,
+        shape,
+        sample=sample,
+        divided=divided,
+        size=rank.tensor.size,
+        index=rank.tensor.index,
+    )
+
+
+def keep_factor(p: float) -> float:
+    """What a kept element is multiplied by; nothing is kept where p is 1."""
+    return 0.0 if p == 1 else 1 / (1 - p)

@@ -1,0 +1,89 @@
+"""One linear whose outputs are several: each lies in memory by itself, as if it had a weight of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.kernels.registration import define_operator
+
+
+def split_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
+) -> Tensor:
+    """Compute ``linear(x, weight, bias)`` in `sections` equal parts: [sections, .., out / sections].
+
+    A packed query, key and value then need no copy to be read head by head. `weight` is [out, in], or [in, out] where
+    `transposed`. Computed as one batched product; no concatenation in the backward.
+    """
+    rows = weight.shape[1 if transposed else 0]
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[0 if transposed else 1] or rows % sections:
+        raise ValueError(
+            f"split_linear was given x {list(x.shape)}, weight {list(weight.shape)}, transposed={transposed} and "
+            f"sections={sections}; expected x [.., in], and outputs that {sections} divides"
+        )
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"split_linear was given a bias of shape {list(bias.shape)}, expected [{rows}]")
+    made: Tensor = torch.ops.autoptd.split_linear(x, weight, bias, sections, transposed)
+    return made
+
+
+@define_operator("split_linear")
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
+    parts = _sections(weight, sections, transposed)
+    biases = None if bias is None else bias.view(sections, 1, -1)
+    made = torch.bmm(rows, parts) if biases is None else torch.baddbmm(biases, rows, parts)
+    return made.view(sections, *x.shape[:-1], parts.shape[-1])
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool) -> Tensor:
+    size = weight.shape[1 if transposed else 0] // sections
+    return x.new_empty((sections, *x.shape[:-1], size))
+
+
+def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
+    """The weight as [sections, in, out / sections], a view."""
+    rows, columns = weight.shape
+    if transposed:
+        return weight.view(rows, sections, columns // sections).transpose(0, 1)
+    return weight.view(sections, rows // sections, columns).transpose(1, 2)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.sections, ctx.transposed = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    gradient = gradient.reshape(ctx.sections, -1, gradient.shape[-1])
+    towards_x = towards_weight = towards_bias = None
+    if ctx.needs_input_grad[0]:
+        parts = _sections(weight, ctx.sections, ctx.transposed).transpose(1, 2)
+        total = gradient[0] @ parts[0]
+        for part, own in zip(gradient[1:], parts[1:], strict=True):
+            total = torch.addmm(total, part, own)
+        towards_x = total.view(x.shape)
+    if ctx.needs_input_grad[1]:
+        rows = x.reshape(-1, x.shape[-1]).expand(ctx.sections, -1, -1)
+        towards_weight = torch.bmm(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
+        if ctx.transposed:
+            towards_weight = towards_weight.t()
+    if ctx.has_bias and ctx.needs_input_grad[2]:
+        towards_bias = gradient.sum(1).view(-1)
+    return towards_x, towards_weight, towards_bias, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+@_forward.register_autocast
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool) -> tuple[Any, ...]:
+    """In the dtype of autocast, as a linear."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), sections, transposed

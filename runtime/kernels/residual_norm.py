@@ -1,0 +1,349 @@
+"""RMSNorm, and LayerNorm and RMSNorm of dropout(x + bias) + residual: the sum and its norm in one go (SC21 §4.2).
+
+Backward needs the sum, its row statistics and the weight; nothing else is saved. Results are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.kernels.masking import find_key
+from autoptd.runtime.kernels.operands import sum_rows
+from autoptd.runtime.kernels.precision import cast_widely, widen
+from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.rank import Rank
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide the rows of `x` [.., h] by their root mean square, and multiply by `weight` [h].
+
+    As Hugging Face's Llama does: in half precision the statistics are float32, and what is multiplied by the
+    weight has x's dtype.
+    """
+    _check("rms_norm", x, None, {"weight": weight})
+    normed: Tensor = torch.ops.autoptd.rms_norm(x, weight, eps)[0]
+    return normed
+
+
+def add_layer_norm(
+    rank: Rank,
+    x: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    p: float = 0.0,
+    operator: int = 0,
+    sample: int | None = 0,
+    divided: int | None = None,
+    shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``sum = dropout(x + bias) + residual``, and the sum's LayerNorm over the last dimension of `x`.
+
+    `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; what is None is left out. For the
+    mask see `keyed_dropout.dropout`. In half precision all is computed in float32, and the sum is rounded once.
+    """
+    _check("add_layer_norm", x, residual, {"weight": weight, "norm_bias": norm_bias, "bias": bias})
+    key = find_key(rank, x, p, operator, sample, divided, shape)
+    if bias is None and residual is None and not key:
+        return x, torch.nn.functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
+    arguments = (x, weight, norm_bias, eps, bias, residual, p, key)
+    added, normed, _, _ = torch.ops.autoptd.add_layer_norm(*arguments)
+    return added, normed
+
+
+def add_rms_norm(
+    rank: Rank,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    p: float = 0.0,
+    operator: int = 0,
+    sample: int | None = 0,
+    divided: int | None = None,
+    shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``sum = dropout(x + bias) + residual`` and `rms_norm` of the sum; otherwise as `add_layer_norm`."""
+    _check("add_rms_norm", x, residual, {"weight": weight, "bias": bias})
+    key = find_key(rank, x, p, operator, sample, divided, shape)
+    if bias is None and residual is None and not key:
+        return x, rms_norm(x, weight, eps)
+    added, normed, _ = torch.ops.autoptd.add_rms_norm(x, weight, eps, bias, residual, p, key)
+    return added, normed
+
+
+def _check(name: str, x: Tensor, residual: Tensor | None, vectors: dict[str, Tensor | None]) -> None:
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"{name} was given x {list(x.shape)} of {x.dtype}, expected floating-point rows [.., h]"
+        )
+    expected = {vector: (tensor, x.shape[-1:]) for vector, tensor in vectors.items()}
+    expected["residual"] = (residual, x.shape)
+    for argument, (tensor, shape) in expected.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} was given {argument} {list(tensor.shape)} of {tensor.dtype}, "
+                f"expected floating-point {list(shape)} for x {list(x.shape)}"
+            )
+        if tensor.device != x.device:
+            raise ValueError(f"{name} was given x on {x.device} and {argument} on {tensor.device}")
+
+
+def _promote(*tensors: Tensor | None) -> torch.dtype:
+    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
+    return reduce(torch.promote_types, dtypes)
+
+
+@define_operator("rms_norm")
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x` normed and weighted, and what each row was multiplied by [.., 1]."""
+    kernels = find_kernels("norm", x, weight)
+    if kernels is None:
+        return _scale_rows(x, weight, eps)
+    normed, scales = _allocate_rms(x, weight, eps)
+    kernels.normalize_rows(x, weight, None, eps, None, None, 0.0, [], (None, normed, None, scales))
+    return normed, scales
+
+
+def _allocate_rms(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape, dtype=_promote(x, weight)),
+        x.new_empty((*x.shape[:-1], 1), dtype=widen(x.dtype)),
+    )
+
+
+@define_operator("add_rms_norm")
+def _add_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernels = find_kernels("norm", x, weight, bias, residual)
+    if kernels is None:
+        added = _add(x, bias, residual, p, key)
+        return added, *_scale_rows(added, weight, eps)
+    added, normed, scales = _allocate_added_rms(x, weight, eps, bias, residual, p, key)
+    kernels.normalize_rows(x, weight, None, eps, bias, residual, p, key, (added, normed, None, scales))
+    return added, normed, scales
+
+
+def _allocate_added_rms(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    added = x.new_empty(x.shape, dtype=_promote(x, bias, residual))
+    return added, *_allocate_rms(added, weight, eps)
+
+
+@define_operator("add_layer_norm")
+def _add_layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels = find_kernels("norm", x, weight, norm_bias, bias, residual)
+    if kernels is None:
+        added = _add(x, bias, residual, p, key)
+        wide = widen(added.dtype)
+        offset = None if norm_bias is None else norm_bias.to(wide)
+        arguments = (added.to(wide), added.shape[-1:], weight.to(wide), offset, eps)
+        normed, mean, scale = torch.native_layer_norm(*arguments)
+        return added, normed.to(added.dtype), mean, scale
+    results = _allocate_added_layer(x, weight, norm_bias, eps, bias, residual, p, key)
+    kernels.normalize_rows(x, weight, norm_bias, eps, bias, residual, p, key, results)
+    return results
+
+
+def _allocate_added_layer(
+    x: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    added = x.new_empty(x.shape, dtype=_promote(x, bias, residual))
+    statistics = [added.new_empty((*x.shape[:-1], 1), dtype=widen(added.dtype)) for _ in range(2)]
+    return added, torch.empty_like(added), statistics[0], statistics[1]
+
+
+def _add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: list[int]) -> Tensor:
+    """Bit for bit what a sum gives that stands alone: at the end of a stage, say, or of a recomputed layer."""
+    added: Tensor = torch.ops.autoptd.bias_dropout_add(x, bias, residual, p, key)
+    return added.contiguous()
+
+
+def _scale_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(widen(x.dtype)).contiguous()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype), scale
+
+
+@define_operator("add_norm_backward")
+def _add_norm_backward(
+    d_normed: Tensor,
+    d_added: Tensor | None,
+    added: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    scale: Tensor,
+    p: float,
+    key: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The gradients of the sum, x, the weight, the norm's bias and x's bias; empty where not `wanted`.
+
+    Those of the three vectors have the dtype of the statistics.
+    """
+    kernels = find_kernels("norm", added, d_added, d_normed, weight)
+    if kernels is None:
+        return _differentiate(d_normed, d_added, added, weight, mean, scale, p, key, wanted)
+    results = _allocate_gradients(d_normed, d_added, added, weight, mean, scale, p, key, wanted)
+    total, own, *vectors = [x if want else None for x, want in zip(results, wanted, strict=True)]
+    sums = kernels.differentiate_rows(
+        d_normed, d_added, added, weight, mean, scale, p, key, (total, own), [x is not None for x in vectors]
+    )
+    return [
+        *results[:2],
+        *(x if total is None else total for x, total in zip(results[2:], sums, strict=True)),
+    ]
+
+
+def _allocate_gradients(
+    d_normed: Tensor,
+    d_added: Tensor | None,
+    added: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    scale: Tensor,
+    p: float,
+    key: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:
+    shapes = [added.shape] * 2 + [weight.shape] * 3
+    dtypes = [added.dtype] * 2 + [scale.dtype] * 3
+    return [
+        added.new_empty(shape if want else (0,), dtype=dtype)
+        for shape, dtype, want in zip(shapes, dtypes, wanted, strict=True)
+    ]
+
+
+def _differentiate(
+    d_normed: Tensor,
+    d_added: Tensor | None,
+    added: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    scale: Tensor,
+    p: float,
+    key: list[int],
+    wanted: list[bool],
+) -> list[Tensor]:
+    x, outer, gain = (tensor.to(scale.dtype) for tensor in (added, d_normed, weight))
+    if mean is None:
+        unit, inner = x * scale, outer * gain
+        total = (inner - unit * (inner * unit).mean(-1, keepdim=True)) * scale
+        vectors = [sum_rows(outer * unit, scale.dtype), None]
+    else:
+        arguments = (outer, x, x.shape[-1:], mean, scale, gain, gain, [True, wanted[2], wanted[3]])
+        total, *vectors = torch.ops.aten.native_layer_norm_backward(*arguments)
+    if d_added is not None:
+        total.add_(d_added)
+    own = torch.ops.autoptd.bias_dropout_add(total, None, None, p, key) if key else total
+    gradients = [
+        total.to(added.dtype),
+        own.to(added.dtype),
+        *vectors,
+        sum_rows(own, scale.dtype) if wanted[4] else None,
+    ]
+    return [
+        gradient if want and gradient is not None else added.new_empty(0)
+        for gradient, want in zip(gradients, wanted, strict=True)
+    ]
+
+
+def _save(
+    ctx: Any, names: tuple[str, ...], inputs: tuple[Any, ...], saved: tuple[Tensor | None, ...]
+) -> None:
+    """Keep `saved`: the sum, the weight, means and scales; and what the operator's inputs were."""
+    given = dict(zip(names, inputs, strict=True))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved)
+    ctx.names = names
+    ctx.dtypes = {name: value.dtype for name, value in given.items() if isinstance(value, Tensor)}
+    ctx.p, ctx.key = given.get("p", 0.0), given.get("key", [])
+
+
+def _backward(ctx: Any, d_added: Tensor | None, d_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One gradient for each of the operator's inputs."""
+    added, weight, mean, scale = ctx.saved_tensors
+    if d_normed is None:
+        d_normed = added.new_zeros(added.shape)
+    needs = {name: needed for name, needed in zip(ctx.names, ctx.needs_input_grad, strict=True) if needed}
+    dropped = bool(ctx.key)
+    total = "residual" in needs or ("x" in needs and not dropped)
+    wanted = [total, "x" in needs and dropped, "weight" in needs, "norm_bias" in needs, "bias" in needs]
+    results = torch.ops.autoptd.add_norm_backward(
+        d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, wanted
+    )
+    gradients = dict(zip(("residual", "x", "weight", "norm_bias", "bias"), results, strict=True))
+    if not dropped:
+        gradients["x"] = gradients["residual"]
+    return tuple(gradients[name].to(ctx.dtypes[name]) if name in needs else None for name in ctx.names)
+
+
+_RMS = ("x", "weight", "eps")
+_ADDED = ("bias", "residual", "p", "key")
+
+
+def _save_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, _RMS, inputs, (inputs[0], inputs[1], None, output[1]))
+    ctx.mark_non_differentiable(output[1])
+
+
+def _save_added_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, (*_RMS, *_ADDED), inputs, (output[0], inputs[1], None, output[2]))
+    ctx.mark_non_differentiable(output[2])
+
+
+def _save_added_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, ("x", "weight", "norm_bias", "eps", *_ADDED), inputs, (output[0], inputs[1], *output[2:]))
+    ctx.mark_non_differentiable(*output[2:])
+
+
+_rms_norm.register_fake(_allocate_rms)
+_add_rms_norm.register_fake(_allocate_added_rms)
+_add_layer_norm.register_fake(_allocate_added_layer)
+_add_norm_backward.register_fake(_allocate_gradients)
+_rms_norm.register_autograd(lambda ctx, g, _: _backward(ctx, None, g), setup_context=_save_rms)
+_add_rms_norm.register_autograd(lambda ctx, d, g, _: _backward(ctx, d, g), setup_context=_save_added_rms)
+_add_layer_norm.register_autograd(lambda ctx, d, g, *_: _backward(ctx, d, g), setup_context=_save_added_layer)
+for _operator in (_rms_norm, _add_rms_norm, _add_layer_norm):
+    _operator.register_autocast(cast_widely)

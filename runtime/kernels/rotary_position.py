@@ -1,0 +1,91 @@
+"""Rotary position embedding (Su et al., "RoFormer", 2021), in the halved and in the interleaved form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.kernels.operands import check_operands
+from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.kernels.selection import find_kernels
+
+
+def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Compute ``x * cos + rotate(x) * sin`` on the first elements of each row; the others stay as they are.
+
+    `x` is [..., s, d], as many of its elements turn as `cos` and `sin` [..., s, r] have, which are broadcast
+    against it. ``rotate`` makes of the halves (a, b) of the r elements (-b, a), and with `interleaved` the same
+    of each pair. Dtypes are promoted as by ``*``, under autocast too. Raises ValueError on other shapes, and for
+    tables that require a gradient: they are constants.
+    """
+    check_operands("rotary_embedding", x, cos=cos, sin=sin)
+    turned = cos.shape[-1] if cos.dim() else 0
+    fits = x.dim() >= cos.dim() > 0 and cos.shape == sin.shape and turned <= x.shape[-1] and turned % 2 == 0
+    pairs = zip(reversed(x.shape[:-1]), reversed(cos.shape[:-1]), strict=False)
+    if not fits or not all(extent in (1, of_x) for of_x, extent in pairs):
+        raise ValueError(
+            f"rotary_embedding was given x {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)}, "
+            "expected [..., s, d] and tables [..., s, r] that are broadcast against it, with r even and at most d"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError("rotary_embedding was given tables that require a gradient; detach them")
+    result: Tensor = torch.ops.autoptd.rotary_embedding(x, cos, sin, interleaved, False)
+    return result
+
+
+@define_operator("rotary_embedding")
+def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    """`backward` turns a gradient back: by the transposed of what forward multiplies with."""
+    kernels = find_kernels("rotary", x, cos, sin) if x.dim() <= 4 else None
+    if kernels is not None:
+        result: Tensor = kernels.rotary_embedding(x, cos, sin, interleaved, backward)
+        return result
+    turned = x[..., : cos.shape[-1]]
+    out = torch.empty_like(x, dtype=_promote(x, cos, sin))
+    out[..., cos.shape[-1] :] = x[..., cos.shape[-1] :]
+    into = out[..., : cos.shape[-1]]
+    torch.mul(turned, cos, out=into)
+    rotated = turned * sin if backward else turned
+    first, second = _split(rotated, interleaved)
+    into_first, into_second = _split(into, interleaved)
+    if backward:
+        into_first.add_(second)
+        into_second.sub_(first)
+    else:
+        of_first, of_second = _split(sin, interleaved)
+        into_first.addcmul_(second, of_first, value=-1)
+        into_second.addcmul_(first, of_second)
+    return out
+
+
+@_rotary_embedding.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    return torch.empty_like(x, dtype=_promote(x, cos, sin))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cos, sin, ctx.interleaved, ctx.backward = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    of_x = torch.ops.autoptd.rotary_embedding(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.backward)
+    return of_x.to(ctx.dtype), None, None, None, None
+
+
+_rotary_embedding.register_autograd(_differentiate, setup_context=_save)
+
+
+def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The two elements of each pair that turns."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _promote(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))

@@ -1,0 +1,37 @@
+"""Which form of an operator runs: its Triton kernels where they can, else its meaning in plain torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Tests add "cpu", where Triton's interpreter runs the kernels.
+kernel_devices = {"cuda"}
+
+
+def find_kernels(name: str, x: Tensor, *others: Tensor | None) -> Any:
+    """The module triton_<name> of this folder where it takes these tensors, else None.
+
+    It takes non-empty float32, float16 and bfloat16 tensors (integer and bool ones beside them) on the current
+    GPU, where Triton launches; Triton is an extra and may not be installed.
+    """
+    if x.device.type not in kernel_devices or (x.is_cuda and x.get_device() != torch.cuda.current_device()):
+        return None
+    for tensor in (x, *others):
+        if tensor is None:
+            continue
+        if tensor.numel() == 0 or (tensor.is_floating_point() and tensor.dtype not in KERNEL_DTYPES):
+            return None
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Any:
+    """None where Triton is not installed."""
+    return import_module(f"autoptd.runtime.kernels.triton_{name}") if find_spec("triton") else None

@@ -1,0 +1,146 @@
+"""GeLU and SiLU with a bias or a gate, forward and backward, in Triton; computed in float32."""
+
+# Inside @triton.jit nothing but constants may be annotated.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autoptd.runtime.kernels.triton_tiles import (
+    as_rows,
+    count_programs,
+    empty_rows,
+    locate_tile,
+    plan_sums,
+    plan_tiles,
+)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    rows = as_rows(x)
+    tile = plan_tiles(rows)
+    result, written = empty_rows(x, torch.promote_types(x.dtype, bias.dtype))
+    _bias_gelu[count_programs(rows, tile)](
+        rows, bias.contiguous(), written, *rows.shape, rows.stride(0), KIND=kind, **tile
+    )
+    return result if written is result else result.copy_(written)
+
+
+def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    slopes, rows = as_rows(gradient), as_rows(x)
+    tile = plan_tiles(rows, slopes)
+    groups, steps = plan_sums(rows, tile)
+    of_x, written = empty_rows(x, x.dtype)
+    partial = torch.empty(groups, rows.shape[1], dtype=torch.float32, device=x.device)
+    _bias_gelu_backward[(groups * triton.cdiv(rows.shape[1], tile["COLUMNS"]),)](
+        slopes, rows, bias.contiguous(), written, partial, *rows.shape, slopes.stride(0), rows.stride(0), steps,
+        KIND=kind, **tile
+    )  # fmt: skip
+    of_x = of_x if written is of_x else of_x.copy_(written)
+    return of_x, partial.sum(0).to(bias.dtype)
+
+
+def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    gates, ups = as_rows(gate), as_rows(up)
+    tile = plan_tiles(gates, ups)
+    result, written = empty_rows(gate, torch.promote_types(gate.dtype, up.dtype))
+    _gated_product[count_programs(gates, tile)](
+        gates, ups, written, *gates.shape, gates.stride(0), ups.stride(0), KIND=kind, **tile
+    )
+    return result if written is result else result.copy_(written)
+
+
+def gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    slopes, gates, ups = as_rows(gradient), as_rows(gate), as_rows(up)
+    tile = plan_tiles(slopes, gates, ups)
+    of_gate, gate_written = empty_rows(gate, gate.dtype)
+    of_up, up_written = empty_rows(up, up.dtype)
+    strides = slopes.stride(0), gates.stride(0), ups.stride(0)
+    _gated_product_backward[count_programs(gates, tile)](
+        slopes, gates, ups, gate_written, up_written, *gates.shape, *strides, KIND=kind, **tile
+    )
+    of_gate = of_gate if gate_written is of_gate else of_gate.copy_(gate_written)
+    return of_gate, of_up if up_written is of_up else of_up.copy_(up_written)
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    """The activation's value and slope at `x`, both float32."""
+    if KIND == "gelu":
+        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "silu":
+        share = tl.sigmoid(x)
+        slope = share + x * share * (1 - share)
+    else:
+        # 0.5 (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    return x * share, slope
+
+
+@triton.jit
+def _bias_gelu(
+    x, bias, out, rows, width, stride,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
+    column = start + tl.arange(0, COLUMNS)
+    shift = tl.load(bias + column, mask=column < width, other=0).to(tl.float32)
+    values = tl.load(x + row * stride + column, mask=inside, other=0).to(tl.float32)
+    activated, _ = _activate(values + shift, KIND)
+    tl.store(out + row * width + column, activated, mask=inside)
+
+
+@triton.jit
+def _bias_gelu_backward(
+    gradient, x, bias, of_x, partial, rows, width, gradient_stride, stride, steps,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, COLUMNS)
+    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    shift = tl.load(bias + column, mask=column < width, other=0).to(tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(steps):
+        tile = (group * steps + step) * blocks + block
+        row, _, inside = locate_tile(tile, rows, width, ROWS, COLUMNS, WIDE)
+        values = tl.load(x + row * stride + column, mask=inside, other=0).to(tl.float32)
+        _, slope = _activate(values + shift, KIND)
+        # Outside the gradient is 0 and adds nothing.
+        slope *= tl.load(gradient + row * gradient_stride + column, mask=inside, other=0).to(tl.float32)
+        tl.store(of_x + row * width + column, slope, mask=inside)
+        total += slope
+    tl.store(partial + group * width + column, tl.sum(total, 0), mask=column < width)
+
+
+@triton.jit
+def _gated_product(
+    gate, up, out, rows, width, gate_stride, up_stride,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
+    column = start + tl.arange(0, COLUMNS)
+    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
+    ups = tl.load(up + row * up_stride + column, mask=inside, other=0).to(tl.float32)
+    activated, _ = _activate(gates, KIND)
+    tl.store(out + row * width + column, activated * ups, mask=inside)
+
+
+@triton.jit
+def _gated_product_backward(
+    gradient, gate, up, of_gate, of_up, rows, width, gradient_stride, gate_stride, up_stride,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
+    column = start + tl.arange(0, COLUMNS)
+    slopes = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0).to(tl.float32)
+    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
+    ups = tl.load(up + row * up_stride + column, mask=inside, other=0).to(tl.float32)
+    activated, slope = _activate(gates, KIND)
+    tl.store(of_gate + row * width + column, slopes * ups * slope, mask=inside)
+    tl.store(of_up + row * width + column, slopes * activated, mask=inside)

@@ -1,0 +1,216 @@
+"""The elementwise kernels as operators of torch: registration, compilers, autocast, what is saved and refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autoptd.runtime import kernels
+from autoptd.runtime.randomness import keep_mask
+from tests.runtime.elementwise_cases import CASES, OPERATOR, make_rank
+
+CPU = torch.device("cpu")
+RANK = make_rank()
+KEY = [7, 2, 3, OPERATOR, 2, 24, 1, 1, 0]
+some_cases = pytest.mark.parametrize(
+    "name", ["bias_gelu", "gated silu", "rotary partial", "dropout", "bias + dropout + residual"]
+)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Arguments of every operator."""
+    x, other, vector, table = draw(2, 3, 8), draw(2, 3, 8), draw(8), torch.randn(3, 6)
+    turned = draw(2, 8, 3).transpose(1, 2)
+    return {
+        "bias_gelu": (x, vector, "gelu"),
+        "bias_gelu_backward": (x, other, vector, "gelu_tanh"),
+        "gated_product": (turned, other, "silu"),
+        "gated_product_backward": (turned, other, x, "gelu"),
+        "rotary_embedding": (turned, table, table, True, False),
+        "bias_dropout_add": (x, vector, turned, 0.5, KEY),
+        "bias_dropout_add_backward": (turned, 0.5, KEY, torch.float32, torch.float32),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_operators_are_registered_as_torch_asks(name: str) -> None:
+    arguments = calls()[name]
+    if name.endswith("backward"):  # no gradient of a gradient
+        arguments = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    torch.library.opcheck(getattr(torch.ops.autoptd, name).default, arguments)
+
+
+@some_cases
+def test_compilers_take_them(name: str) -> None:
+    case = CASES[name]
+    eager, compiled = (case.make((2, 3, 8), torch.float32, CPU) for _ in range(2))
+    function = torch.compile(case.kernel, backend="aot_eager", fullgraph=True)
+    expected, found = case.kernel(*eager), function(*compiled)
+    assert torch.equal(expected, found)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for one, other in zip(eager, compiled, strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
+
+
+def test_a_compiled_dropout_follows_the_step() -> None:
+    rank = make_rank()
+    function = torch.compile(lambda x: kernels.dropout(rank, x, 0.5, 1), backend="eager")
+    x, masks = torch.ones(2, 64), []
+    for call in range(4):
+        rank.randomness.call = call
+        masks.append(function(x))
+        assert torch.equal(masks[-1], kernels.dropout(rank, x, 0.5, 1))
+    assert not torch.equal(masks[0], masks[3])
+
+
+@some_cases
+def test_shapes_on_meta_are_those_of_the_cpu(name: str) -> None:
+    case = CASES[name]
+    operands = case.make((4, 3, 8), torch.bfloat16, CPU, strided=True)
+    found = case.kernel(*(operand.to("meta") for operand in operands))
+    expected = case.kernel(*operands)
+    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+@pytest.mark.parametrize(("size", "index"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("p", [0.1, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 5, 3, 4), (3, 2, 40)])
+@pytest.mark.parametrize("sample", [0, 1, None])
+def test_triton_draws_the_same_bits(
+    shape: tuple[int, ...], sample: int | None, p: float, size: int, index: int, kernel_device: torch.device
+) -> None:
+    rank, divided = make_rank(size, index), len(shape) - 1 if index < 2 else 2 if sample != 2 else 1
+    dropped = kernels.dropout(rank, torch.ones(shape, device=kernel_device), p, OPERATOR, sample, divided)
+    mask = keep_mask(
+        rank.randomness, p, OPERATOR, shape, CPU, sample=sample, divided=divided, size=size, index=index
+    )
+    assert torch.equal(dropped.cpu() != 0, mask)
+    assert torch.equal(dropped.cpu()[mask], torch.full((int(mask.sum()),), 1 / (1 - p) if p < 1 else 0.0))
+
+
+def saved_bytes(function: Callable[[], Tensor]) -> int:
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        function()
+    return sum(storages.values())
+
+
+def test_no_mask_is_stored(kernel_device: torch.device) -> None:
+    x, bias, residual = (operand.to(kernel_device) for operand in (draw(4, 64), draw(64), draw(4, 64)))
+    assert saved_bytes(lambda: kernels.bias_dropout_add(RANK, x, bias, residual, 0.5, 1)) == 0
+
+
+def test_dtypes_are_promoted_as_torch_does() -> None:
+    half, single = draw(3, 8, dtype=torch.bfloat16), draw(8)
+    value = kernels.bias_gelu(half, single)
+    torch.testing.assert_close(value, functional.gelu(half + single))
+    value.sum().backward()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    summed = kernels.bias_dropout_add(RANK, half, None, draw(3, 8), 0.5, 1)
+    assert summed.dtype == torch.float32
+    summed.sum().backward()
+    assert kernels.gated_product(half, draw(3, 8)).dtype == torch.float32
+    assert kernels.rotary_embedding(half, torch.ones(3, 8), torch.ones(3, 8)).dtype == torch.float32
+
+
+def test_under_autocast_a_bias_is_cast_as_that_of_a_linear() -> None:
+    x, weight, bias, residual = draw(3, 8), draw(8, 8), draw(8), draw(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = functional.gelu(functional.linear(x, weight, bias))
+        fused = kernels.bias_gelu(functional.linear(x, weight), bias)
+        added = kernels.bias_dropout_add(RANK, functional.linear(x, weight), bias, residual)
+        wanted = functional.linear(x, weight, bias) + residual
+    assert (fused.dtype, added.dtype) == (plain.dtype, wanted.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(fused, plain, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(added, wanted, rtol=0.02, atol=0.02)
+    fused.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.dtype == torch.float32
+
+
+def test_dropout_of_nothing_is_nothing() -> None:
+    x = draw(3, 8)
+    assert kernels.bias_dropout_add(RANK, x) is x
+    resting = make_rank()
+    resting.randomness.training = False
+    assert torch.equal(kernels.bias_dropout_add(resting, x, None, x, 0.5, 1), x + x)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4)])
+def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> None:
+    for name in ("bias_gelu", "gated silu", "rotary", "bias + dropout + residual"):
+        value = CASES[name].kernel(*CASES[name].make((1, *shape), torch.float32, kernel_device))
+        assert value.shape == (1, *shape)
+        value.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, v: kernels.bias_gelu(x, v[:3]),
+            r"x \[2, 8\] and bias \[3\], expected \[\.\.\., h\] and \[h\]",
+        ),
+        (lambda x, v: kernels.bias_gelu(x, v.long()), "bias of torch.int64, expected float64, float32"),
+        (lambda x, v: kernels.bias_gelu(x, v.to("meta")), "bias on meta, the others are on cpu"),
+        (
+            lambda x, v: kernels.bias_gelu(x, v, "erf"),  # type: ignore[arg-type]
+            "approximate='erf', expected 'none' or 'tanh'",
+        ),
+        (lambda x, v: kernels.gated_product(x, v), r"gate \[2, 8\] and up \[8\], expected equal"),
+        (
+            lambda x, v: kernels.gated_product(x, x, "relu"),  # type: ignore[arg-type]
+            "activation='relu', expected 'silu', 'gelu' or",
+        ),
+        (lambda x, v: kernels.bias_dropout_add(RANK, x, x), r"x \[2, 8\] and bias \[2, 8\], expected"),
+        (lambda x, v: kernels.bias_dropout_add(RANK, x, v, v), r"residual \[8\], expected equal"),
+        (lambda x, v: kernels.bias_dropout_add(RANK, x, v, p=-0.1), r"probability is -0\.1, expected 0 to 1"),
+        (
+            lambda x, v: kernels.dropout(RANK, x, 0.5, 1, shape=(2, 2, 2)),
+            r"\[2, 8\] cannot be seen as \[2, 2, 2\]",
+        ),
+        (lambda x, v: kernels.dropout(RANK, x.int(), 0.5, 1), "x of torch.int32"),
+        (lambda x, v: kernels.rotary_embedding(x, v[:3], v[:3]), r"cos \[3\] and sin \[3\], expected"),
+        (lambda x, v: kernels.rotary_embedding(x, v, v[:4]), r"cos \[8\] and sin \[4\], expected"),
+        (lambda x, v: kernels.rotary_embedding(x, x[None], x[None]), r"cos \[1, 2, 8\]"),
+        (lambda x, v: kernels.rotary_embedding(x, torch.ones(3, 8), torch.ones(3, 8)), r"cos \[3, 8\]"),
+        (lambda x, v: kernels.rotary_embedding(x, v.requires_grad_(), v), "tables that require a gradient"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(call: Callable[[Tensor, Tensor], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(2, 8), torch.ones(8))
+
+
+def test_triton_may_be_absent_and_nothing_slow_is_imported() -> None:
+    code = (
+        "import importlib.util, sys, torch\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *other: None if name == 'triton' else find(name, *other)\n"
+        "from autoptd.runtime import kernels\n"
+        "from autoptd.runtime.kernels import selection\n"
+        "selection.kernel_devices = {'cpu'}\n"
+        "kernels.bias_gelu(torch.ones(2, 4), torch.ones(4))\n"
+        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,81 @@
+"""A packed projection whose parts lie one behind the other: the same numbers as ``linear``, then split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autoptd.runtime import kernels
+
+
+def make(transposed: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(12, 8, generator=generator, dtype=torch.float64)
+    given = torch.randn(12, generator=generator, dtype=torch.float64) if bias else None
+    return x, weight.t().contiguous() if transposed else weight, given
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_it_is_a_linear_in_parts(transposed: bool, bias: bool, strided: bool) -> None:
+    x, weight, given = make(transposed, bias)
+    x = x.transpose(0, 1) if strided else x
+    tensors = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, weight)]
+    biases = None if given is None else given.clone().requires_grad_()
+    found = kernels.split_linear(tensors[0], tensors[1], biases, 3, transposed)
+    assert found.shape == (3, *x.shape[:-1], 4)
+    assert all(part.is_contiguous() for part in found.unbind())
+    others = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, weight)]
+    plain = None if given is None else given.clone().requires_grad_()
+    matrix = others[1].t() if transposed else others[1]
+    expected = torch.stack(functional.linear(others[0], matrix, plain).split(4, -1))
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    torch.manual_seed(1)
+    direction = torch.randn_like(expected)
+    (found * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for mine, reference in zip([*tensors, biases], [*others, plain], strict=True):
+        if mine is not None and reference is not None:
+            torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_only_what_is_asked_for_gets_a_gradient() -> None:
+    x, weight, bias = make(False, True)
+    assert bias is not None
+    kernels.split_linear(x, weight, bias.requires_grad_(), 3).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.full((12,), 10.0, dtype=torch.float64))
+
+
+def test_the_operator_is_whole() -> None:
+    """Fake implementation, schema and autograd formula agree, as torch.compile and export need."""
+    x, weight, bias = make(False, True)
+    arguments = (x.requires_grad_(), weight.requires_grad_(), bias, 3, False)
+    torch.library.opcheck(torch.ops.autoptd.split_linear.default, arguments)
+
+
+def test_autocast_computes_in_half_precision() -> None:
+    x, weight, bias = (t.float() for t in make(False, True) if t is not None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = kernels.split_linear(x, weight, bias, 3)
+        expected = functional.linear(x, weight, bias)
+    assert found.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(torch.cat(found.unbind(), -1), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sections", "words"),
+    [
+        (((5, 8), (12, 8), (12,)), 5, "outputs that 5 divides"),
+        (((5, 6), (12, 8), (12,)), 3, r"expected x \[.., in\]"),
+        (((5, 8), (12, 8), (8,)), 3, r"a bias of shape \[8\], expected \[12\]"),
+    ],
+)
+def test_refusals(shapes: tuple[tuple[int, ...], ...], sections: int, words: str) -> None:
+    x, weight, bias = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=words):
+        kernels.split_linear(x, weight, bias, sections)
