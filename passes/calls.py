@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,3 +42,16 @@ def called(node: fx.Node) -> str:
     """The call as messages name it, alike in all layers: "aten.cumsum (gpt.py:52)"."""
     line = node.meta.get("line")
     return operator_name(node.target) + (f" ({line})" if line else "")
+
+
+def values_taken(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a group of calls takes from outside, beside parameters and the rank, in the order of use."""
+    inside = set(nodes)
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    return [s for s in sources if s not in inside and s.op != "get_attr" and s.meta.get("role") != "rank"]
+
+
+def values_given(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a group of calls is read for outside, in their order."""
+    inside = set(nodes)
+    return [node for node in nodes if not inside.issuperset(node.users)]

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autoptd.passes.calls import argument
 from autoptd.passes.masks import MaskJudge
 from autoptd.passes.naming import live_nodes
 from autoptd.passes.program import Program, Stage
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.placement import Parameter
 
-_SDPA = aten.scaled_dot_product_attention.default
+# Operators with a mask: its position and its name.
+_MASKS: dict[Any, tuple[int, str]] = {
+    aten.scaled_dot_product_attention.default: (3, "attn_mask"),
+    kernels.scaled_softmax: (2, "mask"),
+}
 _SHAPE_ONLY = (
     aten.unsqueeze.default,
     aten.expand.default,
@@ -98,8 +103,7 @@ class _Folder:
         """Replace proved masks; the number of attentions by verdict."""
         counts: Counter[str] = Counter()
         for node in self.graph.nodes:
-            place = 3 if node.target is _SDPA else 4 if node.target is kernels.attention else None
-            mask = None if place is None or place >= len(node.args) else node.args[place]
+            mask = argument(node, *_MASKS[node.target]) if node.target in _MASKS else None
             if not isinstance(mask, fx.Node) or mask not in self.constant:
                 continue
             verdict = self.judge.judge(mask)
@@ -161,7 +165,8 @@ class _Folder:
         origin = node
         while origin.target in _SHAPE_ONLY:
             origin = origin.args[0]  # type: ignore[assignment]
-        name = f"constant.{origin.name}"
+        # It becomes an attribute of the rank's nn.Module, which has a `to` and a `type` already.
+        name = f"constant.{origin.name}" + "_value" * hasattr(torch.nn.Module, origin.name)
         unique, count = name, 1
         while unique in self.parameters or unique in self.made:
             unique, count = f"{name}_{count}", count + 1
@@ -176,11 +181,8 @@ class _Folder:
 
 
 def _drop_mask(node: fx.Node, causal: bool) -> None:
-    if node.target is _SDPA:
-        node.args = node.args[:3]
-        node.kwargs = {"is_causal": True, **node.kwargs} if causal else node.kwargs
-    else:  # kernels.attention(rank, q, k, v, mask, p, operator, is_causal, scale)
-        node.args = (*node.args[:4], None, *node.args[5:7], causal, *node.args[8:])
+    node.args = node.args[: _MASKS[node.target][0]]
+    node.kwargs = {"is_causal": True, **node.kwargs} if causal else node.kwargs
 
 
 def _free_of_data(node: fx.Node) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from autoptd.runtime import aten
 _BLOCK = 1 << 26  # mask elements computed at once
 _LIMIT = 1 << 31  # a larger mask is left as it is
 _FACTORIES = (aten.ones.default, aten.zeros.default, aten.full.default)
+# Pointwise operators that are made of others, and so do not say it of themselves.
+_POINTWISE = (aten.where.ScalarOther, aten.where.ScalarSelf, aten.to.dtype)
 _TRIANGLES: dict[Any, Any] = {aten.tril.default: torch.tril, aten.triu.default: torch.triu}
 
 
@@ -32,18 +34,26 @@ class MaskJudge:
 
     def _compare(self, mask: fx.Node) -> str:
         shape = mask.meta["val"].shape
-        if len(shape) < 2 or shape.numel() > _LIMIT:
-            return "kept" if len(shape) < 2 else "unknown"
-        rows = max(1, _BLOCK // max(1, shape.numel() // shape[-2]))
+        if len(shape) < 2:
+            return "kept"
         verdicts = {"causal", "open"} if shape[-2] == shape[-1] else {"open"}
-        for start in range(0, shape[-2], rows):
-            block = self._rows(mask, start, min(rows, shape[-2] - start))
+        for start, block in self.blocks(mask):
             if block is None:
                 return "unknown"
             verdicts &= _allowed(block, start)
             if not verdicts:
                 return "kept"
         return "open" if "open" in verdicts else "causal"
+
+    def blocks(self, mask: fx.Node) -> Iterator[tuple[int, Tensor | None]]:
+        """The rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed."""
+        shape = mask.meta["val"].shape
+        if len(shape) < 2 or shape.numel() > _LIMIT:
+            yield 0, self.value(mask) if len(shape) < 2 else None
+            return
+        rows = max(1, _BLOCK // max(1, shape.numel() // shape[-2]))
+        for start in range(0, shape[-2], rows):
+            yield start, self._rows(mask, start, min(rows, shape[-2] - start))
 
     def _rows(self, node: fx.Node, start: int, count: int) -> Tensor | None:
         """Rows ``start .. start + count - 1`` of dimension -2, or None where they cannot be computed."""
@@ -66,7 +76,7 @@ class MaskJudge:
             source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
             diagonal: Any = node.args[1] if len(node.args) > 1 else 0
             return None if source is None else _TRIANGLES[node.target](source, diagonal + start)
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _POINTWISE:
             return None
         rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
         if any(value is None for value in rows.values()):

@@ -37,8 +37,9 @@ _EMPTY = frozenset(
 def normalize(program: Program) -> Program:
     """Rewrite the captured stage's graph into functional aten operators with ``rank`` as first placeholder.
 
-    Dropouts become ``kernels.dropout`` and attention with dropout ``kernels.attention``, numbered in capture
-    order. Raises ValueError, with file and line, for a random or in-place operator that has no such form.
+    Dropouts become ``kernels.dropout``, and attention with dropout a product, ``kernels.scaled_softmax`` and a product;
+    both are numbered in capture order. Raises ValueError, with file and line, for a random or in-place operator that
+    has no such form.
     """
     (stage,) = program.stages
     writer = Normalizer(stage.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -148,6 +149,12 @@ def _transpose(call: Call) -> fx.Node | None:
     return call.emit(aten.permute.default, call.source, list(reversed(range(dims))))
 
 
+def _matrix_transpose(call: Call) -> fx.Node | None:
+    if call.val.is_complex():
+        return None
+    return call.emit(aten.transpose.int, call.source, call.given.dim() - 2, call.given.dim() - 1)
+
+
 def _neutral(value: int) -> Rule:
     """x * 1 and, for integers, x + 0 are x (a float's -0.0 + 0 is not)."""
 
@@ -165,6 +172,8 @@ def _matmul(call: Call) -> fx.Node | None:
     """x @ w.t() of a matrix is ``linear``, which is how torch computes it."""
     other = call.args[1]
     if other.target is not aten.transpose.int or other.args[0].op != "get_attr" or call.given.dim() < 2:
+        return None
+    if other.meta["val"].dim() != 2:
         return None
     return call.emit(aten.linear.default, call.source, other.args[0])
 
@@ -190,21 +199,37 @@ def _attention(call: Call) -> fx.Node | None:
         return call.emit(aten.scaled_dot_product_attention.default, q, k, v, *masks, **kept)
     if grouped:
         k, v = _repeat_heads(call, k), _repeat_heads(call, v)
-    number = call.writer.next_dropout()
-    return call.emit(kernels.attention, call.writer.rank, q, k, v, mask, p, number, is_causal, scale)
+    scale = 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale
+    options = {"is_causal": True} if is_causal else {}
+    options |= {"scale": scale, "p": p, "operator": call.writer.next_dropout()}
+    scores = _derive(call, aten.matmul.default, q, _derive(call, aten.transpose.int, k, -2, -1))
+    if mask in call.writer.trained:
+        # A mask gets no gradient in the kernel; there it keeps to what it hides.
+        scores = _derive(call, aten.add.Tensor, _derive(call, aten.mul.Tensor, scores, scale), mask)
+        mask, options["scale"] = _derive(call, aten.ne.Scalar, mask, -math.inf), 1.0
+    masks = () if mask is None else (mask,)
+    weights = call.writer.emit(
+        kernels.scaled_softmax,
+        (call.writer.rank, scores, *masks),
+        {**call.node.meta, "val": scores.meta["val"]},
+        options,
+    )
+    return call.emit(aten.matmul.default, weights, v)
+
+
+def _derive(call: Call, target: Any, *args: Any) -> fx.Node:
+    """A further call that the operator is made of, its result's shape and dtype found on the meta device."""
+    val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return call.writer.emit(target, args, {**call.node.meta, "val": val})
 
 
 def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
     """Each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
     b, g, s, a = x.meta["val"].shape
     times = call.given.shape[1] // g
-    for target, shape in (
-        (aten.reshape.default, [b, g, 1, s, a]),
-        (aten.expand.default, [b, g, times, s, a]),
-        (aten.reshape.default, [b, g * times, s, a]),
-    ):
-        x = call.writer.emit(target, (x, shape), {**call.node.meta, "val": call.val.new_empty(shape)})
-    return x
+    x = _derive(call, aten.reshape.default, x, [b, g, 1, s, a])
+    x = _derive(call, aten.expand.default, x, [b, g, times, s, a])
+    return _derive(call, aten.reshape.default, x, [b, g * times, s, a])
 
 
 _CASTS = (
@@ -240,6 +265,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_SHAPES, _reshape),
     **dict.fromkeys((aten.expand.default, aten.expand_as.default), _expand),
     **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
+    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
     aten.detach.default: _detach,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import autoptd
 from autoptd.capture import capture
 from autoptd.passes import masks
 from autoptd.passes.constants import fold_constants
@@ -53,11 +54,10 @@ def attention_of(program: Program) -> tuple[bool, bool]:
     (node,) = [
         n
         for n in program.stages[0].graph.nodes
-        if n.target in (aten.scaled_dot_product_attention.default, kernels.attention)
+        if n.target in (aten.scaled_dot_product_attention.default, kernels.scaled_softmax)
     ]
-    if node.target is kernels.attention:
-        return node.args[4] is not None, bool(node.args[7])
-    return len(node.args) > 3, bool(node.kwargs.get("is_causal", False))
+    plain = 2 if node.target is kernels.scaled_softmax else 3
+    return len(node.args) > plain, bool(node.kwargs.get("is_causal", False))
 
 
 def tril(m: Any, idx: Tensor) -> Tensor:
@@ -184,6 +184,22 @@ def test_constants_are_shared_and_loaded_once() -> None:
         assert tuple(output.args[0][name].meta["val"].shape) == parameter.shape
     stage.graph.lint()
     stage.constants.lint()
+
+
+def test_a_constant_may_be_called_as_a_method_of_modules() -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, S)
+            self.register_buffer("table", torch.arange(S, dtype=torch.float64), persistent=False)
+
+        def forward(self, idx: Tensor) -> Tensor:
+            loss: Tensor = (self.embedding(idx) * self.table.float()).square().mean()  # a constant named "to"
+            return loss
+
+    model, inputs = Cast(), {"idx": torch.zeros(1, S, dtype=torch.long)}
+    program = autoptd.compile(model, (1, 1, 1), example_inputs=inputs, num_microbatches=1)
+    torch.testing.assert_close(program.bind()(**inputs), model(**inputs))
 
 
 def test_constant_indices_are_slices() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from autoptd.passes.program import Program
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.mesh import Mesh
 from tests.interpret import run_graph
-from tests.plain_models import LENGTH, VOCABULARY, PlainGPT
+from tests.plain_models import HEADS, HIDDEN, LENGTH, VOCABULARY, PlainGPT
 
 Forward = Callable[[Any, Tensor], Any]
 
@@ -46,6 +47,10 @@ def program_of(body: Forward) -> tuple[Small, dict[str, Tensor], Program]:
 
 def operators(program: Program) -> list[Any]:
     return [node.target for node in program.stages[0].graph.nodes if node.op == "call_function"]
+
+
+def matrix_transposes(m: Any, x: Tensor) -> Any:
+    return (x @ x.mT) @ x + x.mH.adjoint()
 
 
 def no_grad(m: Any, x: Tensor) -> Any:
@@ -125,6 +130,7 @@ def autocast_off(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "body",
     [
+        matrix_transposes,
         no_grad,
         write_views,
         write_pieces,
@@ -178,12 +184,15 @@ def test_dropouts_are_numbered_in_order() -> None:
     model = PlainGPT(dropout=0.1)
     inputs = {name: torch.randint(0, VOCABULARY, (2, LENGTH)) for name in ("idx", "targets")}
     program = normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=inputs))
-    nodes = [n for n in program.stages[0].graph.nodes if n.target in (kernels.dropout, kernels.attention)]
-    numbers = [n.args[3] if n.target is kernels.dropout else n.args[6] for n in nodes]
+    drops = (kernels.dropout, kernels.scaled_softmax)
+    nodes = [n for n in program.stages[0].graph.nodes if n.target in drops]
+    numbers = [n.args[3] if n.target is kernels.dropout else n.kwargs["operator"] for n in nodes]
     assert numbers == list(range(7))
-    assert [n.target is kernels.attention for n in nodes] == [False, True, False, False, True, False, False]
-    attention = nodes[1]
-    assert attention.args[4:] == (None, 0.1, 1, True, None)
+    assert [n.target is drops[1] for n in nodes] == [False, True, False, False, True, False, False]
+    scale = 1 / math.sqrt(HIDDEN // HEADS)
+    assert nodes[1].kwargs == {"is_causal": True, "scale": scale, "p": 0.1, "operator": 1}
+    (weights,) = nodes[1].users
+    assert [n.target for n in (nodes[1].args[1], weights)] == [aten.matmul.default] * 2
     assert all(node.args[0].name == "rank" for node in nodes)
     assert program.log[-1].endswith("7 dropouts")
 
@@ -201,8 +210,42 @@ def test_attention_dropout_repeats_grouped_heads() -> None:
         return functional.scaled_dot_product_attention(q, q[:, :1], q[:, 1:2], dropout_p=0.5, enable_gqa=True)
 
     _, _, program = program_of(body)
-    (node,) = [n for n in program.stages[0].graph.nodes if n.target is kernels.attention]
-    assert [list(arg.meta["val"].shape) for arg in node.args[1:4]] == [[2, 3, 4, 2]] * 3
+    (node,) = [n for n in program.stages[0].graph.nodes if n.target is kernels.scaled_softmax]
+    q, transposed = node.args[1].args
+    (product,) = node.users
+    shapes = [list(n.meta["val"].shape) for n in (q, transposed.args[0], product.args[1], product)]
+    assert shapes == [[2, 3, 4, 2]] * 4
+
+
+def test_a_learned_mask_is_added_outside_of_the_kernel() -> None:
+    """Masks get no gradient in it. Their -inf still hide keys there, so that a blind query gives zeros, not nan."""
+    hidden = torch.ones(4, 4, dtype=torch.bool).triu()
+
+    def body(m: Any, x: Tensor) -> Any:
+        q = x.view(2, 4, 3, 2).transpose(1, 2)
+        mask = m.linear.weight[:4, :4].masked_fill(hidden, -math.inf)
+        return functional.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.5)
+
+    model, inputs, program = program_of(body)
+    (node,) = [n for n in program.stages[0].graph.nodes if n.target is kernels.scaled_softmax]
+    assert node.args[1].target is aten.add.Tensor
+    assert node.args[2].meta["val"].dtype == torch.bool
+    weights = dict(model.named_parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "scaled_dot_product_attention", without_dropout)
+        expected = model(**inputs)
+    found = run_graph(program, weights, inputs, training=False)
+    torch.testing.assert_close(found, expected)
+    own, plain = (torch.autograd.grad(loss, list(weights.values())) for loss in (found, expected))
+    for one, other in zip(own, plain, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def without_dropout(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout_p: float) -> Tensor:
+    """A blind query gives zeros."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + mask
+    blind = (mask == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0) @ v
 
 
 def test_deterministic() -> None:
