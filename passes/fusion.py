@@ -1,0 +1,270 @@
+"""Join chains of memory-bound operators into one kernel each (SC21 §4.2).
+
+Works on each stage of the divided, cut program: no kernel needs a sharding rule, and no boundary gets wider.
+There a row-parallel bias stands behind the all-reduce already, and goes from there into the kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.activations import ActivationJudge
+from autoptd.passes.calls import argument, operator_name, shape_of
+from autoptd.passes.losses import match_half_loss, match_whole_loss
+from autoptd.passes.naming import operator_word
+from autoptd.passes.norms import match_partial_rotary, match_rms_norm, match_rotary, match_torch_rms_norm
+from autoptd.passes.patterns import (
+    RESHAPES,
+    Call,
+    Match,
+    alike,
+    both_orders,
+    is_call,
+    is_single,
+    is_vector,
+    plain_add,
+    split_bias,
+)
+from autoptd.passes.program import Program, Stage, copy_graph
+from autoptd.passes.propagation import Propagation
+from autoptd.runtime import aten, kernels
+
+Rule = Callable[[fx.Node], Match | None]
+
+
+def fuse_operators(program: Program) -> Program:
+    """Rewrite every stage's chains by the rules below, in their order.
+
+    Raises ValueError where a kernel's result has another shape or dtype than what it stands for.
+    """
+    judge = ActivationJudge()
+    propagation = Propagation(program.mesh)
+    counts: Counter[str] = Counter()
+    stages = tuple(replace(stage, graph=_fuse(stage, judge, propagation, counts)) for stage in program.stages)
+    found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    return program.replace_stages(stages, f"fuse_operators {found or 'nothing to fuse'}")
+
+
+def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts: Counter[str]) -> fx.Graph:
+    graph = copy_graph(stage.graph)
+    trained = _find_trained(graph, stage)
+    whole = (match_whole_loss,) if propagation.rank.mesh.tensor == 1 else ()
+    for rule in (judge.match, *RULES, *whole):
+        for node in list(graph.nodes):
+            match = rule(node) if node.op == "call_function" and node.users else None
+            if match is not None and _is_one_region(match) and trained.isdisjoint(match.constants):
+                _replace(graph, match, propagation)
+    for node in graph.nodes:
+        if node.meta.pop("fused", False):
+            counts[operator_word(node.target)] += 1
+    return _rename(graph)
+
+
+def _find_trained(graph: fx.Graph, stage: Stage) -> set[fx.Node]:
+    """What depends on a trainable parameter, or on a received value that wants a gradient."""
+    trained: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            wants = stage.parameters[str(node.target)].requires_grad
+        else:
+            wants = bool(node.meta.get("requires_grad")) or not trained.isdisjoint(node.all_input_nodes)
+        if wants:
+            trained.add(node)
+    return trained
+
+
+def _is_one_region(match: Match) -> bool:
+    """Whether the chain lies in one region of recomputation, or in none."""
+    return len({node.meta.get("recompute") for node in (*match.members, *match.results)}) == 1
+
+
+def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
+    """Write the call where its first result was, and take out what it stands for."""
+    first = match.results[0]
+    made = _write(graph, match.call, first, propagation)
+    values = [made]
+    if len(match.results) > 1:
+        made.meta |= {"name": f"{_name(match.results[-1])}_pair", "divided": (None,) * len(match.results)}
+        with graph.inserting_before(first):
+            values = [graph.call_function(operator.getitem, (made, i)) for i in range(len(match.results))]
+    for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
+        val = made.meta["val"] if new is made else made.meta["val"][index]
+        if not alike(val, old.meta["val"]):
+            raise ValueError(
+                f"{operator_name(made.target)} gives {val} for {old}, expected {old.meta['val']}"
+            )
+        place = {key: made.meta.get(key, "") for key in ("path", "line")}  # one heading for all results
+        new.meta = {**old.meta, **place, "name": _name(old), "val": val, "fused": False}
+        old.replace_all_uses_with(new)
+    made.meta["fused"] = match.call.target not in RESHAPES
+    for node in sorted({*match.members, *match.results, *values}, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation) -> fx.Node:
+    """The call before `place`, behind what its arguments need."""
+    args = tuple(_write(graph, a, place, propagation) if isinstance(a, Call) else a for a in call.args)
+    for node in args:
+        if isinstance(node, fx.Node) and node.op == "get_attr" and place < node:
+            place.prepend(node)
+    with graph.inserting_before(place):
+        made = graph.call_function(call.target, args, dict(call.kwargs))
+    made.meta = {**call.like.meta, "name": _name(call.like), "val": propagation.run(made)}
+    return made
+
+
+def _name(node: fx.Node) -> str:
+    """The name of what a node stands for."""
+    name: str = node.meta.get("name", node.name)
+    return name
+
+
+def _rename(graph: fx.Graph) -> fx.Graph:
+    """A copy in which what was rewritten has the name of what it stands for."""
+    copy = fx.Graph()
+    copy.set_codegen(graph._codegen)
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        name = node.meta.pop("name", node.name)
+        values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
+        made.meta = node.meta
+    return copy
+
+
+# Rules
+
+
+def _bias_gelu(node: fx.Node) -> Match | None:
+    """gelu(x + bias); the bias of a column-parallel linear leaves it."""
+    if not is_call(node, aten.gelu.default):
+        return None
+    biased = split_bias(node.args[0], from_linear=True)  # type: ignore[arg-type]
+    if biased is None:
+        return None
+    call = Call(kernels.bias_gelu, (biased.x, biased.bias), node, dict(node.kwargs))
+    return Match(call, (node,), frozenset(biased.members))
+
+
+def _gated_product(activation: str, target: Any, kwargs: dict[str, Any], node: fx.Node) -> Match | None:
+    """activation(gate) * up."""
+    if not is_call(node, aten.mul.Tensor):
+        return None
+    for active, up in both_orders(node):
+        if (
+            is_call(active, target)
+            and active.kwargs == kwargs
+            and is_single(active)
+            and isinstance(up, fx.Node)
+        ):
+            gate = active.args[0]
+            if alike(gate.meta["val"], up.meta["val"]) and up is not active:
+                call = Call(kernels.gated_product, (gate, up, activation), node)
+                return Match(call, (node,), frozenset({active}))
+    return None
+
+
+def _dropout_add(node: fx.Node) -> Match | None:
+    """dropout(x + bias) + residual, or (x + bias) + residual, of a value that nobody else reads."""
+    terms = plain_add(node)
+    for branch, residual in (terms, (terms[1], terms[0])) if terms else ():
+        found = _dropped(branch) if is_single(branch) else None
+        if found is not None:
+            call, members = found
+            full = Call(call.target, (*call.args[:3], residual, *call.args[4:]), node, call.kwargs)
+            return Match(full, (node,), members)
+    return None
+
+
+def _dropout_bias(node: fx.Node) -> Match | None:
+    """dropout(x + bias) alone."""
+    found = _dropped(node) if is_call(node, kernels.dropout) else None
+    if found is None or len(found[1]) == 1:
+        return None
+    return Match(Call(found[0].target, found[0].args, node, found[0].kwargs), (node,), found[1])
+
+
+def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
+    """``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``, and its members."""
+    rank: Any = next(iter(node.graph.nodes))
+    if is_call(node, kernels.dropout):
+        x: Any = node.args[1]
+        biased = split_bias(x, from_linear=False)
+        parts, members = ((biased.x, biased.bias), biased.members) if biased else ((x, None), ())
+        call = Call(kernels.bias_dropout_add, (rank, *parts, None, *node.args[2:]), node, node.kwargs)
+        return call, frozenset({node, *members})
+    biased = split_bias(node, from_linear=False)
+    if biased is None:
+        return None
+    return Call(kernels.bias_dropout_add, (rank, biased.x, biased.bias, None), node), frozenset(
+        biased.members
+    )
+
+
+def _norm_before_reshape(node: fx.Node) -> Match | None:
+    """norm(a sum) reshaped for norm(the sum reshaped), where rows stay rows (OPT)."""
+    source: Any = node.args[0] if is_call(node, aten.layer_norm.default, kernels.rms_norm) else None
+    if not is_call(source, *RESHAPES):
+        return None
+    x: Any = source.args[0]
+    is_sum = plain_add(x) is not None or is_call(x, kernels.bias_dropout_add)
+    one_dim = is_call(node, kernels.rms_norm) or list(node.args[1]) == [shape_of(node)[-1]]  # type: ignore[arg-type]
+    if not is_sum or not one_dim or shape_of(x)[-1] != shape_of(node)[-1]:
+        return None
+    norm = Call(node.target, (x, *node.args[1:]), node, node.kwargs)
+    return Match(Call(aten.reshape.default, (norm, list(shape_of(node))), node), (node,), frozenset({source}))
+
+
+def _add_norm(node: fx.Node) -> Match | None:
+    """A norm and the sum that it is of, which others may read too."""
+    norm: list[Any]
+    if is_call(node, aten.layer_norm.default):
+        size: Any = node.args[1]
+        norm = [argument(node, i, name, default) for i, name, default in _LAYER_NORM]
+        if list(size) != [shape_of(node)[-1]] or (norm[1] is not None and not is_vector(norm[1], *size)):
+            return None
+    elif is_call(node, kernels.rms_norm):
+        norm = list(node.args[1:3])
+    else:
+        return None
+    total: Any = node.args[0]
+    target = kernels.add_rms_norm if is_call(node, kernels.rms_norm) else kernels.add_layer_norm
+    if not is_vector(norm[0], shape_of(node)[-1]) or total.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    rank = next(iter(node.graph.nodes))
+    if is_call(total, kernels.bias_dropout_add):
+        x, *rest = total.args[1:]
+        kwargs = dict(total.kwargs)
+    else:
+        terms = plain_add(total)
+        if terms is None:
+            return None
+        x, rest, kwargs = terms[0], [None, terms[1]], {}
+    return Match(Call(target, (rank, x, *norm, *rest), node, kwargs), (total, node), frozenset())
+
+
+_LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
+
+RULES: tuple[Rule, ...] = (
+    match_half_loss,
+    match_rms_norm,
+    match_torch_rms_norm,
+    match_rotary,
+    match_partial_rotary,
+    partial(_gated_product, "silu", aten.silu.default, {}),
+    partial(_gated_product, "gelu", aten.gelu.default, {}),
+    partial(_gated_product, "gelu_tanh", aten.gelu.default, {"approximate": "tanh"}),
+    _bias_gelu,
+    _dropout_add,
+    _dropout_bias,
+    _norm_before_reshape,
+    _add_norm,
+)

@@ -1,0 +1,184 @@
+"""Pipeline rank 0 of 1, on each of its 2 tensor x 1 data ranks.
+GPT, 27,936 parameters, mesh tensor=2 pipeline=1 data=1
+capture GPT: 91 nodes
+normalize 91 -> 98 nodes, 7 dropouts
+fold_constants 98 -> 98 nodes, 1 constants of 128 bytes
+recognize_attention 2 attentions: 2 softmax only causal because of dropout
+shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward
+weight of shape [16, 32] (2,048 bytes) replicated: wpe.weight
+an axis of 61 padded by 1 in memory: tensor=2
+cut_stages 1 stages on 1 pipeline ranks, the slowest 0.102 ms a microbatch on the reference device: 1.000 of
+    the mean, 0.0% above the lower bound (dynamic programme, exact)
+recompute_activations full: 2 layers found, up to 1 in a group, 2 groups; a microbatch keeps 21,576 of 112,712
+    bytes of activations, and repeats 2 all-reduces of 8,192 bytes
+stage 0: wte, wpe, drop, h.0 - h.1, ln_f, lm_head: 0.000944 GFLOP forward, 58 kB of parameters per rank
+This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
+"""
+
+from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime.recomputation import recompute
+
+SCHEDULE = """
+steady, 8 times, microbatch +1: 0F0 0B0
+"""
+
+
+def stage_0(
+    rank,
+    p,
+    idx,                                                                    # i64[2, 16]  batch
+    targets,                                                                # i64[2, 16]  batch
+):
+    # wte, wpe, drop                                                          gpt.py:108
+    wte = kernels.embedding(rank, p["wte.weight"], idx, vocabulary=61)      # f32[2, 16, 32]        partial
+    wpe = aten.embedding(p["wpe.weight"], p["constant.arange"])             # f32[16, 32]
+    wte_g = collectives.reduce_from_tensor(rank, wte)                       # all-reduce, 4.1 kB over tensor
+    add = aten.add(wte_g, wpe)                                              # f32[2, 16, 32]
+    drop = kernels.dropout(rank, add, p=0.1, operator=0)                    # f32[2, 16, 32]
+
+    # h.0, recomputed in the backward
+    def h0(drop):
+        # h.0                                                                 gpt.py:75
+        h0_ln1 = aten.layer_norm(drop, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])  # f32[2, 16, 32]
+        h0_ln1_f = collectives.copy_to_tensor(rank, h0_ln1)         # backward: all-reduce, 4.1 kB over tensor
+
+        # h.0.attn                                                            gpt.py:45
+        h0_attn_c_attn = aten.linear(                                       # f32[2, 16, 96/2]
+            h0_ln1_f, p["h.0.attn.c_attn.weight"], p["h.0.attn.c_attn.bias"]
+        )
+        h0_attn_split_0, h0_attn_split_1, h0_attn_split_2 = aten.split(     # 3 x f32[2, 16, 32/2]
+            h0_attn_c_attn, 16, dim=2
+        )
+        h0_attn_reshape = aten.reshape(h0_attn_split_0, [2, 16, 2, 8])      # f32[2, 16, 4/2, 8]
+        h0_attn_transpose = aten.transpose(h0_attn_reshape, 1, 2)           # f32[2, 4/2, 16, 8]
+        h0_attn_reshape_1 = aten.reshape(h0_attn_split_1, [2, 16, 2, 8])    # f32[2, 16, 4/2, 8]
+        h0_attn_transpose_1 = aten.transpose(h0_attn_reshape_1, 1, 2)       # f32[2, 4/2, 16, 8]
+        h0_attn_reshape_2 = aten.reshape(h0_attn_split_2, [2, 16, 2, 8])    # f32[2, 16, 4/2, 8]
+        h0_attn_transpose_2 = aten.transpose(h0_attn_reshape_2, 1, 2)       # f32[2, 4/2, 16, 8]
+        h0_attn_transpose_3 = aten.transpose(h0_attn_transpose_1, -2, -1)   # f32[2, 4/2, 8, 16]
+        h0_attn_matmul = aten.matmul(h0_attn_transpose, h0_attn_transpose_3)  # f32[2, 4/2, 16, 16]
+        h0_attn_softmax = kernels.scaled_softmax(                           # f32[2, 4/2, 16, 16]
+            rank, h0_attn_matmul, is_causal=True, scale=0.35355339059327373, p=0.1, operator=1, divided=1
+        )
+        h0_attn_matmul_1 = aten.matmul(h0_attn_softmax, h0_attn_transpose_2)  # f32[2, 4/2, 16, 8]
+        h0_attn_transpose_4 = aten.transpose(h0_attn_matmul_1, 1, 2)        # f32[2, 16, 4/2, 8]
+        h0_attn_contiguous = aten.contiguous(h0_attn_transpose_4)           # f32[2, 16, 4/2, 8]
+        h0_attn_reshape_3 = aten.reshape(h0_attn_contiguous, [2, 16, 16])   # f32[2, 16, 32/2]
+        h0_attn_c_proj = aten.linear(                                       # f32[2, 16, 32]        partial
+            h0_attn_reshape_3, p["h.0.attn.c_proj.weight"]
+        )
+        h0_attn_c_proj_g = collectives.reduce_from_tensor(         # all-reduce, 4.1 kB over tensor, and again
+            rank, h0_attn_c_proj
+        )
+        h0_attn_c_proj_biased = aten.add(h0_attn_c_proj_g, p["h.0.attn.c_proj.bias"])  # f32[2, 16, 32]
+        h0_attn_resid_dropout = kernels.dropout(                            # f32[2, 16, 32]
+            rank, h0_attn_c_proj_biased, p=0.1, operator=2
+        )
+
+        # h.0                                                                 gpt.py:75
+        h0_add = aten.add(drop, h0_attn_resid_dropout)                      # f32[2, 16, 32]
+        h0_ln2 = aten.layer_norm(h0_add, [32], p["h.0.ln_2.weight"], p["h.0.ln_2.bias"])  # f32[2, 16, 32]
+        h0_ln2_f = collectives.copy_to_tensor(rank, h0_ln2)         # backward: all-reduce, 4.1 kB over tensor
+
+        # h.0.mlp                                                             gpt.py:62
+        h0_mlp_c_fc = aten.linear(                                          # f32[2, 16, 128/2]
+            h0_ln2_f, p["h.0.mlp.c_fc.weight"], p["h.0.mlp.c_fc.bias"]
+        )
+        h0_mlp_gelu = aten.gelu(h0_mlp_c_fc, approximate="tanh")            # f32[2, 16, 128/2]
+        h0_mlp_c_proj = aten.linear(h0_mlp_gelu, p["h.0.mlp.c_proj.weight"])  # f32[2, 16, 32]  partial
+        h0_mlp_c_proj_g = collectives.reduce_from_tensor(                   # all-reduce, 4.1 kB over tensor
+            rank, h0_mlp_c_proj
+        )
+        h0_mlp_c_proj_biased = aten.add(h0_mlp_c_proj_g, p["h.0.mlp.c_proj.bias"])  # f32[2, 16, 32]
+        h0_mlp_dropout = kernels.dropout(rank, h0_mlp_c_proj_biased, p=0.1, operator=3)  # f32[2, 16, 32]
+
+        # h.0                                                                 gpt.py:76
+        h0_add_1 = aten.add(h0_add, h0_mlp_dropout)                         # f32[2, 16, 32]
+
+        return h0_add_1
+
+    h0_add_1 = recompute(rank, h0, drop)                                    # f32[2, 16, 32]
+
+    # h.1, recomputed in the backward
+    def h1(h0_add_1):
+        # h.1                                                                 gpt.py:75
+        h1_ln1 = aten.layer_norm(h0_add_1, [32], p["h.1.ln_1.weight"], p["h.1.ln_1.bias"])  # f32[2, 16, 32]
+        h1_ln1_f = collectives.copy_to_tensor(rank, h1_ln1)         # backward: all-reduce, 4.1 kB over tensor
+
+        # h.1.attn                                                            gpt.py:45
+        h1_attn_c_attn = aten.linear(                                       # f32[2, 16, 96/2]
+            h1_ln1_f, p["h.1.attn.c_attn.weight"], p["h.1.attn.c_attn.bias"]
+        )
+        h1_attn_split_0, h1_attn_split_1, h1_attn_split_2 = aten.split(     # 3 x f32[2, 16, 32/2]
+            h1_attn_c_attn, 16, dim=2
+        )
+        h1_attn_reshape = aten.reshape(h1_attn_split_0, [2, 16, 2, 8])      # f32[2, 16, 4/2, 8]
+        h1_attn_transpose = aten.transpose(h1_attn_reshape, 1, 2)           # f32[2, 4/2, 16, 8]
+        h1_attn_reshape_1 = aten.reshape(h1_attn_split_1, [2, 16, 2, 8])    # f32[2, 16, 4/2, 8]
+        h1_attn_transpose_1 = aten.transpose(h1_attn_reshape_1, 1, 2)       # f32[2, 4/2, 16, 8]
+        h1_attn_reshape_2 = aten.reshape(h1_attn_split_2, [2, 16, 2, 8])    # f32[2, 16, 4/2, 8]
+        h1_attn_transpose_2 = aten.transpose(h1_attn_reshape_2, 1, 2)       # f32[2, 4/2, 16, 8]
+        h1_attn_transpose_3 = aten.transpose(h1_attn_transpose_1, -2, -1)   # f32[2, 4/2, 8, 16]
+        h1_attn_matmul = aten.matmul(h1_attn_transpose, h1_attn_transpose_3)  # f32[2, 4/2, 16, 16]
+        h1_attn_softmax = kernels.scaled_softmax(                           # f32[2, 4/2, 16, 16]
+            rank, h1_attn_matmul, is_causal=True, scale=0.35355339059327373, p=0.1, operator=4, divided=1
+        )
+        h1_attn_matmul_1 = aten.matmul(h1_attn_softmax, h1_attn_transpose_2)  # f32[2, 4/2, 16, 8]
+        h1_attn_transpose_4 = aten.transpose(h1_attn_matmul_1, 1, 2)        # f32[2, 16, 4/2, 8]
+        h1_attn_contiguous = aten.contiguous(h1_attn_transpose_4)           # f32[2, 16, 4/2, 8]
+        h1_attn_reshape_3 = aten.reshape(h1_attn_contiguous, [2, 16, 16])   # f32[2, 16, 32/2]
+        h1_attn_c_proj = aten.linear(                                       # f32[2, 16, 32]        partial
+            h1_attn_reshape_3, p["h.1.attn.c_proj.weight"]
+        )
+        h1_attn_c_proj_g = collectives.reduce_from_tensor(         # all-reduce, 4.1 kB over tensor, and again
+            rank, h1_attn_c_proj
+        )
+        h1_attn_c_proj_biased = aten.add(h1_attn_c_proj_g, p["h.1.attn.c_proj.bias"])  # f32[2, 16, 32]
+        h1_attn_resid_dropout = kernels.dropout(                            # f32[2, 16, 32]
+            rank, h1_attn_c_proj_biased, p=0.1, operator=5
+        )
+
+        # h.1                                                                 gpt.py:75
+        h1_add = aten.add(h0_add_1, h1_attn_resid_dropout)                  # f32[2, 16, 32]
+        h1_ln2 = aten.layer_norm(h1_add, [32], p["h.1.ln_2.weight"], p["h.1.ln_2.bias"])  # f32[2, 16, 32]
+        h1_ln2_f = collectives.copy_to_tensor(rank, h1_ln2)         # backward: all-reduce, 4.1 kB over tensor
+
+        # h.1.mlp                                                             gpt.py:62
+        h1_mlp_c_fc = aten.linear(                                          # f32[2, 16, 128/2]
+            h1_ln2_f, p["h.1.mlp.c_fc.weight"], p["h.1.mlp.c_fc.bias"]
+        )
+        h1_mlp_gelu = aten.gelu(h1_mlp_c_fc, approximate="tanh")            # f32[2, 16, 128/2]
+        h1_mlp_c_proj = aten.linear(h1_mlp_gelu, p["h.1.mlp.c_proj.weight"])  # f32[2, 16, 32]  partial
+        h1_mlp_c_proj_g = collectives.reduce_from_tensor(                   # all-reduce, 4.1 kB over tensor
+            rank, h1_mlp_c_proj
+        )
+        h1_mlp_c_proj_biased = aten.add(h1_mlp_c_proj_g, p["h.1.mlp.c_proj.bias"])  # f32[2, 16, 32]
+        h1_mlp_dropout = kernels.dropout(rank, h1_mlp_c_proj_biased, p=0.1, operator=6)  # f32[2, 16, 32]
+
+        # h.1                                                                 gpt.py:76
+        h1_add_1 = aten.add(h1_add, h1_mlp_dropout)                         # f32[2, 16, 32]
+
+        return h1_add_1
+
+    h1_add_1 = recompute(rank, h1, h0_add_1)                                # f32[2, 16, 32]
+
+    # ln_f, lm_head                                                           gpt.py:111
+    ln_f = aten.layer_norm(h1_add_1, [32], p["ln_f.weight"], p["ln_f.bias"])  # f32[2, 16, 32]
+    ln_f_f = collectives.copy_to_tensor(rank, ln_f)                 # backward: all-reduce, 4.1 kB over tensor
+    lm_head = aten.linear(ln_f_f, p["wte.weight"])                          # f32[2, 16, 62/2]
+    reshape = aten.reshape(lm_head, [32, 31])                               # f32[32, 62/2]
+    reshape_1 = aten.reshape(targets, [32])                                 # i64[32]
+    loss = kernels.cross_entropy(                               # f32[]  all-reduce, 128 B + 256 B over tensor
+        rank, reshape, reshape_1, vocabulary=61
+    )
+
+    return loss                                                             # f32[]
+
+
+def constants(p):                                                          # runs once, when weights are bound
+    # model                                                                   gpt.py:107
+    arange = aten.arange(16)                                                # i64[16]
+
+    return {
+        "constant.arange": arange,
+    }

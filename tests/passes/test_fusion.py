@@ -1,0 +1,327 @@
+"""Fusion: what is joined, that it means the same, and what is left alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import autoptd
+from autoptd.passes.fusion import fuse_operators
+from autoptd.passes.program import Program
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.rank import Rank
+from samples.gpt import GPT, GPTConfig
+from tests.generated_graphs import GraphWriter
+from tests.interpret import run_stage
+
+QUICK, ALL = 150, 500
+STEPS = 12
+
+
+def targets(program: Program) -> Counter[Any]:
+    return Counter(n.target for s in program.stages for n in s.graph.nodes if n.op == "call_function")
+
+
+def run(program: Program, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """The loss of a generated program and every gradient, training, on weights drawn from `seed` in float64."""
+    (stage,) = program.stages
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: Any) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    tensors = {n: draw(p.shape).requires_grad_(p.requires_grad) for n, p in stage.parameters.items()}
+    x = draw(next(n for n in stage.graph.nodes if n.meta.get("role") == "input").meta["val"].shape)
+    x.requires_grad_()
+    loss = run_stage(stage.graph, tensors, {"rank": Rank.local(Mesh(1, 1, 1)), "x": x})
+    loss.backward()
+    zeros = {name: torch.zeros_like(t) for name, t in tensors.items() if t.grad is None}
+    found = {name: t.grad for name, t in tensors.items() if t.grad is not None}
+    return {
+        "loss": loss.detach(),
+        "x": x.grad if x.grad is not None else torch.zeros_like(x),
+        **found,
+        **zeros,
+    }
+
+
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    scale = max(float(value.abs().max()) for name, value in expected.items() if name != "loss")
+    worst = max(float((found[n] - expected[n]).abs().max()) for n in expected if n != "loss") / max(
+        scale, 1e-300
+    )
+    loss = float((found["loss"] - expected["loss"]).abs()) / max(1.0, float(expected["loss"].abs()))
+    return max(worst, loss)
+
+
+# Meaning
+
+
+@pytest.mark.parametrize("start", range(0, QUICK, 50))
+def test_generated_graphs_mean_the_same(start: int) -> None:
+    check_generated(range(start, start + 50))
+
+
+@pytest.mark.slow
+def test_all_generated_graphs_mean_the_same() -> None:
+    check_generated(range(QUICK, ALL))
+
+
+def check_generated(seeds: range) -> None:
+    fused: Counter[Any] = Counter()
+    for seed in seeds:
+        program = GraphWriter(seed, torch.float64).program(STEPS)
+        rewritten = fuse_operators(program)
+        fused.update(targets(rewritten))
+        error = largest_error(run(rewritten, torch.float64), run(program, torch.float64))
+        assert error < 1e-12, (
+            f"seed {seed}: {error:.1e}\n{program.stages[0].graph}\n{rewritten.stages[0].graph}"
+        )
+    for kernel in (
+        kernels.bias_gelu,
+        kernels.bias_dropout_add,
+        kernels.add_layer_norm,
+        kernels.gated_product,
+        kernels.rotary_embedding,
+        kernels.rms_norm,
+        kernels.add_rms_norm,
+    ):
+        assert fused[kernel], f"{kernel.__name__} was never tried"
+
+
+def test_bfloat16_is_no_worse_than_the_unfused_chains() -> None:
+    """Errors against float64, summed over graphs: each alone is chance."""
+    plain = fused = 0.0
+    for seed in range(60):
+        exact = run(GraphWriter(seed, torch.float64).program(STEPS), torch.float64)
+        program = GraphWriter(seed, torch.bfloat16).program(STEPS)
+        rewritten = fuse_operators(program)
+        if targets(rewritten) == targets(program):
+            continue
+        errors = [
+            largest_error({n: v.double() for n, v in run(each, torch.bfloat16).items()}, exact)
+            for each in (program, rewritten)
+        ]
+        if errors[0] < 1:  # else the unfused one is lost already
+            plain, fused = plain + errors[0], fused + errors[1]
+    assert 0 < fused <= 1.05 * plain
+
+
+# What is joined
+
+
+class Small(nn.Module):
+    """Two projections [2, 4, 8] of an embedding, and what `body` makes of them."""
+
+    def __init__(self, body: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.body = body
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x = self.embedding(idx)
+        return self.body(self, self.one(x), self.two(x)).square().mean()
+
+
+def fused(body: Callable[[Any, Tensor, Tensor], Tensor], **options: Any) -> Counter[Any]:
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    program = autoptd.compile(
+        Small(body), mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1, **options
+    )
+    return Counter(n.target for n in program.stages[0].graph.nodes if n.op == "call_function")
+
+
+def mean_square(x: Tensor, power: float = 2) -> Tensor:
+    return x.pow(power).mean(-1, keepdim=True)
+
+
+JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
+    "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.bias_gelu),
+    "gelu written with erf": (
+        lambda m, x, y: x * 0.5 * (1 + torch.erf(x / 2**0.5)) + y,
+        kernels.bias_gelu,
+    ),
+    "silu and product": (lambda m, x, y: functional.silu(x) * y, kernels.gated_product),
+    "product and written silu": (lambda m, x, y: y * (torch.sigmoid(x) * x), kernels.gated_product),
+    "gelu and product": (lambda m, x, y: y * functional.gelu(x, approximate="tanh"), kernels.gated_product),
+    "dropout and add": (lambda m, x, y: functional.dropout(x, 0.1) + y, kernels.bias_dropout_add),
+    "add and dropout": (lambda m, x, y: y + functional.dropout(x, 0.1), kernels.bias_dropout_add),
+    "add and norm": (lambda m, x, y: m.norm(x + y), kernels.add_layer_norm),
+    "norm of dropout and add": (
+        lambda m, x, y: m.norm(functional.dropout(x, 0.1) + y) + y,
+        kernels.add_layer_norm,
+    ),
+    "rms norm": (
+        lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x) + 1e-6)) + y,
+        kernels.rms_norm,
+    ),
+    "torch's rms norm": (
+        lambda m, x, y: functional.rms_norm(x, (8,), m.scale) + y,
+        kernels.rms_norm,
+    ),
+    "add and torch's rms norm": (
+        lambda m, x, y: functional.rms_norm(x + y, (8,), m.scale, 1e-3) + y,
+        kernels.add_rms_norm,
+    ),
+    "add and rms norm": (
+        lambda m, x, y: (x + y) + m.scale * ((x + y) * torch.rsqrt(mean_square(x + y) + 1e-6)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_chain_becomes_one_kernel(name: str) -> None:
+    body, kernel = JOINED[name]
+    found = fused(body)
+    if kernel is None:  # three sums that are equal, and no one value: each norm would be of another
+        assert not any(found[k] for k in (kernels.add_rms_norm, kernels.rms_norm))
+    else:
+        assert found[kernel] == 1, found
+
+
+APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "another approximation": lambda m, x, y: x * torch.sigmoid(1.702 * x) + y,
+    "another constant": lambda m, x, y: 0.5 * x * (1 + torch.tanh(0.7978 * (x + 0.044715 * x**3))) + y,
+    "a rounded constant, as in BLOOM": lambda m, x, y: (
+        x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))) + y
+    ),
+    "a factor": lambda m, x, y: m.norm(torch.add(x, y, alpha=2)),
+    "a gate read twice": lambda m, x, y: (lambda g: g * y + g)(functional.silu(x)),
+    "a mean of cubes": lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x, 4) + 1e-6)) + y,
+    "a mean over tokens": lambda m, x, y: (
+        m.scale * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)) + y
+    ),
+    "a norm of two dimensions": lambda m, x, y: functional.layer_norm(x + y, (4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_nearly_a_chain_is_left_alone(name: str) -> None:
+    body = APART[name]
+    found = fused(body)
+    assert found == fused(body, fuse=False), found
+
+
+def test_whole_numbers_are_no_activation() -> None:
+    class Hashed(Small):
+        def forward(self, idx: Tensor) -> Tensor:
+            return super().forward((idx * 3 + 1) % 10)
+
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    model = Hashed(lambda m, x, y: functional.gelu(x) + y)
+    program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
+    assert program.verify().passed
+    assert "fuse_operators 1 bias_gelu" in program.log[-1]
+
+
+def test_a_bias_that_two_read_stays_in_its_linear() -> None:
+    found = fused(lambda m, x, y: functional.gelu(x) * functional.gelu(x).detach() + x + y)
+    assert not found[kernels.bias_gelu]
+    assert found[aten.gelu.default] >= 1
+
+
+def test_half_precision_statistics_keep_their_dtype() -> None:
+    """A norm that sums in bfloat16 is another than ours, which sums in float32."""
+
+    def narrow(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        result: Tensor = m.scale * (x * torch.rsqrt(mean_square(x) + 1e-6)) + y
+        return result
+
+    def wide(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = x.float()
+        result: Tensor = m.scale * (z * torch.rsqrt(mean_square(z) + 1e-6)).to(x.dtype) + y
+        return result
+
+    for body, expected in ((narrow, 0), (wide, 1)):
+        model = Small(body).to(torch.bfloat16)
+        inputs = {"idx": torch.randint(0, 10, (2, 4))}
+        program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
+        found = [n for n in program.stages[0].graph.nodes if n.target is kernels.rms_norm]
+        assert len(found) == expected
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_no_float32_copy_of_half_precision_logits_is_made(tensor: int) -> None:
+    """The loss, float32 as the model's, comes from the logits as they are."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+        def forward(self, idx: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.embedding(idx)).float()
+            return functional.cross_entropy(logits.view(-1, 50), labels.view(-1))
+
+    torch.manual_seed(0)
+    model = Cast().to(torch.bfloat16)
+    batch = {name: torch.randint(0, 50, (2, 4)) for name in ("idx", "labels")}
+    program = autoptd.compile(model, mesh=(tensor, 1, 1), example_inputs=batch, num_microbatches=1)
+    nodes = [n for n in program.stages[0].graph.nodes if n.op == "call_function"]
+    assert not [n for n in nodes if n.target is aten.to.dtype]
+    (loss,) = (n for n in nodes if n.target is kernels.cross_entropy)
+    assert loss.meta["val"].dtype == torch.float32
+    if tensor == 1:
+        expected, found = model(**batch), program.bind()(**batch)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_nothing_is_joined_across_regions_of_recomputation() -> None:
+    """A bias with its GeLU inside a region, yes; a sum with a norm of the next region, no."""
+    writer = GraphWriter(0, torch.float64)
+    x = writer.values[0]
+    inside = writer.call(aten.gelu.default, writer.call(aten.add.Tensor, x, writer.weight(8)))
+    total = writer.call(aten.add.Tensor, inside, x)
+    norm = writer.call(aten.layer_norm.default, total, [8], writer.weight(8))
+    writer.values.append(norm)
+    program = writer.program(0)
+    for node in (n for n in program.stages[0].graph.nodes if n.op == "call_function"):
+        node.meta["recompute"] = "second" if node is norm else "first"
+    found = targets(fuse_operators(program))
+    assert found[kernels.bias_gelu] == 1
+    assert found[aten.layer_norm.default] == 1
+    assert not found[kernels.add_layer_norm]
+
+
+def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrow(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+        return x[..., :1]
+
+    monkeypatch.setattr(kernels, "bias_gelu", narrow)
+    with pytest.raises(ValueError, match=r"gives .* for gelu.*expected"):
+        fused(lambda m, x, y: functional.gelu(x) + y)
+
+
+# Texts
+
+
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    """One layer of a GPT on two tensor ranks: biases stand behind the all-reduce, inside the kernels."""
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.1)
+    texts = {
+        fuse: autoptd.compile(GPT(config), mesh=(2, 1, 1), num_microbatches=1, fuse=fuse).texts[0]
+        for fuse in (False, True)
+    }
+    golden("fusion_before.txt", texts[False])
+    golden("fusion_after.txt", texts[True])
+
+
+def test_names_stay_those_of_the_model() -> None:
+    program = GraphWriter(5, torch.float64).program(STEPS)
+    before = {node.name for node in program.stages[0].graph.nodes}
+    after = {node.name for node in fuse_operators(program).stages[0].graph.nodes}
+    assert all(name in before or name.endswith("_pair") for name in after)
+    assert isinstance(program.stages[0].graph, fx.Graph)
