@@ -1,0 +1,128 @@
+"""What autograd saves for the backward of a stage, tensor by tensor: an exact ledger, without running it.
+
+The stage is run on meta tensors with autograd, and each tensor that an operator saves is written down under the
+operator. A storage counts once, whoever saves it; parameters and batch inputs, which are held anyway, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, fx
+
+from autoptd.passes.calls import values_taken
+from autoptd.passes.program import Stage, recomputed_groups
+from autoptd.runtime import aten
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.rank import Rank
+
+META = torch.device("meta")
+
+
+class Ledger:
+    """The storages that each call of `stage` saves, on one rank of `mesh`, for one microbatch."""
+
+    def __init__(self, stage: Stage, mesh: Mesh) -> None:
+        self._rank = Rank.local(mesh, device=META)
+        self._values: dict[fx.Node, Any] = {}
+        self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
+        self._held: set[UntypedStorage] = set()
+        with torch.enable_grad():
+            for node in stage.graph.nodes:
+                if node.op == "call_function":
+                    self._values[node] = self._run(node)
+                elif node.op != "output":
+                    self._values[node] = self._give(node, stage)
+
+    def _give(self, node: fx.Node, stage: Stage) -> Any:
+        """A value from outside, with a storage of its own."""
+        if node.meta.get("role") == "rank":
+            return self._rank
+        value = node.meta["val"]
+        given = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+        if node.op == "get_attr":
+            given.requires_grad_(stage.parameters[str(node.target)].requires_grad)
+        elif node.meta["role"] == "boundary":
+            given.requires_grad_(bool(node.meta.get("requires_grad", value.is_floating_point())))
+            return given
+        self._held.add(given.untyped_storage())
+        return given
+
+    def _run(self, node: fx.Node) -> Any:
+        saved = self._saved[node] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor.untyped_storage())
+            return tensor
+
+        args = fx.map_arg(node.args, self._values.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
+        run: Any = STAND_INS.get(node.target, node.target)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return run(*args, **kwargs)
+
+    @property
+    def nodes(self) -> Iterable[fx.Node]:
+        """The calls of the stage."""
+        return self._saved.keys()
+
+    def saved(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
+        """What `nodes` save, without parameters and batch inputs."""
+        return {s for node in nodes for s in self._saved[node]} - self._held
+
+    def storages(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
+        """Where the values of `nodes` lie, without parameters and batch inputs."""
+        values = [self._values[node] for node in nodes]
+        tensors = (t for v in values for t in (v if isinstance(v, (tuple, list)) else [v]))
+        return {t.untyped_storage() for t in tensors if isinstance(t, Tensor)} - self._held
+
+    def kept(self, groups: Collection[Sequence[fx.Node]]) -> set[UntypedStorage]:
+        """What the stage keeps for its backward where `groups` are recomputed."""
+        inside = {node for group in groups for node in group}
+        taken = {source for group in groups for source in values_taken(group)}
+        return self.saved(node for node in self.nodes if node not in inside) | self.storages(taken)
+
+    def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
+        """The nodes of a recomputed `group` that run again: up to the last one that saves anything."""
+        last = max((i for i, node in enumerate(group) if self._saved[node]), default=-1)
+        return group[: last + 1]
+
+
+def count_bytes(storages: Iterable[UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
+
+
+def find_repeated(stage: Stage, mesh: Mesh) -> set[fx.Node]:
+    """The calls of a stage that its backward runs again."""
+    groups = recomputed_groups(stage.graph)
+    if not groups:
+        return set()
+    ledger = Ledger(stage, mesh)
+    return {node for group in groups for node in ledger.repeated(group)}
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused attention saves on a device: its arguments, its result and a number per query and head.
+
+    On meta tensors torch's own would run, and save, the products written out. The result lies in memory in the
+    order of the queries; a bool mask is saved as the numbers that it adds to the scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        shape = (*q.shape[:-1], v.shape[-1])
+        result = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
+        wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+        masks = () if mask is None else (mask.to(q.dtype),)
+        ctx.save_for_backward(q, k, v, result, q.new_empty(q.shape[:-1], dtype=wide), *masks)
+        return result
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = _FusedAttention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+    return result
+
+
+STAND_INS: Mapping[Any, Any] = {aten.scaled_dot_product_attention.default: _attend}

@@ -1,0 +1,146 @@
+"""Programs that recompute train bit for bit like those that keep everything, on processes and on threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.module import Parallel
+from autoptd.runtime.program_text import read_program
+from samples.gpt import GPT, GPTConfig
+from tests.parity import Batch, Run, Training, loss_of, one_thread, train_compiled
+from tests.plain_models import LENGTH, VOCABULARY, _llama_like
+
+MICROBATCHES, LAYERS = 4, 4
+MODES: list[str | int] = ["full", "selective", 2, "optimal"]
+
+
+def make_sample() -> nn.Module:
+    return GPT(GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, 16, dropout=0.1))
+
+
+def make_gpt2() -> nn.Module:
+    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_embd": 16, "n_head": 4, "n_positions": LENGTH}
+    drops: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes, **drops)
+    config._attn_implementation = "eager"
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sample": make_sample,
+    "gpt2": make_gpt2,
+    "llama": lambda: _llama_like("Llama", attention_dropout=0.1),
+}
+
+
+def make_model(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().to(dtype).train()
+
+
+def make_batches(name: str) -> list[Batch]:
+    torch.manual_seed(1)
+    names = ("idx", "targets") if name == "sample" else ("input_ids", "labels")
+    return [{n: torch.randint(0, VOCABULARY, (MICROBATCHES, LENGTH)) for n in names} for _ in range(2)]
+
+
+def compile_model(name: str, dtype: torch.dtype, mesh: Any, recompute: str | int) -> autoptd.CompiledProgram:
+    example = {n: x[:1] for n, x in make_batches(name)[0].items()}
+    options: dict[str, Any] = {"num_microbatches": MICROBATCHES, "num_model_chunks": 2 if mesh[1] > 1 else 1}
+    return autoptd.compile(
+        make_model(name, dtype), mesh, example_inputs=example, recompute=recompute, **options
+    )
+
+
+@cache
+def train_plainly(name: str, dtype: torch.dtype, mesh: Any) -> Run:
+    return train_compiled(compile_model(name, dtype, mesh, "none"), make_batches(name), Training(lr=0.1))
+
+
+def check_same(found: Run, expected: Run) -> None:
+    for own, other in zip(found.steps, expected.steps, strict=True):
+        assert torch.equal(own.loss, other.loss)
+        assert own.gradients.keys() == other.gradients.keys()
+        differing = [n for n, g in other.gradients.items() if not torch.equal(g, own.gradients[n])]
+        assert not differing
+    assert all(torch.equal(value, found.state[name]) for name, value in expected.state.items())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("recompute", MODES[:3])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("mesh", "dtype"), [((1, 1, 1), torch.float64), ((2, 2, 1), torch.float32)], ids=lambda x: str(x)
+)
+def test_processes(name: str, mesh: Any, dtype: torch.dtype, recompute: str | int) -> None:
+    program = compile_model(name, dtype, mesh, recompute)
+    check_same(
+        train_compiled(program, make_batches(name), Training(lr=0.1)), train_plainly(name, dtype, mesh)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("mesh", "dtype"), [((1, 1, 1), torch.float32), ((2, 2, 1), torch.float64)], ids=lambda x: str(x)
+)
+def test_processes_in_the_other_precision(
+    name: str, mesh: Any, dtype: torch.dtype, recompute: str | int
+) -> None:
+    test_processes(name, mesh, dtype, recompute)
+
+
+@one_thread()
+def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Batch) -> list[list[Tensor]]:
+    """Loss and gradients of every rank after one step in training mode, the ranks as threads."""
+    texts = [read_program(text, f"program_{i:02}.py") for i, text in enumerate(program.texts)]
+    weights = {**program.buffers, **model.state_dict()}
+
+    def step(connection: Connection) -> list[Tensor]:
+        text = texts[connection.rank.coordinates.pipeline]
+        constants = text.constants or (lambda p: {})
+        parallel = Parallel(
+            program.manifest, connection, text.stages, constants, text.actions, weights
+        ).train()
+        loss = loss_of(parallel(**batch))
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in parallel.parameters() if p.grad is not None)]
+
+    return run_threads(program.manifest, step)
+
+
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
+def test_threads(mesh: Any, recompute: str | int) -> None:
+    model, (batch, _) = make_model("gpt2", torch.float64), make_batches("gpt2")
+    runs = [
+        train_threads(compile_model("gpt2", torch.float64, mesh, mode), model, batch)
+        for mode in (recompute, "none")
+    ]
+    for own, other in zip(*runs, strict=True):
+        assert all(map(torch.equal, own, other))
+        assert len(own) == len(other) > 1
+
+
+@pytest.mark.parametrize("recompute", MODES)
+def test_verify(recompute: str | int) -> None:
+    report = compile_model("sample", torch.float32, (2, 2, 1), recompute).verify()
+    assert report.passed, str(report)
+
+
+def test_a_step_without_gradients_recomputes_nothing() -> None:
+    program = compile_model("sample", torch.float64, (1, 1, 1), "full")
+    with torch.no_grad():
+        loss = loss_of(program.bind()(**make_batches("sample")[0]))
+    assert torch.equal(loss, train_plainly("sample", torch.float64, (1, 1, 1)).steps[0].loss)
