@@ -117,9 +117,11 @@ class Headings:
 
     def stage_range(self, index: int) -> str:
         """``h.6 - h.11, ln_f``: the repeated blocks and the modules between them that a stage computes."""
-        blocks = [
-            b for b in dict.fromkeys(map(_block, self._paths[index])) if b and _is_block(b, self._outer)
-        ]
+        return self.path_range(self._paths[index]) or "loss"
+
+    def path_range(self, paths: Iterable[str]) -> str:
+        """The same of the calls under `paths`; empty where they are under no module."""
+        blocks = [b for b in dict.fromkeys(map(_block, paths)) if b and _is_block(b, self._outer)]
         texts = [
             (_short(block) if self._shorten else block) + " (part)" * (len(self._ranges[block]) > 1)
             for block in blocks
@@ -130,7 +132,7 @@ class Headings:
                 rows[-1].append(text)
             else:
                 rows.append([text])
-        return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows) or "loss"
+        return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
 
 
 def stage_bytes(stage: Stage, tensor: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autoptd.archive import program_hash, save_folder
 from autoptd.check import check_program
+from autoptd.options import check_backend
 from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
 from autoptd.runtime.connection import connect
@@ -24,7 +25,7 @@ from autoptd.runtime.schedule import Action
 from autoptd.summary import summarize
 from autoptd.tracing import program_filename, trace_program
 from autoptd.verify import Report, verify_program
-from autoptd.weights import read_weights
+from autoptd.weights import check_values, read_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,25 +109,48 @@ class CompiledProgram:
         self,
         device: str | torch.device | None = None,
         weights: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
+        *,
+        backend: str | None = None,
     ) -> Parallel:
         """This process's rank of the program as an nn.Module, under torchrun (a mesh of one needs no launcher).
 
         Args:
             device: default the CUDA device LOCAL_RANK where there is one, else the CPU. NCCL or gloo to match.
             weights: whole tensors by the user's names: a module, a state_dict, or a folder or file of safetensors;
-                default the compiled model's own. Only this rank's slices are copied.
+                default the compiled model's own. Only this rank's slices are copied. Parameters of a model on the
+                meta device are drawn from the program's seed, as building the model on a real device would.
+            backend: of ``torch.compile``, applied to each stage of this rank ("inductor"); default: none, the text
+                runs as it is.
 
-        Raises ValueError where WORLD_SIZE is not the mesh's or a tensor is missing; RuntimeError where ranks have
-        different programs.
+        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or torch knows no such backend;
+        RuntimeError where ranks have different programs.
         """
+        if backend is not None:
+            check_backend(backend)
         placed = torch.device(device) if device is not None else _default_device()
-        tensors = read_weights(weights if weights is not None else self.model, self.buffers)
+        tensors = self._own_weights() if weights is None else read_weights(weights, self.buffers)
         connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
         at = connection.rank.coordinates.pipeline
         text = read_program(self.texts[at], program_filename(at, len(self.texts)))
+        stages = dict(text.stages)
+        if backend is not None:
+            stages = {index: torch.compile(stage, backend=backend) for index, stage in stages.items()}
         return Parallel(
-            self.manifest, connection, text.stages, text.constants or _no_constants, text.actions, tensors
+            self.manifest,
+            connection,
+            stages,
+            text.constants or _no_constants,
+            text.actions,
+            tensors,
+            drawn=weights is None,
         )
+
+    def _own_weights(self) -> Mapping[str, Tensor]:
+        """The model's weights, for a program that can draw those that have no values. ValueError where it cannot."""
+        had_none = self.manifest.uninitialized or any(p.initial for p in self.manifest.parameters.values())
+        tensors = read_weights({} if self.model is None and had_none else self.model, self.buffers)
+        check_values(self.manifest, tensors)
+        return tensors
 
 
 def _no_constants(p: Mapping[str, Tensor]) -> dict[str, Tensor]:

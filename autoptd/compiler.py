@@ -17,11 +17,16 @@ from autoptd.check import check_program
 from autoptd.compiled import CompiledProgram
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
-from autoptd.options import check_built, check_counts, check_known, check_schedule_name, read_mesh
+from autoptd.initialization import read_initial
+from autoptd.options import check_counts, check_known, check_modes, read_mesh
+from autoptd.passes.attention import recognize_attention
 from autoptd.passes.constants import fold_constants
 from autoptd.passes.cost import node_flops
+from autoptd.passes.fusion import fuse_operators
+from autoptd.passes.layout import rewrite_layout
 from autoptd.passes.normalize import normalize
 from autoptd.passes.program import Program
+from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.sharding import shard_tensors
 from autoptd.passes.stages import boundaries, count_units, cut_stages
 from autoptd.runtime.manifest import Manifest, StageInterface
@@ -30,7 +35,7 @@ from autoptd.runtime.schedule import Schedule, make_schedule
 from autoptd.tracing import trace_program
 from autoptd.watch import Watch
 
-Pass = Callable[[Program], Program]
+Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 
 
 def compile(
@@ -44,11 +49,12 @@ def compile(
     schedule: str = "interleaved_1f1b",
     num_model_chunks: int | None = None,
     scatter_gather: bool = True,
-    recompute: str = "none",
-    fuse: bool = False,
-    layout: str = "bsh",
+    recompute: str | int = "none",
+    fuse: bool = True,
+    layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
     seed: int = 0,
+    initializer: Callable[[nn.Module], object] | None = None,
     **unknown: object,
 ) -> CompiledProgram:
     """Compile a plain model into the program that trains it on ``tensor x pipeline x data`` devices.
@@ -58,23 +64,24 @@ def compile(
     Args:
         model: an nn.Module or fx.GraphModule that returns its loss (or its output, with `loss_fn`).
         mesh: (tensor, pipeline, data), or a DeviceMesh with dims "tp", "pp", "dp".
-        example_inputs: keyword arguments (or a tuple) of ONE microbatch; only shapes and dtypes count. None: taken
-            from ``model.config``, else from the embedding tables.
+        example_inputs: a dict or tuple for ONE microbatch, for its shapes and dtypes; None: from the model's config
         loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
         microbatch_size: b, sequences; default the example's, else 1.
         num_microbatches: m per pipeline and step; default 8 p. A step takes b * m * d sequences.
         schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2).
         num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
         scatter_gather: send 1/t of a replicated boundary tensor per tensor rank, all-gather on arrival (SC21 §4.1).
-        recompute, fuse, layout: "none", False and "bsh" are what is built so far; other values are refused.
+        recompute: "none", "selective", "full", every k layers, or "optimal" (SC21 §3.5; passes/recompute.py).
+        fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion.py).
+        layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (passes/axis_rules.py).
-        seed: of dropout masks, which depend on neither mesh nor microbatch size.
+        seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
+        initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
 
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
     """
     check_known(compile, unknown)
-    check_schedule_name(schedule)
-    check_built(recompute=(recompute, "none"), fuse=(fuse, False), layout=(layout, "bsh"))
+    check_modes(schedule=schedule, recompute=recompute, layout=layout, fuse=fuse)
     check_counts(
         microbatch_size=microbatch_size, num_microbatches=num_microbatches, num_model_chunks=num_model_chunks
     )
@@ -83,15 +90,15 @@ def compile(
     given = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
     with Watch("compile") as watch:
         watch.say("capture")
-        program = capture(model, mesh=placed, **given)  # type: ignore[arg-type]
-        for name, step in _passes(rules):
-            watch.say(name)
-            program = step(program)
+        captured = capture(model, mesh=placed, **given)  # type: ignore[arg-type]
+        program = read_initial(captured, model=model, initializer=initializer)
+        program = _run(_passes_to_the_cut(rules, layout), program, watch)
         parameters = program.stages[0].parameters
-        watch.say("cut stages")
         chunks = num_model_chunks or _default_chunks(program, schedule, count)
         actions = make_schedule(schedule, placed.pipeline, count, chunks)  # refuses before the cut is solved
+        watch.say("cut stages")
         program = cut_stages(program, num_stages=placed.pipeline * chunks)
+        program = _run(_passes_from_the_cut(recompute, fuse), program, watch)
         watch.say("emit and check")
         manifest = replace(
             _describe(program, parameters, model, loss_fn),
@@ -125,6 +132,7 @@ def _describe(
         output=program.output,
         transient=_transient(parameters, model),
         arguments=read_arguments(model, loss_fn),
+        uninitialized=program.uninitialized,
     )
 
 
@@ -159,13 +167,29 @@ def load(folder: str | Path) -> CompiledProgram:
     return result
 
 
-def _passes(rules: Mapping[Any, str] | None) -> tuple[tuple[str, Pass], ...]:
-    """The corridor up to the cut: each pass makes the next program."""
+def _run(passes: Passes, program: Program, watch: Watch) -> Program:
+    """Walk the corridor: each pass makes the next program."""
+    for name, step in passes:
+        watch.say(name)
+        program = step(program)
+    return program
+
+
+def _passes_to_the_cut(rules: Mapping[Any, str] | None, layout: str) -> Passes:
+    moving: Passes = (("rewrite layout", rewrite_layout),) if layout == "sbh" else ()
     return (
         ("normalize", normalize),
         ("fold constants", fold_constants),
+        ("recognize attention", recognize_attention),
+        *moving,
         ("shard tensors", partial(shard_tensors, rules=rules)),
     )
+
+
+def _passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
+    """Layers are found before a kernel joins the end of one with the begin of the next."""
+    fusing: Passes = (("fuse operators", fuse_operators),) if fuse else ()
+    return (("recompute activations", partial(recompute_activations, recompute=recompute)), *fusing)
 
 
 def _default_chunks(program: Program, schedule: str, num_microbatches: int) -> int:

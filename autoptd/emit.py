@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from autoptd.annotations import Headings, stage_bytes, write_bytes, write_shape, write_value_shape
+from autoptd.bodies import write_body
 from autoptd.expressions import Names, write_value
-from autoptd.passes.program import Program, Stage
+from autoptd.passes.program import Program, Stage, recomputed_groups
 from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.schedule_text import format_schedule
@@ -67,11 +68,14 @@ def _write_program(
     totals = [line for index in indices for line in _stage_lines(program, index, headings, flops)]
     body = "\n".join(line for function in [*functions, constants] for line in ["", "", *function] if function)
     imports = ["import torch\n"] if "torch." in body else []
+    modules = ["from autoptd.runtime import aten, collectives, kernels"]
+    if any(recomputed_groups(program.stages[index].graph) for index in indices):
+        modules.append("from autoptd.runtime.recomputation import recompute")
     return "\n".join(
         [
             *_docstring([*_first_lines(program, rank, title), *log, *totals, *_wrap(ADVICE)]),
             *imports,
-            "from autoptd.runtime import aten, collectives, kernels",
+            *modules,
             "",
             *_write_schedule(actions),
             body,
@@ -113,19 +117,12 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 def _write_stage(program: Program, manifest: Manifest, index: int, headings: Headings) -> list[str]:
     """The function of one stage, from its ``def`` to its ``return``."""
-    tensor, interface = program.mesh.tensor, manifest.stages[index]
-    names = Names()
+    interface, names = manifest.stages[index], Names()
     nodes = list(program.stages[index].graph.nodes)
     for node in nodes:
         names.add(node)
     lines = _write_signature(program, manifest, interface, [n for n in nodes if n.op == "placeholder"], names)
-    calls = [node for node in nodes if node.op == "call_function"]
-    for number, (group, run) in enumerate(groupby(calls, lambda n: headings.group(n.meta.get("path", "")))):
-        members = list(run)
-        lines += [""] if number else []
-        own = next((n for n in members if group and n.meta.get("path", "") == group), members[0])
-        lines.append(write_heading(headings.heading(group, members), own.meta.get("line", "")))
-        lines += write_calls(members, names, tensor, DEVICE)
+    lines += write_body(program.stages[index], names, headings, program.mesh, DEVICE)
     lines.append("")
     lines += _write_return(manifest, interface, nodes[-1], names)
     return lines

@@ -18,7 +18,7 @@ from autoptd.overloads import resolve_overload
 from autoptd.signatures import shorten_call
 
 # What a stage function itself speaks of, beside Python's own words.
-RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "torch", "float", "slice"})
+RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "recompute", "torch", "float", "slice"})
 
 _LITERALS = (int, bool, type(None), torch.dtype, torch.layout, torch.memory_format, complex)
 _DEVICE_KWARGS = frozenset({"device", "pin_memory", "layout"})
@@ -40,9 +40,14 @@ class Names:
         elif node.op == "placeholder" and node.meta.get("role") == "rank":
             text = "rank"
         else:
-            text = self._unique(node.name)
-            self._taken.add(text)
+            text = self.take(node.name)
         self._texts[node] = text
+        return text
+
+    def take(self, name: str) -> str:
+        """A name like `name` that nothing else has."""
+        text = self._unique(name)
+        self._taken.add(text)
         return text
 
     def __getitem__(self, node: fx.Node) -> str:

@@ -7,10 +7,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoptd.passes.recompute import MODES
 from autoptd.runtime.mesh import Mesh
 
+LAYOUTS = ("sbh", "bsh")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 AXES = ("tensor", "pipeline", "data")
 DEVICE_MESH_DIMS = ("dp", "pp", "tp")
@@ -55,12 +58,33 @@ def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
     return Mesh(tensor, pipeline, data, None if ranks == tuple(range(len(ranks))) else ranks)
 
 
-def check_schedule_name(schedule: str) -> None:
-    """Raise ValueError for a schedule that does not exist, with the nearest that does."""
+def check_modes(*, schedule: str, recompute: object, layout: str, fuse: object) -> None:
+    """Raise ValueError for a mode that does not exist, with what does."""
     if schedule not in SCHEDULES:
         raise ValueError(
             f"unknown schedule {schedule!r}; did you mean {nearest(schedule, SCHEDULES)!r}? "
             f"Known are {', '.join(SCHEDULES)}"
+        )
+    layers = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
+    if not layers and recompute not in MODES:
+        raise ValueError(
+            f"recompute is {recompute!r}; expected {', '.join(map(repr, MODES))}, or a positive number of layers"
+        )
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"unknown layout {layout!r}; use 'sbh' (sequence first) or 'bsh' (as the model has it)"
+        )
+    if not isinstance(fuse, bool):
+        raise ValueError(f"fuse is {fuse!r}; expected True or False")
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a backend that ``torch.compile`` does not know, with the nearest that it does."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ValueError(
+            f"torch knows no torch.compile backend {backend!r}; did you mean {nearest(backend, known)!r}? "
+            f"Known are {', '.join(torch.compiler.list_backends())}"
         )
 
 
@@ -69,13 +93,6 @@ def check_counts(**counts: object) -> None:
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} is {value!r}; expected a positive integer")
-
-
-def check_built(**options: tuple[object, object]) -> None:
-    """Raise ValueError for an option, given as (value, the value that is built), that would not be obeyed."""
-    for name, (value, built) in options.items():
-        if value != built:
-            raise ValueError(f"{name}={value!r} is not built yet; use {name}={built!r}")
 
 
 def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:

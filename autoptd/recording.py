@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from autoptd.overloads import resolve_overload
 from autoptd.passes.propagation import Propagation
 from autoptd.runtime.program_text import line_of
 from autoptd.runtime.rank import Rank
+from autoptd.runtime.recomputation import recompute
 from autoptd.signatures import spread_call
 
 META = torch.device("meta")
@@ -92,6 +94,8 @@ class Recorder(GraphAppendingTracer):
         self.parameters = TracedParameters(self, parameters)
         self._propagation = propagation
         self._targets = targets
+        self._groups: Counter[str] = Counter()
+        self._group: str | None = None
 
     def record(self, function: Callable[..., Any], *args: object) -> fx.Graph:
         """Run `function` on traced values and give its graph. RecordingError for what does not run."""
@@ -112,6 +116,24 @@ class Recorder(GraphAppendingTracer):
         node = self.graph.create_node("placeholder", target, (), {}, name)
         node.meta |= {"role": role, "val": value, "path": "", "line": ""}
         return self.proxy(node)
+
+    def run_group(self, rank: object, function: Callable[..., Any], *values: object) -> Any:
+        """Run what ``recompute(rank, function, *values)`` recomputes, its calls marked with its name.
+
+        One inside another is recomputed with it.
+        """
+        if getattr(rank, "node", None) is None or rank.node.meta.get("role") != "rank":  # type: ignore[attr-defined]
+            raise ValueError(f"recompute is given {rank} first; expected recompute(rank, function, *values)")
+        if self._group is not None:
+            return function(*values)
+        name = function.__name__
+        count = self._groups[name]
+        self._groups[name] += 1
+        self._group = f"{name}_again{count}" if count else name
+        try:
+            return function(*values)
+        finally:
+            self._group = None
 
     def proxy(self, node: fx.Node) -> TracedValue:
         return TracedValue(node, self)
@@ -139,6 +161,8 @@ class Recorder(GraphAppendingTracer):
                 args, kwargs = spread_call(target, args, kwargs)
             node = super().create_node(kind, target, args, kwargs, name, type_expr)
             node.meta |= {"path": "", "line": f"{self.filename}:{line}", "divided": None, "partial": False}
+            if self._group is not None and kind == "call_function":
+                node.meta["recompute"] = self._group
             given = kind == "get_attr"
             node.meta["val"] = self.parameters.tensors[target] if given else self._propagation.run(node)
         except Exception as error:  # any of torch's operators, any of their errors
@@ -207,6 +231,8 @@ class _Recorded:
         return self.wrap(self._recorder, getattr(self._value, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._value is recompute:
+            return self._recorder.run_group(*args, **kwargs)
         return self._recorder.create_proxy("call_function", self._value, args, kwargs)
 
 

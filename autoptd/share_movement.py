@@ -139,7 +139,7 @@ def sliced(node: fx.Node, shares: Shares) -> Share:
     if argument(node, 4, "step", 1) != 1:
         return UNKNOWN
     start = int(argument(node, 2, "start") or 0)
-    return _take(own, share, start % shape[dim] if start < 0 else start, shape_of(node)[dim])
+    return take(own, share, start % shape[dim] if start < 0 else start, shape_of(node)[dim])
 
 
 def split(node: fx.Node, shares: Shares) -> Found:
@@ -150,12 +150,13 @@ def split(node: fx.Node, shares: Shares) -> Found:
         return spread(node, share)
     found, start = [], 0
     for value in node.meta["val"]:
-        found.append(_take(own, share, start, value.shape[dim]))
+        found.append(take(own, share, start, value.shape[dim]))
         start += value.shape[dim]
     return tuple(found)
 
 
-def _take(own: fx.Node, share: Share, start: int, length: int) -> Share:
+def take(own: fx.Node, share: Share, start: int, length: int) -> Share:
+    """The share of `length` local rows of `own`. ShareError where they are other ones on each rank."""
     taken = take_rows(share, start, length)
     if taken is not None:
         return taken

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.calls import argument, shape_of
-from autoptd.share_movement import aligned, describe, merge, read
+from autoptd.share_movement import aligned, describe, merge, read, take
 from autoptd.shares import PARTIAL, UNKNOWN, Found, Rule, Share, ShareError, Shares
 
 
@@ -17,6 +17,22 @@ def linear(node: fx.Node, shares: Shares) -> Share:
     """[.., in] x [out, in]: the weight's dimension 1 is contracted."""
     x, weight = node.args[0], node.args[1]
     return _product(node, shares, x, weight, 1, {0: len(shape_of(node)) - 1}, argument(node, 2, "bias"))
+
+
+def split_linear(node: fx.Node, shares: Shares) -> Share:
+    """[.., in] x [n * out, in] -> [n, .., out]: the outputs may be divided within each of the n sections."""
+    x, weight, bias = node.args[:3]
+    contracted = 0 if argument(node, 4, "transposed", False) else 1
+    count, *_, size = shape_of(node)
+    last = len(shape_of(node)) - 1
+    share = _product(node, shares, x, weight, contracted, {1 - contracted: last}, bias)
+    if share.dim != last:
+        return share
+    own = replace(share, dim=1 - contracted)
+    first, *rest = (take(weight, own, section * size, size) for section in range(count))  # type: ignore[arg-type]
+    if any(other != first for other in rest):
+        return UNKNOWN
+    return first if first.dim is None else replace(first, dim=last)
 
 
 def addmm(node: fx.Node, shares: Shares) -> Share:
@@ -118,7 +134,7 @@ def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
     def rule(node: fx.Node, shares: Shares) -> Found:
         own: Any = node.args[0]
         share, rank = read(own, shares), len(shape_of(own))
-        _check_whole(own, share, [d % rank for d in dims(node, rank)])
+        check_whole(own, share, [d % rank for d in dims(node, rank)])
         return share
 
     return rule
@@ -126,6 +142,10 @@ def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
 
 def softmax_dims(node: fx.Node, rank: int) -> list[int]:
     return [int(argument(node, 1, "dim", -1))]
+
+
+def last_dim(node: fx.Node, rank: int) -> list[int]:
+    return [rank - 1]
 
 
 def normalized_dims(node: fx.Node, rank: int) -> range:
@@ -152,7 +172,7 @@ def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
         return UNKNOWN
     if share.dim in dims:
         if not partial or share.mixed:
-            _check_whole(own, share, dims)
+            check_whole(own, share, dims)
         return PARTIAL
     return (
         share
@@ -161,7 +181,8 @@ def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
     )
 
 
-def _check_whole(own: fx.Node, share: Share, dims: Sequence[int]) -> None:
+def check_whole(own: fx.Node, share: Share, dims: Sequence[int]) -> None:
+    """Refuse to run over a dimension that is divided."""
     if share.dim in dims:
         raise ShareError(
             f"runs over dimension {share.dim} of {own}, of which each tensor rank holds another part: "

@@ -7,6 +7,7 @@ give an unknown share.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -85,6 +86,8 @@ def operator_name(target: Any) -> str:
     if isinstance(target, OpOverload):
         return target._schema.name.removeprefix("aten::")
     name = str(getattr(target, "__name__", ""))
+    if getattr(kernels, name, None) is target:
+        return f"kernels.{name}"
     return PYTHON_NAMES.get(name, name) if PYTHON_NAMES.get(name, name) in PYTHON_KNOWN else ""
 
 
@@ -182,13 +185,28 @@ def _dropout(node: fx.Node, shares: Shares) -> Found:
     return share
 
 
-def _attention(node: fx.Node, shares: Shares) -> Found:
-    tensors = [a for a in node.args[1:5] if isinstance(a, fx.Node)]
+def _softmax(node: fx.Node, shares: Shares) -> Found:
+    tensors = [n for n in node.all_input_nodes if n is not node.args[0]]
     if any(read(tensor, shares) is PARTIAL for tensor in tensors):
-        return _of_partial(node, shares, "attention")
+        return _of_partial(node, shares, "scaled_softmax")
     share = products.attend(node, shares, tensors)
-    _check_key(share, argument(node, 10, "divided"))
+    if argument(node, 5, "p", 0.0):
+        _check_key(share, argument(node, 8, "divided"))
     return share
+
+
+def _fused_dropout(node: fx.Node, shares: Shares) -> Found:
+    """dropout(x + bias) + residual, and perhaps the norm of it, which runs over the last dimension."""
+    if any(read(n, shares) is PARTIAL for n in node.all_input_nodes):
+        return _of_partial(node, shares, node.target.__name__)  # type: ignore[union-attr]
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+    terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
+    share = movement.merge([(term, movement.aligned(term, given["x"], shares)) for term in terms])
+    if given.get("p", 0):
+        _check_key(share, given.get("divided"))
+    if "weight" in given:
+        products.check_whole(given["x"], share, [len(shape_of(given["x"])) - 1])
+    return share if share is WHOLE else spread(node, share)
 
 
 def _check_key(share: Share, key: int | None) -> None:
@@ -211,7 +229,11 @@ SOURCES: Mapping[Any, Rule] = {
     kernels.embedding: _lookup,
     kernels.cross_entropy: _loss,
     kernels.dropout: _dropout,
-    kernels.attention: _attention,
+    kernels.bias_dropout_add: _fused_dropout,
+    kernels.add_layer_norm: _fused_dropout,
+    kernels.add_rms_norm: _fused_dropout,
+    kernels.scaled_softmax: _softmax,
+    kernels.split_linear: products.split_linear,
 }
 
 RULES: Mapping[str, Rule] = {
@@ -244,4 +266,6 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(["layer_norm", "rms_norm"], products.over(products.normalized_dims)),
     **dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], lambda node, shares: WHOLE),
+    **dict.fromkeys(["kernels.bias_gelu", "kernels.gated_product"], movement.elementwise),
+    **dict.fromkeys(["kernels.rms_norm", "kernels.rotary_embedding"], products.over(products.last_dim)),
 }

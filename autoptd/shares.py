@@ -68,13 +68,15 @@ def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
         return share
     size, stride = old[share.dim], prod(old[share.dim + 1 :])
     steps = [(dim, prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
+    before = [(prod(old[dim + 1 :]), extent) for dim, extent in enumerate(old)]
     # A rank's only row may be counted to either neighbour; and of several dimensions of size 1 in its place there is
     # no telling which it is.
     edges = {stride * part.inner for part in share.parts if part.divided and part.size == 1}
     if size > 1:
         clear = bool(share.parts) and not any(extent == 1 and step in edges for _, step, extent in steps)
     else:
-        clear = bool(share.parts) and sum((step, extent) == (stride, 1) for _, step, extent in steps) == 1
+        after = [(step, extent) for _, step, extent in steps]
+        clear = bool(share.parts) and before.count((stride, 1)) == after.count((stride, 1)) == 1
     if clear:
         for dim, step, extent in steps:
             if (step, extent) == (stride, size):

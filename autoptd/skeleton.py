@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 
 import torch
@@ -31,13 +31,18 @@ def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     Nothing of the user's is changed and no weight is copied. The copy is in training mode; a model that is
     training already keeps its submodules' own modes. Raises TypeError naming what cannot be copied.
     """
+    return copy_structure(model, lambda tensor: _twin(tensor, mode))
+
+
+def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Copy `model` as `make_skeleton` does, with other twins of its tensors."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = _twin(tensor, mode)
+        memo[id(tensor)] = twin_of(tensor)
     for module in model.modules():
         for tensor in _loose_tensors(list(vars(module).values())):
             if id(tensor) not in memo:
-                memo[id(tensor)] = _twin(tensor, mode) if tensor.is_meta else tensor.detach().cpu()
+                memo[id(tensor)] = twin_of(tensor) if tensor.is_meta else tensor.detach().cpu()
     try:
         twin = copy.deepcopy(model, dict(memo))
     except Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
@@ -11,20 +11,29 @@ from autoptd.expressions import Names, is_index, write_call, write_index
 
 WIDTH = 110
 COMMENT_COLUMN = 76
+INDENT = " " * 4
 _SHAPE_WIDTH = 20
 _SHAPE_KEPT = ("copy_to_tensor", "reduce_from_tensor")  # their lines have more to say
 
 
-def write_heading(name: str, line: str) -> str:
+def write_heading(name: str, line: str, indent: str = INDENT) -> str:
     """``# h.6.attn ... gpt.py:52``: the module that the lines below belong to, and its line in the source."""
-    text = f"    # {name}"
+    text = f"{indent}# {name}"
     return f"{text:<{COMMENT_COLUMN + 1}} {line}" if line else text
 
 
-def write_calls(nodes: Sequence[fx.Node], names: Names, tensor: int, device: str | None) -> Iterator[str]:
+def write_calls(
+    nodes: Sequence[fx.Node],
+    names: Names,
+    tensor: int,
+    device: str | None,
+    indent: str = INDENT,
+    repeated: Collection[fx.Node] = (),
+) -> Iterator[str]:
     """The lines of consecutive calls; a split is unpacked where its parts are taken at once.
 
-    `tensor` and `device`: the tensor ranks and how a device is written, as in `write_call`.
+    `tensor` and `device`: the tensor ranks and how a device is written, as in `write_call`; `repeated`: the calls
+    that the backward runs again.
     """
     position = 0
     while position < len(nodes):
@@ -33,10 +42,13 @@ def write_calls(nodes: Sequence[fx.Node], names: Names, tensor: int, device: str
         position += 1 + len(parts)
         target = ", ".join(names[part] for part in parts or [node])
         shape, note = _explain(node, tensor)
+        if node in repeated and note.startswith("all-reduce"):
+            note += ", and again"
         if is_index(node):
-            yield beside(f"    {target} = {write_index(node, names, device)}", write_comment(shape, note))
+            yield beside(f"{indent}{target} = {write_index(node, names, device)}", write_comment(shape, note))
         else:
-            yield from _write_statement(target, *write_call(node, names, device), shape, note)
+            function, args = write_call(node, names, device)
+            yield from write_statement(f"{target} = {function}", args, shape, note, indent)
 
 
 def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
@@ -85,20 +97,23 @@ def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequ
     return ()
 
 
-def _write_statement(target: str, function: str, args: Sequence[str], shape: str, note: str) -> Iterator[str]:
-    """One call on one line where it fits, else its arguments on lines of their own below the comment."""
-    code = f"    {target} = {function}({', '.join(args)})"
+def write_statement(
+    start: str, args: Sequence[str], shape: str, note: str, indent: str = INDENT, end: str = ")"
+) -> Iterator[str]:
+    """``start(args)`` on one line where it fits, else the arguments on lines of their own below the comment."""
+    code = f"{indent}{start}({', '.join(args)}{end}"
     comment = write_comment(shape, note, columns=len(code) + 2 <= COMMENT_COLUMN)
     if len(code) + 2 + len(comment) <= WIDTH:
         yield beside(code, comment)
         return
-    yield beside(f"    {target} = {function}(", write_comment(shape, note))
-    line = "       "
+    yield beside(f"{indent}{start}(", write_comment(shape, note))
+    margin = indent + " " * 3
+    line = margin
     for number, arg in enumerate(args):
         word = f" {arg}," if number + 1 < len(args) else f" {arg}"
         if len(line) + len(word) > WIDTH and line.strip():
             yield line
-            line = "       "
+            line = margin
         line += word
     yield line
-    yield "    )"
+    yield f"{indent}{end}"

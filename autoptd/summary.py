@@ -8,7 +8,8 @@ from math import prod
 from torch import fx
 
 from autoptd.passes.cost import COLLECTIVES, node_flops
-from autoptd.passes.program import Stage
+from autoptd.passes.ledger import Ledger, count_bytes, find_repeated
+from autoptd.passes.program import Stage, recomputed_groups
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.transfer import is_scattered
@@ -39,6 +40,7 @@ def summarize(manifest: Manifest, stages: Sequence[Stage], log: Sequence[str], t
         "",
         *_communication(manifest, stages),
         *_tied(manifest),
+        *_recomputation(manifest, stages),
     ]
     if log:
         lines += ["", "passes", *(f"  {entry}" for entry in log)]
@@ -124,12 +126,14 @@ def format_bytes(count: int) -> str:
 def _communication(manifest: Manifest, stages: Sequence[Stage]) -> Iterator[str]:
     nodes = [node for stage in stages for node in stage.graph.nodes]
     if manifest.mesh.tensor > 1:
-        forward, backward = (
-            _count(nodes, target) for target in (collectives.reduce_from_tensor, collectives.copy_to_tensor)
-        )
+        forward = [node for node in nodes if node.target is collectives.reduce_from_tensor]
+        repeated = {node for stage in stages for node in find_repeated(stage, manifest.mesh)}
+        again = [node for node in forward if node in repeated]
+        backward = [node for node in nodes if node.target is collectives.copy_to_tensor] + again
         loss = any(node.target is kernels.cross_entropy for node in nodes)
         yield (
-            f"tensor all-reduces per microbatch: forward {forward}, backward {backward}"
+            f"tensor all-reduces per microbatch: forward {_count(forward)}, backward {_count(backward)}"
+            + f", of which recomputation repeats {_count(again)}" * bool(again)
             + "; the loss reduces three numbers a token" * loss
         )
     partial = [n for n, p in manifest.parameters.items() if p.partial_gradient and manifest.owners(n)]
@@ -139,8 +143,8 @@ def _communication(manifest: Manifest, stages: Sequence[Stage]) -> Iterator[str]
         yield f"gradients are summed over {manifest.mesh.data} replicas once a step, then divided"
 
 
-def _count(nodes: Sequence[fx.Node], target: object) -> str:
-    found = [COLLECTIVES[node.target](node) for node in nodes if node.target is target]
+def _count(nodes: Sequence[fx.Node]) -> str:
+    found = [COLLECTIVES[node.target](node) for node in nodes]
     return f"{len(found)} ({format_bytes(sum(found))})"
 
 
@@ -153,6 +157,21 @@ def _tied(manifest: Manifest) -> Iterator[str]:
         also = f" (also {', '.join(aliases)})" if aliases else ""
         ranks = ", ".join(map(str, owners))
         yield f"tied: {name}{also} on pipeline ranks {ranks}, gradients summed over them"
+
+
+def _recomputation(manifest: Manifest, stages: Sequence[Stage]) -> Iterator[str]:
+    groups = [recomputed_groups(stage.graph) for stage in stages]
+    count = sum(map(len, groups))
+    if count:
+        ledgers = [Ledger(stage, manifest.mesh) for stage in stages]
+        kept, whole = (
+            sum(count_bytes(ledger.kept(own)) for ledger, own in zip(ledgers, chosen, strict=True))
+            for chosen in (groups, [()] * len(stages))
+        )
+        yield (
+            f"recomputed in the backward: {count} groups; all stages keep {format_bytes(kept)} of "
+            f"{format_bytes(whole)} of activations for it"
+        )
 
 
 def _list(names: Sequence[str], shown: int = 3) -> str:

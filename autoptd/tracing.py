@@ -112,15 +112,12 @@ def _trace_stage(
     }
     recorder = Recorder(program.filename, targets, parameters, propagation)
     rank = recorder.placeholder("rank", "rank", "rank", propagation.rank)
-    traced = [
-        recorder.placeholder(
-            name,
-            value.name,
-            "boundary" if isinstance(value, Boundary) else "input",
-            _meta(value.shape, value.dtype),
-        )
-        for name, value in zip(names[2:], values, strict=True)
-    ]
+    traced = []
+    for name, value in zip(names[2:], values, strict=True):
+        role = "boundary" if isinstance(value, Boundary) else "input"
+        traced.append(recorder.placeholder(name, value.name, role, _meta(value.shape, value.dtype)))
+        if isinstance(value, Boundary):
+            traced[-1].node.meta["requires_grad"] = value.requires_grad
     return recorder.record(function, rank, recorder.parameters, *traced)
 
 

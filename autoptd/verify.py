@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,9 +248,11 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
 
 
 def _drops(node: fx.Node) -> bool:
-    if node.target is kernels.dropout:
-        return bool(node.args[2])
-    return node.target is kernels.attention and bool(node.args[5])
+    """Whether a kernel is called with a dropout probability."""
+    if not getattr(node.target, "__module__", "").startswith(kernels.__name__):
+        return False
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    return bool(given.arguments.get("p"))
 
 
 __all__ = ["Report", "verify_program"]

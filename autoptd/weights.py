@@ -9,7 +9,14 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.weights import has_values
+
 INDEX = "model.safetensors.index.json"
+WAYS_OUT = (
+    "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, "
+    "as you would call it on one with real weights"
+)
 
 
 def read_weights(
@@ -38,6 +45,26 @@ def read_weights(
             f"weights is a {type(weights).__name__}; expected a module, a state_dict, or a path of safetensors"
         )
     return Overlay(own, buffers)
+
+
+def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless every tensor has values, or the manifest says how it begins."""
+    empty = [
+        name
+        for name, p in manifest.parameters.items()
+        if p.kind != "constant"
+        and not p.initial
+        and manifest.homes(name)
+        and not has_values(manifest, tensors, name)
+    ]
+    if not empty:
+        return
+    kinds = {manifest.parameters[name].kind for name in empty}
+    why = manifest.uninitialized if "parameter" in kinds else "buffers get their values from the user alone"
+    raise ValueError(
+        f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), nor is it known "
+        f"how they begin: {why}. {WAYS_OUT}"
+    )
 
 
 class Overlay(Mapping[str, Tensor]):

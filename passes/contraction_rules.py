@@ -9,7 +9,7 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
 from autoptd.passes.calls import argument, called, shape_of
-from autoptd.passes.shape_rules import opaque_tensor
+from autoptd.passes.shape_rules import broadcast, opaque_tensor
 
 if TYPE_CHECKING:
     from autoptd.passes.analysis import Analysis
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Reasons that tell a sequence from a batch (see `sharding.find_batch`).
 ATTENTION = "is attention over it"
 OF_ACTIVATIONS = "multiplies two activations over it"
+RUNS = "runs over it"
 
 
 def linear(analysis: Analysis, node: fx.Node) -> Axes:
@@ -27,6 +28,24 @@ def linear(analysis: Analysis, node: fx.Node) -> Axes:
     if bias is not None:
         ax.unify(analysis.of(bias)[0], weight[0])
     return (*x[:-1], weight[0])
+
+
+def split_linear(analysis: Analysis, node: fx.Node) -> Axes:
+    """[.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, for the bias is added here."""
+    x, weight, bias, _, transposed = *node.args[:4], argument(node, 4, "transposed", False)
+    own, (rows, columns) = analysis.of(x), analysis.of(weight)
+    inner, outer = (rows, columns) if transposed else (columns, rows)
+    ax.unify(own[-1], inner)
+    ax.block(inner, f"{called(node)} contracts it and adds a bias")
+    if bias is not None:
+        ax.unify(analysis.of(bias)[0], outer)
+    count, *_, size = shape_of(node)
+    pair = ax.split_product(outer, [count, size])
+    if pair is None:
+        ax.block(outer, f"{called(node)} takes it apart")
+        pair = [Axis(count), Axis(size, blocked=f"{called(node)} makes it")]
+    ax.block(pair[0], f"{called(node)} takes it apart")
+    return (pair[0], *own[:-1], pair[1])
 
 
 def addmm(analysis: Analysis, node: fx.Node) -> Axes:
@@ -72,9 +91,8 @@ def _batched_product(analysis: Analysis, node: fx.Node, first: Any, second: Any)
 
 def attention(analysis: Analysis, node: fx.Node) -> Axes:
     """Attention ties batch and heads of q, k, v and the mask, and blocks sequence and head size."""
-    at = 1 if node.args[0] is analysis.rank else 0
-    q, k, v = (t for t in node.args[at : at + 3] if isinstance(t, fx.Node))
-    mask = argument(node, at + 3, "attn_mask" if at == 0 else "mask")
+    q, k, v = (t for t in node.args[:3] if isinstance(t, fx.Node))
+    mask = argument(node, 3, "attn_mask")
     sizes = [analysis.of(t) for t in (q, k, v)]
     reason = f"{called(node)} {ATTENTION}"
     (length, size), (keys, key_size), (values, value_size) = (s[-2:] for s in sizes)
@@ -91,6 +109,14 @@ def attention(analysis: Analysis, node: fx.Node) -> Axes:
                 ax.unify(axis, score)
     lead = analysis.align_leading(node, leading)
     return (*lead, length, value_size)
+
+
+def scaled_softmax(analysis: Analysis, node: fx.Node) -> Axes:
+    """The softmax of an attention: the mask spreads over the scores, queries and keys stay whole."""
+    own = broadcast(analysis, node)
+    for axis in own[-2:]:
+        ax.block(axis, f"{called(node)} {ATTENTION}")
+    return own
 
 
 def embedding(analysis: Analysis, node: fx.Node) -> Axes:
@@ -131,9 +157,9 @@ def class_loss(analysis: Analysis, node: fx.Node) -> Axes:
 def gather(analysis: Analysis, node: fx.Node) -> Axes:
     """One element of a dimension for each element of an index: that dimension is needed whole."""
     own, index = analysis.of(node.args[0]), analysis.of(node.args[2])
-    dim = int(node.args[1]) % len(own)  # type: ignore[arg-type]
+    dim: Any = node.args[1]
     for d, (axis, picked) in enumerate(zip(own, index, strict=True)):
-        if d != dim and ax.find(axis).size == ax.find(picked).size:
+        if d != dim % len(own) and ax.find(axis).size == ax.find(picked).size:
             ax.unify(axis, picked)
         else:
             ax.block(axis, f"{called(node)} picks from it")
@@ -144,7 +170,7 @@ def gather(analysis: Analysis, node: fx.Node) -> Axes:
 def einsum(analysis: Analysis, node: fx.Node) -> Axes:
     """A product by its equation: equal letters are one axis; with a weight, what is summed is a contraction."""
     equation = str(node.args[0]).replace(" ", "")
-    operands: list[fx.Node] = list(node.args[1])  # type: ignore[arg-type]
+    operands: Any = node.args[1]
     sides = equation.split("->")
     groups = sides[0].split(",")
     if len(sides) != 2 or "." in equation or any(len(set(g)) != len(g) for g in groups):
@@ -206,7 +232,7 @@ def _reduced(node: fx.Node, own: Axes, dims: list[int]) -> Axes:
 def over_dim(analysis: Analysis, node: fx.Node) -> Axes:
     """Softmax, cumulative sums: the shape stays, the dimension is needed whole."""
     own = analysis.of(node.args[0])
-    ax.block(own[int(argument(node, 1, "dim", -1))], f"{called(node)} runs over it")
+    ax.block(own[int(argument(node, 1, "dim", -1))], f"{called(node)} {RUNS}")
     return own
 
 

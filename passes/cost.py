@@ -45,15 +45,12 @@ GEMMS: Mapping[Any, int] = {
     aten.mm.default: 0,
     aten.bmm.default: 0,
     aten.matmul.default: 0,
+    kernels.split_linear: 0,
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
 }
-# Attention -> the position of its queries; keys and values follow.
-ATTENTIONS: Mapping[Any, int] = {aten.scaled_dot_product_attention.default: 0, kernels.attention: 1}
 # Lookups -> the position of their table.
 LOOKUPS: Mapping[Any, int] = {aten.embedding.default: 0, kernels.embedding: 1}
-# Times that ``kernels.attention``, in plain torch, reads or writes the scores.
-SCORE_PASSES = 8
 
 
 def node_flops(node: fx.Node) -> int:
@@ -65,11 +62,13 @@ def node_flops(node: fx.Node) -> int:
         factor: Any = node.args[GEMMS[node.target]]
         flops: int = 2 * value.numel() * factor.meta["val"].shape[-1]
         return flops
-    if node.target in ATTENTIONS:
-        q, k, v = (tensor.shape for tensor in _attended(node))
+    if node.target is aten.scaled_dot_product_attention.default:
+        factors: Any = node.args[:3]
+        q, k, v = (tensor.meta["val"].shape for tensor in factors)
         return int(2 * q[:-1].numel() * k[-2] * (q[-1] + v[-1]))
     if node.target is aten.einsum.default:
-        return _einsum_flops(str(node.args[0]), [_value(operand) for operand in node.args[1]])  # type: ignore[union-attr]
+        operands: Any = node.args[1]
+        return _einsum_flops(str(node.args[0]), [operand.meta["val"] for operand in operands])
     return _sum_over(value, torch.Tensor.numel)
 
 
@@ -81,9 +80,6 @@ def node_bytes(node: fx.Node) -> int:
     if node.target in LOOKUPS:
         return 2 * written
     read = sum(map(_bytes, node.all_input_nodes))
-    if node.target is kernels.attention:
-        q, k, _ = _attended(node)
-        read += SCORE_PASSES * q.shape[:-1].numel() * k.shape[-2] * q.element_size()
     return int(read + written)
 
 
@@ -143,17 +139,6 @@ def _loss_statistics(node: fx.Node) -> int:
     """Bytes that a vocabulary-parallel loss reduces: three float32 numbers per row."""
     logits: Any = node.args[1]
     return 12 * int(logits.meta["val"].shape[0])
-
-
-def _attended(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    first = ATTENTIONS[node.target]
-    q, k, v = (argument.meta["val"] for argument in node.args[first : first + 3])  # type: ignore[union-attr]
-    return q, k, v
-
-
-def _value(node: Any) -> torch.Tensor:
-    value: torch.Tensor = node.meta["val"]
-    return value
 
 
 def _einsum_flops(equation: str, operands: Sequence[torch.Tensor]) -> int:

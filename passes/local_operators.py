@@ -176,11 +176,7 @@ def lower_cross_entropy(low: Lowering, node: fx.Node) -> fx.Node:
 
 def lower_attention(low: Lowering, node: fx.Node) -> fx.Node:
     """Attention over this rank's heads; replicated keys and values are cut down to them first."""
-    new = _lower_severed(low, node) if _severed(low, node) else lower_same(low, node)
-    if operator_name(node.target) == "kernels.attention":
-        lead = low.analysis.of(node)[:-2]
-        new.kwargs = {**new.kwargs, **_keyed_by(low, node, lead)}
-    return new
+    return _lower_severed(low, node) if _severed(low, node) else lower_same(low, node)
 
 
 def _severed(low: Lowering, node: fx.Node) -> bool:
@@ -217,6 +213,14 @@ def lower_dropout(low: Lowering, node: fx.Node) -> fx.Node:
     return new
 
 
+def lower_softmax(low: Lowering, node: fx.Node) -> fx.Node:
+    """An attention's softmax, its dropout keyed like any other."""
+    new = lower_same(low, node)
+    if argument(node, 5, "p", 0.0):
+        new.kwargs = {**new.kwargs, **_keyed_by(low, node, low.analysis.of(node))}
+    return new
+
+
 def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
     """`sample`, `divided` and, where they are inside a merged dimension, the unmerged `shape`."""
     flat: list[Axis] = []
@@ -225,15 +229,15 @@ def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
         inside = any(f in low.batch for f in parts) or any(low.is_divided((f,)) for f in parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
     shape = [low.extent(f) for f in flat]
-    if low.single and low.analysis.reads_batch(
-        node
-    ):  # no axis to find: any dimension of size 1 stands for it
+    reads_batch = low.analysis.reads_batch(node)
+    if low.single and reads_batch:
+        # There is no axis to find: any dimension of size 1 stands for the batch.
         if all(f.size != 1 for f in flat):
             flat, shape = [Axis(1), *flat], [1, *shape]
         sample: int | None = [f.size for f in flat].index(1)
     else:
         sample = next((i for i, f in enumerate(flat) if f in low.batch), None)
-    if sample is None and low.analysis.reads_batch(node):
+    if sample is None and reads_batch:
         raise ValueError(
             f"dropout at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "
             "its mask would depend on the microbatch; use microbatch_size=1, or drop before the batch is merged"
@@ -275,7 +279,7 @@ LOWERINGS: Mapping[str, Lower] = {
     **dict.fromkeys(["aten.slice", "aten.narrow"], lower_slice),
     "aten.embedding": lower_embedding,
     "aten.cross_entropy_loss": lower_cross_entropy,
-    **dict.fromkeys(["aten.scaled_dot_product_attention", "kernels.attention"], lower_attention),
-    **dict.fromkeys(["aten.matmul", "aten.bmm"], lower_attention),
+    **dict.fromkeys(["aten.scaled_dot_product_attention", "aten.matmul", "aten.bmm"], lower_attention),
     "kernels.dropout": lower_dropout,
+    "kernels.scaled_softmax": lower_softmax,
 }

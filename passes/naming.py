@@ -20,7 +20,7 @@ def name_nodes(graph: fx.Graph) -> fx.Graph:
     list ("transformer", "model") are left out. Equal graphs get equal names.
     """
     live = live_nodes(graph)
-    containers = _containers(node.meta.get("path", "") for node in live)
+    containers = find_containers(node.meta.get("path", "") for node in live)
     heads = _module_results(live)
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -52,7 +52,7 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node in live]
 
 
-def _containers(paths: Iterable[str]) -> tuple[str, ...]:
+def find_containers(paths: Iterable[str]) -> tuple[str, ...]:
     """The paths round a list's own name, longest first: "transformer" of "transformer.h.6"."""
     found: set[str] = set()
     for path in dict.fromkeys(paths):
@@ -97,7 +97,11 @@ def _candidate(
     return name if name.isidentifier() else f"x_{name}"
 
 
-SHORT_WORDS = {"scaled_dot_product_attention": "sdpa", "cross_entropy_loss": "loss"}
+SHORT_WORDS = {
+    "scaled_dot_product_attention": "sdpa",
+    "scaled_softmax": "softmax",
+    "cross_entropy_loss": "loss",
+}
 
 
 def operator_word(target: Any) -> str:

@@ -23,7 +23,8 @@ class Stage:
 
     - ``val``: a meta tensor (or tuple of them) with the shape ONE rank holds;
     - ``path``: the module path the user knows ("h.0.attn"), ``line``: "gpt.py:52" (either may be "");
-    - ``divided``: the dimension divided over the tensor ranks, or None; ``partial``: True for a partial sum.
+    - ``divided``: the dimension divided over the tensor ranks, or None; ``partial``: True for a partial sum;
+    - ``recompute``: the label of the group that the backward computes again; not there for what is kept.
     """
 
     graph: fx.Graph
@@ -36,7 +37,7 @@ class Program:
     """The model on its way through the compiler: frozen, each pass makes the next one.
 
     `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
-    the meta device are absent.
+    the meta device are absent. `uninitialized` says why no one knows how the weights begin, where they have none.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Program:
     aliases: Mapping[str, str] = field(default_factory=dict)
     log: tuple[str, ...] = ()
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    uninitialized: str = ""
 
     def replace_stages(self, stages: tuple[Stage, ...], entry: str) -> Program:
         """The same program with other stages and one more log line."""
@@ -60,6 +62,21 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         values[node] = copy.node_copy(node, lambda n: values[n])
     return copy
+
+
+def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    """What the backward computes again: groups of neighbouring calls with one label in ``meta["recompute"]``."""
+    groups: list[list[fx.Node]] = []
+    previous = None
+    for node in graph.nodes:
+        if node.op == "call_function":
+            label = node.meta.get("recompute")
+            if label is not None and label == previous:
+                groups[-1].append(node)
+            elif label is not None:
+                groups.append([node])
+            previous = label
+    return groups
 
 
 def tensor_bytes(value: torch.Tensor) -> int:

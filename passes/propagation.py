@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from inspect import isfunction, signature
 from typing import Any
 
 import torch
@@ -13,6 +15,13 @@ from autoptd.runtime.rank import Rank
 Key = tuple[Any, ...]
 
 
+@cache
+def _operator_place(target: Any) -> int | None:
+    """Which argument of a kernel is its operator's number."""
+    names = list(signature(target).parameters) if isfunction(target) else []
+    return names.index("operator") if "operator" in names else None
+
+
 class Propagation:
     """Runs nodes on their arguments' ``meta["val"]``; equal calls of repeated layers share one result."""
 
@@ -22,7 +31,10 @@ class Propagation:
 
     def run(self, node: fx.Node) -> Any:
         """The meta value of a ``call_function`` node, from its arguments' values."""
-        key = (node.target, self._key(node.args), self._key(tuple(sorted(node.kwargs.items()))))
+        args, place = node.args, _operator_place(node.target)
+        if place is not None:  # the number of a dropout says nothing about shapes
+            args = (*args[:place], *args[place + 1 :])
+        key = (node.target, self._key(args), self._key(tuple(sorted(node.kwargs.items()))))
         if key not in self.known:
             args = fx.node.map_arg(node.args, self._value)
             kwargs = fx.node.map_arg(node.kwargs, self._value)

@@ -20,7 +20,7 @@ from autoptd.passes.analysis import Analysis, user_rules
 from autoptd.passes.axes import Axis
 from autoptd.passes.axis_rules import Rule
 from autoptd.passes.choice import choose_axes, replicated_heads
-from autoptd.passes.contraction_rules import ATTENTION, OF_ACTIVATIONS
+from autoptd.passes.contraction_rules import ATTENTION, OF_ACTIVATIONS, RUNS
 from autoptd.passes.gradients import place_copies
 from autoptd.passes.local_operators import lower_operator
 from autoptd.passes.lowering import Lowering
@@ -77,7 +77,6 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
     guessed = [dims[i.name][i.batch_dim] for i in split if i.batch_dim is not None]
     if not guessed:
         return inputs, set()
-    batch = guessed[0]
     if all(_is_sequence(axis) for axis in guessed):
         every = [axis for i in split for axis in dims[i.name]]
         free = [axis for axis in every if axis.size > 1 and not axis.blocked]
@@ -102,4 +101,4 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
 
 def _is_sequence(axis: Axis) -> bool:
     """Does attention run over it?"""
-    return ATTENTION in axis.blocked or OF_ACTIVATIONS in axis.blocked
+    return any(reason in axis.blocked for reason in (ATTENTION, OF_ACTIVATIONS, RUNS))

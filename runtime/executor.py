@@ -88,8 +88,6 @@ class StageRun:
 
     def backward(self, microbatch: int) -> None:
         """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
-        # A recomputed forward draws the same dropout.
-        self._randomness.sample = self._first_sample + microbatch * self._samples
         leaves, roots = self._kept.pop(microbatch)
         if self.gradient_arrival is not None:
             gradients = self.gradient_arrival.take(microbatch)

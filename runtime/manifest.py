@@ -71,6 +71,7 @@ class Manifest:
     `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under. `transient`
     are the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
+    `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
     """
 
     mesh: Mesh
@@ -87,6 +88,7 @@ class Manifest:
     output: Output
     transient: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    uninitialized: str = ""
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""

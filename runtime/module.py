@@ -37,10 +37,12 @@ class Parallel(nn.Module):
         constants: Constants,
         actions: Sequence[Action],
         weights: Mapping[str, Tensor],
+        drawn: bool = False,
     ) -> None:
         """Take this rank's slices of the whole `weights` (by the user's names) and bind the program to them.
 
-        `functions` are this rank's stage functions by stage index, `constants` its program's own.
+        `functions` are this rank's stage functions by stage index, `constants` its program's own. With `drawn`,
+        parameters without values are initialised as the manifest says.
         """
         super().__init__()
         self._manifest = manifest
@@ -53,7 +55,7 @@ class Parallel(nn.Module):
         at = connection.rank.coordinates
         # Tensor ranks have the same labels: one of them says it.
         self._watches_labels = at.tensor == 0 and len(manifest.stages) - 1 in self._executor.stages
-        hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights))
+        hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights, drawn))
 
     @property
     def sent_elements(self) -> Mapping[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -88,12 +88,49 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """A distribution that an initialisation writes into a tensor's elements: all, or those of `box`.
+
+    "constant" has a `value`, "normal" `mean` and `std`, "uniform" the range `low` to `high`, "truncated_normal" both
+    of these. `box` has the first index and the one after the last of every dimension.
+    """
+
+    kind: Literal["constant", "uniform", "normal", "truncated_normal"]
+    value: float = 0.0
+    mean: float = 0.0
+    std: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    box: tuple[tuple[int, ...], ...] = ()
+
+    def scaled(self, factor: float) -> Draw:
+        """The distribution of `factor` times what this one gives."""
+        low, high = sorted((self.low * factor, self.high * factor))
+        std = self.std * abs(factor)
+        return replace(self, value=self.value * factor, mean=self.mean * factor, std=std, low=low, high=high)
+
+    def shifted(self, distance: float) -> Draw:
+        """The distribution of what this one gives plus `distance`."""
+        return replace(self, **{name: getattr(self, name) + distance for name in _PLACES[self.kind]})
+
+
+# What moves where a distribution is shifted.
+_PLACES = {
+    "constant": ("value",),
+    "uniform": ("low", "high"),
+    "normal": ("mean",),
+    "truncated_normal": ("mean", "low", "high"),
+}
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A tensor that a stage owns, under its name in the user's ``state_dict``.
 
     `kind` "constant" is computed once at bind by the program's own ``constants`` function. With
     `partial_gradient` each tensor rank's gradient of the undivided rows is a partial sum, to be summed over the
-    tensor group once per step.
+    tensor group once per step. `initial` is what a model on the meta device begins with, a later draw over an
+    earlier one; empty where weights must be given.
     """
 
     name: str
@@ -103,6 +140,7 @@ class Parameter:
     requires_grad: bool = True
     placement: Placement = Placement()
     partial_gradient: bool = False
+    initial: tuple[Draw, ...] = ()
 
     @property
     def bytes(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from autoptd.runtime.initialization import draw_slice
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.rank import Rank
@@ -31,12 +32,12 @@ class OnCPU(Mapping[str, Tensor]):
 
 
 def take_slices(
-    manifest: Manifest, rank: Rank, constants: Constants, weights: Mapping[str, Tensor]
+    manifest: Manifest, rank: Rank, constants: Constants, weights: Mapping[str, Tensor], drawn: bool = False
 ) -> dict[str, Tensor]:
     """This rank's slice of every tensor it keeps, by name, in the manifest's order, as memory of its own.
 
     `weights` has whole tensors under the user's names; it is asked only for what this rank keeps and what its
-    constants are computed from.
+    constants are computed from. With `drawn`, parameters that have no values there begin as the manifest says.
     """
     here = rank.coordinates.pipeline
     kept = [name for name in manifest.parameters if here in manifest.homes(name)]
@@ -44,19 +45,31 @@ def take_slices(
         computed = constants(OnCPU(weights)) if any(_is_constant(manifest, name) for name in kept) else {}
         slices = {}
         for name in kept:
+            parameter = manifest.parameters[name]
             source = computed if _is_constant(manifest, name) else weights
-            whole = find_tensor(manifest, source, name)
-            slices[name] = take_slice(manifest.parameters[name], whole, rank)
+            if drawn and parameter.initial and not has_values(manifest, weights, name):
+                slices[name] = draw_slice(parameter, rank, manifest.seed)
+                continue
+            slices[name] = take_slice(parameter, find_tensor(manifest, source, name), rank)
     return slices
+
+
+def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
+    """Whether the tensor stored as `name` is among `tensors`, and not on the meta device."""
+    return any(not tensors[known].is_meta for known in _names(manifest, name) if known in tensors)
 
 
 def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The tensor stored as `name`, which may go by one of its aliases; ValueError where it is missing."""
-    for candidate in (name, *(alias for alias, stored in manifest.aliases.items() if stored == name)):
+    for candidate in _names(manifest, name):
         if candidate in tensors:
             return tensors[candidate]
     shape = list(manifest.parameters[name].shape)
     raise ValueError(f"no tensor {name}{shape} among the {len(tensors)} given: give the whole model's")
+
+
+def _names(manifest: Manifest, name: str) -> tuple[str, ...]:
+    return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
 
 
 def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:

@@ -1,12 +1,36 @@
-"""Golden texts: kept beside the tests, compared line by line, written anew by ``pytest --update-golden``."""
+"""Golden texts, and Triton's kernels on tensors of the CPU.
+
+Golden texts are kept beside the tests, compared line by line, written anew by ``pytest --update-golden``.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from autoptd.runtime.kernels import selection
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+# On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
+# "bit for bit" is a statement about our graphs. It is read at the first product.
+os.environ["MKL_CBWR"] = "COMPATIBLE"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device whose tensors go to the Triton kernels: the CPU under Triton's interpreter, and a GPU."""
+    pytest.importorskip("triton")
+    device = torch.device(request.param)
+    if torch.cuda.is_available() != (device.type == "cuda"):
+        pytest.skip("Triton compiles where there is a GPU, and interprets where there is none")
+    monkeypatch.setattr(selection, "kernel_devices", {device.type})
+    return device
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

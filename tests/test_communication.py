@@ -19,12 +19,15 @@ import torch
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.passes.ledger import find_repeated
+from autoptd.passes.program import recomputed_groups
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.communicator import Group
 from autoptd.runtime.transfer import is_scattered
 from autoptd.summary import format_bytes
+from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
-from tests.parity import loss_of, split_batch
+from tests.parity import Batch, loss_of, split_batch
 from tests.ranks import run_ranks
 
 LAYERS, B, LENGTH = 4, 2, 8
@@ -79,8 +82,10 @@ def measure(program: CompiledProgram, config: ModelConfig) -> list[Measured]:
     """Run a step without gradients and one with, on every rank; what each rank communicated."""
     manifest = program.manifest
     sequences = manifest.microbatch_size * manifest.num_microbatches * program.mesh.data
-    batch = make_batch(config, sequences)
+    return measure_batch(program, make_batch(config, sequences))
 
+
+def measure_batch(program: CompiledProgram, batch: Batch) -> list[Measured]:
     def work(rank: int) -> Measured:
         parallel = program.bind()
         own = split_batch(batch, program.mesh.data)[program.mesh.coordinates(rank).data]
@@ -158,6 +163,35 @@ def test_a_boundary_sends_one_share_per_tensor_rank(
         assert measured.training.elements.get("tensor all_gather", 0) == gathers * share
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)], ids=str)
+def test_recomputing_a_layer_repeats_its_all_reduces(mesh: tuple[int, int, int], dropout: float) -> None:
+    """That behind attention alone: what is behind the MLP saves nothing, dropout neither."""
+    layers, b, length, hidden, m = 3, 2, 16, 32, 2
+    model = GPT(GPTConfig(64, length, layers, 4, hidden, dropout))
+    example = {name: torch.zeros(b, length, dtype=torch.long) for name in ("idx", "targets")}
+    options: dict[str, Any] = {"example_inputs": example, "num_microbatches": m, "schedule": "1f1b"}
+    program = autoptd.compile(model, mesh, recompute="full", **options)
+    batch = {name: torch.randint(0, 64, (m * b, length)) for name in example}
+    traffic = measure_batch(program, batch)
+    forward = over_pipeline(program, [x.forward for x in traffic], "tensor all_reduce")
+    both = over_pipeline(program, [x.training for x in traffic], "tensor all_reduce")
+    plain = 2 * layers + 1
+    text = " ".join(str(program).split())
+    printed = re.search(r"backward (\d+) \((.*?)\), of which recomputation repeats (\d+) \((.*?)\);", text)
+    assert printed is not None, text
+    again = int(printed[3])
+    groups = [group for stage in program.stages for group in recomputed_groups(stage.graph)]
+    assert mesh[1] > 1 or len(groups) == layers
+    if mesh == (2, 1, 1):
+        assert again == layers
+    assert int(printed[1]) == plain + again
+    assert both[0] - forward[0] == m * (plain + again)
+    assert both[1] - forward[1] == m * b * length * hidden * (plain + again)
+    assert printed[2] == format_bytes(4 * b * length * hidden * (plain + again))
+    assert sum(text.count("and again") for text in program.texts) == again
+
+
 PRINTED = [
     MEGATRON,
     ModelConfig(
@@ -169,14 +203,17 @@ PRINTED = [
 ]
 
 
-@pytest.mark.parametrize(("t", "p"), [(2, 2), (4, 2), (2, 3)])
+@pytest.mark.parametrize(
+    ("t", "p", "recompute"), [(2, 2, "none"), (4, 2, "none"), (2, 3, "none"), (2, 2, "full"), (2, 1, 2)]
+)
 @pytest.mark.parametrize("config", PRINTED, ids=str)
-def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int) -> None:
+def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int, recompute: str | int) -> None:
     m = 3
-    program = compile_model(config, (t, p, 1), num_microbatches=m, schedule="1f1b")
+    options: dict[str, Any] = {"num_microbatches": m, "schedule": "1f1b", "recompute": recompute}
+    program = compile_model(config, (t, p, 1), **options)
     text = " ".join(str(program).split())
     printed = re.search(
-        r"all-reduces per microbatch: forward (\d+) \(([^)]*)\), backward (\d+) \(([^)]*)\); "
+        r"all-reduces per microbatch: forward (\d+) \(([^)]*)\), backward (\d+) \(([^)]*)\)[^;]*; "
         r"the loss reduces three numbers a token",
         text,
     )
@@ -204,12 +241,17 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
     for rank, found in enumerate(measured):
         at = mesh.coordinates(rank).pipeline
         own = [s for s in program.manifest.stages if s.index % mesh.pipeline == at]
-        targets = [n.target for s in own for n in program.stages[s.index].graph.nodes]
+        stages = [program.stages[s.index] for s in own]
+        targets = [n.target for stage in stages for n in stage.graph.nodes]
+        again = [n.target for stage in stages for n in find_repeated(stage, mesh)]
         f, g = targets.count(collectives.copy_to_tensor), targets.count(collectives.reduce_from_tensor)
         losses = targets.count(kernels.cross_entropy)
         buckets = any(manifest.parameters[n].partial_gradient for s in own for n in s.parameters)
         assert found.forward.calls.get("tensor all_reduce", 0) == m * (g + 2 * losses)
-        assert found.training.calls.get("tensor all_reduce", 0) == m * (f + g + 2 * losses) + buckets
+        assert (
+            found.training.calls.get("tensor all_reduce", 0)
+            == m * (f + g + 2 * losses + again.count(collectives.reduce_from_tensor)) + buckets
+        )
         for stage in own:
             if not stage.sends:
                 continue

@@ -304,8 +304,8 @@ FAULTS = [
         "a row-parallel bias is added t times",
         "gpt",
         both(
-            rewrite('p["blocks.0.mlp.down.weight"])', f'p["blocks.0.mlp.down.weight"], {DOWN})'),
-            rewrite(f"aten.add(blocks0_mlp_down_g, {DOWN})", "blocks0_mlp_down_g"),
+            rewrite("rank, blocks0_mlp_down\n", f"rank, aten.add(blocks0_mlp_down, {DOWN})\n"),
+            rewrite(f"rank, blocks0_mlp_down_g, {DOWN}, ", "rank, blocks0_mlp_down_g, None, "),
         ),
         refused=True,
     ),

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import autoptd
 from samples import corpus, train
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE, EXCERPT = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+EXAMPLE, EXCERPT, RECOMPUTED = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def test_ten_lines_train() -> None:
@@ -26,6 +28,15 @@ def test_ten_lines_train() -> None:
 def test_excerpt_is_in_the_demos_program() -> None:
     args = train.parse_arguments(["--mesh", "2,2,2", "--chunks", "2"])
     assert EXCERPT in train.compile_program(train.make_model(args), args).rank(0).code
+
+
+def test_recomputed_excerpt_is_in_the_demos_program() -> None:
+    args = train.parse_arguments([])
+    tokens = [torch.zeros(2, 128, dtype=torch.long) for _ in range(2)]
+    program = autoptd.compile(train.make_model(args), (1, 1, 1), example_inputs=tokens, recompute="full")
+    before, after = RECOMPUTED.split("        …\n")
+    assert before in program.rank(0).code
+    assert after in program.rank(0).code
 
 
 def test_commands_exist() -> None:

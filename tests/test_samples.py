@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 from samples import corpus, train
+from samples.benchmarks import kernels, memory_traffic
+from samples.benchmarks.kernel_cases import CASES, Maker, Sizes
+from samples.benchmarks.pinned import own_cores
 from samples.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
@@ -153,3 +157,61 @@ def test_mesh_and_one_device_print_the_same_loss(tmp_path: Path) -> None:
 def test_output_without_loss_is_refused() -> None:
     with pytest.raises(TypeError, match="without a loss"):
         train.find_loss((torch.zeros(2), None))
+
+
+def test_neighbouring_ranks_share_a_core_and_no_core_is_idle() -> None:
+    assert [own_cores([4, 7], rank, 8) for rank in range(8)] == [[4]] * 4 + [[7]] * 4
+    assert [own_cores(range(3), rank, 2) for rank in range(2)] == [range(1), range(1, 3)]
+    assert own_cores(range(2), 0, 1) == range(2)
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the kernels are timed")
+    sizes = Sizes(rows=8, batch=1, hidden=128, matrices=1, length=16, vocabulary=100)
+    monkeypatch.setattr(kernels, "CPU_SIZES", sizes)
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_kernels_bytes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    kernels.main(["--only", "gated_product"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "gated_product" in line)
+    least = [3 * 8 * 512 * 2 / 1e6, 5 * 8 * 512 * 2 / 1e6]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells[1:-1] == [cell for n in least for cell in (f"{n:.2f}", f"{n:.2f}: 1.00", f"{n:.2f}: 1.00")]
+    assert float(cells[-1]) < kernels.TOLERANCE
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_what_is_read_again_is_asked_for_but_moved_once() -> None:
+    case = next(case for case in CASES if case.name == "rms_norm")
+    rank = kernels.make_rank(torch.device("cpu"))
+    operands = case.make(kernels.CPU_SIZES, Maker(torch.bfloat16, rank.device))
+    with kernels.interpret(8), memory_traffic.count_traffic() as traffic:
+        kernels.run_forward(case.ours, rank, 0.0, operands)
+    assert traffic.count_once() == case.forward(kernels.CPU_SIZES)
+    assert traffic.asked == traffic.count_once() + 2 * 8 * 128  # each row once more
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("change", ["renamed", "unmasked"])
+def test_another_interpreter_is_said(
+    change: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"renamed": {"create_other_load": (0, 1)}, "unmasked": {memory_traffic.LOAD: (0, 9)}}
+    monkeypatch.setattr(memory_traffic, "ACCESSES", known[change])
+    kernels.main(["--only", "gated_product"])
+    printed = capsys.readouterr().out
+    assert "Bytes are not counted: " in printed
+    assert "not counted" in printed
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_another_meaning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = (case for case in CASES if case.name.startswith("gated_product"))
+    changed = dataclasses.replace(case, plain=lambda rank, p, gate, up: torch.relu(gate) * up)
+    monkeypatch.setattr(kernels, "CASES", (changed,))
+    with pytest.raises(SystemExit, match="not what plain torch computes: gated_product"):
+        kernels.main([])

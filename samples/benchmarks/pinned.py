@@ -8,6 +8,7 @@ system cannot do it (it is Linux's), nothing is changed.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 
 def schedule_in_batches() -> None:
@@ -22,9 +23,13 @@ def schedule_in_batches() -> None:
 def keep_cores(rank: int, num_ranks: int) -> None:
     """Bind this process, and the threads it will start, to its share of the allowed cores, at least one."""
     if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        first, end = rank * len(cores) // num_ranks, (rank + 1) * len(cores) // num_ranks
-        os.sched_setaffinity(0, cores[first : max(first + 1, end)])
+        os.sched_setaffinity(0, own_cores(sorted(os.sched_getaffinity(0)), rank, num_ranks))
+
+
+def own_cores(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
+    """The cores of `rank`: a contiguous share of `cores`, or one that neighbours have too."""
+    first, end = rank * len(cores) // num_ranks, (rank + 1) * len(cores) // num_ranks
+    return cores[first : max(first + 1, end)]
 
 
 if __name__ == "__main__":

@@ -177,9 +177,8 @@ def test_a_large_graph_takes_little_time() -> None:
 COLLECTIVES = [
     (
         without("h0_attn_c_proj_g"),
-        "stage 0: h0_attn_c_proj_biased at h.0.attn.c_proj (gpt.py:N) adds h0_attn_c_proj_bias, which is "
-        "whole, to the partial sum h0_attn_c_proj, so that it would be counted on every tensor rank: add "
-        "it after collectives.reduce_from_tensor(rank, ...)",
+        "stage 0: h0_ln2_pair at h.0.ln_2 (gpt.py:N) uses the partial sum h0_attn_c_proj before its "
+        "all-reduce: expected collectives.reduce_from_tensor(rank, h0_attn_c_proj)",
     ),
     (
         without("h0_ln1_f"),
@@ -208,7 +207,7 @@ COLLECTIVES = [
         reading("h0_add", 1, "h0_ln1_f"),
         "stage 0: h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1_f as it is, so "
         "that each tensor rank has one term of the gradient only, up to h0_ln1_f at h.0.ln_1 (gpt.py:N), "
-        "which has a whole gradient from h0_add at h.0 (gpt.py:N): expected h0_attn_c_attn to read "
+        "which has a whole gradient from h0_add at h.0.ln_2 (gpt.py:N): expected h0_attn_c_attn to read "
         "collectives.copy_to_tensor(rank, h0_ln1_f)",
     ),
 ]
@@ -229,13 +228,13 @@ EDITS = [
         "would be counted on every tensor rank",
     ),
     (
-        "is_causal=True, divided=1",
-        "is_causal=True",
-        "h0_attn_attention (program_00.py:N) drops elements of a value that is divided, with divided=None",
+        "operator=1, divided=1",
+        "operator=1",
+        "h0_attn_softmax (program_00.py:N) drops elements of a value that is divided, with divided=None",
     ),
     (
-        "h0_mlp_c_fc, approximate",
-        "aten.softmax(h0_mlp_c_fc, -1), approximate",
+        'h0_mlp_c_fc, p["h.0.mlp.c_fc.bias"]',
+        'aten.softmax(h0_mlp_c_fc, -1), p["h.0.mlp.c_fc.bias"]',
         "runs over dimension 2 of h0_mlp_c_fc, of which each tensor rank holds another part: expected it whole",
     ),
     (
@@ -251,7 +250,7 @@ EDITS = [
     ),
     (
         "h0_mlp_c_proj_g = collectives.reduce_from_tensor(rank, h0_mlp_c_proj) ",
-        "h0_mlp_c_proj_g = collectives.reduce_from_tensor(rank, h0_mlp_c_proj).view(2, 16, 32) / 2",
+        "h0_mlp_c_proj_g = collectives.reduce_from_tensor(rank, h0_mlp_c_proj).view(16, 2, 32) / 2",
         None,
     ),
 ]
@@ -275,7 +274,22 @@ def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
     )
 
 
-def test_rows_that_no_two_ranks_share_are_refused(program: CompiledProgram) -> None:
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        (
+            "bsh",
+            "h0_attn_split at h.0.attn (gpt.py:N) takes rows 0 to 15 along dimension 2 of h0_attn_c_attn",
+        ),
+        (
+            "sbh",
+            "h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of "
+            "h0_attn_c_attn_weight",
+        ),
+    ],
+)
+def test_rows_that_no_two_ranks_share_are_refused(layout: str, where: str) -> None:
+    program = compile_gpt((2, 2, 1), layout=layout)
     unpacked = Placement(0, (Segment(1, 96, 1, True),))
     changes = with_parameter(program, "h.0.attn.c_attn.weight", placement=unpacked)
     manifest = changes.pop("manifest")
@@ -283,8 +297,7 @@ def test_rows_that_no_two_ranks_share_are_refused(program: CompiledProgram) -> N
         replace_manifest(program, manifest, **changes), "h.0.attn.c_attn.bias", placement=unpacked
     )
     assert refusal(program, **other).startswith(
-        "stage 0: h0_attn_split at h.0.attn (gpt.py:N) takes rows 0 to 15 along dimension 2 of "
-        "h0_attn_c_attn, where a tensor rank holds 1 x 48 rows: these rows are other ones on each rank"
+        f"stage 0: {where}, where a tensor rank holds 1 x 48 rows: these rows are other ones on each rank"
     )
 
 
@@ -333,7 +346,7 @@ def test_a_missing_parameter_is_named(program: CompiledProgram) -> None:
     manifest = program.manifest
     names = tuple(name for name in manifest.stages[1].parameters if name != "ln_f.bias")
     assert refusal(program, manifest=with_stage(manifest, 1, parameters=names)) == (
-        'stage 1: ln_f at ln_f (gpt.py:N) reads p["ln_f.bias"], which is not among the parameters that the '
+        'stage 1: ln_f_pair at ln_f (gpt.py:N) reads p["ln_f.bias"], which is not among the parameters that the '
         "manifest lists for this stage; add it there, or compile again"
     )
     rest = {name: p for name, p in manifest.parameters.items() if name != "ln_f.bias"}
@@ -361,8 +374,8 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     (sent,) = manifest.stages[0].sends
     half = with_stage(manifest, 0, sends=(replace(sent, dtype=torch.bfloat16),))
     assert refusal(program, manifest=half) == (
-        "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[2, 16, 32], stage 1 takes h0_add_1 as bfloat16[2, "
-        "16, 32]; they must be the same"
+        "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[16, 2, 32], stage 1 takes h0_add_1 as bfloat16[16, "
+        "2, 32]; they must be the same"
     )
     received = with_stage(manifest, 1, receives=(replace(sent, divided=True),))
     assert refusal(program, manifest=received) == (
@@ -385,7 +398,7 @@ def test_the_last_stage_returns_the_loss(program: CompiledProgram) -> None:
         output.args = (named(graph, "lm_head"),)
 
     assert refusal(program, stages=edit(program, 1, change)) == (
-        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[2, 16, 34]: expected one "
+        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[16, 2, 34]: expected one "
         "scalar floating-point loss"
     )
 

@@ -39,6 +39,7 @@ def call(target: Any, *args: Any, result: Any) -> fx.Node:
 
 X = tensor(2, 128, 64)
 HEADS = tensor(2, 4, 128, 16)
+SCORES = tensor(2, 4, 128, 128)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ HEADS = tensor(2, 4, 128, 16)
             call(aten.scaled_dot_product_attention.default, HEADS, HEADS, HEADS, result=HEADS),
             2 * (2 * 2 * 4 * 128 * 128 * 16),
         ),
-        (call(kernels.attention, None, HEADS, HEADS, HEADS, result=HEADS), 2 * (2 * 2 * 4 * 128 * 128 * 16)),
+        (call(kernels.scaled_softmax, None, SCORES, result=SCORES), 2 * 4 * 128 * 128),
         (
             call(aten.einsum.default, "bhqd,bhkd->bhqk", [HEADS, HEADS], result=tensor(2, 4, 128, 128)),
             2 * 2 * 4 * 128 * 128 * 16,

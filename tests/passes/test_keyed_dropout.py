@@ -12,6 +12,7 @@ from torch import nn
 from autoptd.runtime import kernels
 from samples.gpt import GPT, GPTConfig
 from tests.passes.test_sharding import (
+    GPT2,
     LLAMA,
     SIZES,
     join_gradients,
@@ -38,6 +39,10 @@ def with_dropout(name: str) -> tuple[nn.Module, dict[str, Any]]:
         )
         ids = tokens()
         return model.double(), {"idx": ids["input_ids"], "targets": ids["labels"]}
+    if name == "gpt2":  # its attention is written out
+        options: dict[str, Any] = {"attn_pdrop": 0.3, "attn_implementation": "eager", "use_cache": False}
+        eager = transformers.GPT2Config(**GPT2 | options)
+        return transformers.GPT2LMHeadModel(eager).double(), tokens()
     if name == "opt":  # folds [b, s, h] to [b * s, h] in its MLP
         return transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, use_cache=False)).double(), tokens()
     heads: dict[str, Any] = {
@@ -50,13 +55,15 @@ def with_dropout(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", ["gpt", "opt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "opt", "llama"])
 def test_masks_are_those_of_one_device(name: str, batch: int) -> None:
     model, inputs = with_dropout(name)
     inputs = {key: value[:batch] for key, value in inputs.items()}
     weights = dict(model.named_parameters())
     programs = [prepare(model, tensor, inputs) for tensor in (1, 2)]
-    assert any(n.target in (kernels.dropout, kernels.attention) for n in programs[0].stages[0].graph.nodes)
+    assert any(
+        n.target in (kernels.dropout, kernels.scaled_softmax) for n in programs[0].stages[0].graph.nodes
+    )
     losses, shards = zip(*(run_sharded(p, weights, inputs) for p in programs), strict=True)
     assert float((losses[0][0] - losses[1][0]).abs()) < 2e-6
     found, wanted = (join_gradients(p, s) for p, s in zip(programs, shards, strict=True))

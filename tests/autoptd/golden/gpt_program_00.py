@@ -3,11 +3,14 @@ GPT, 29,056 parameters, mesh tensor=2 pipeline=2 data=1
 capture GPT: 89 nodes
 normalize 89 -> 85 nodes, 0 dropouts
 fold_constants 85 -> 85 nodes, 1 constants of 128 bytes
+recognize_attention 2 attentions: 2 sdpa causal
+rewrite_layout [b, s, h] -> [s, b, h]: 0 -> 0 bytes copied per microbatch
 shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward
 weight of shape [16, 32] (2,048 bytes) replicated: wpe.weight
 cut_stages 2 stages on 2 pipeline ranks, the slowest 0.0422 ms a microbatch on the reference device: 1.000 of
     the mean, 0.0% above the lower bound (dynamic programme, exact)
-stage 0: wte, wpe, h.0: 0.000437 GFLOP forward, 34.1 kB of parameters per rank
+fuse_operators 3 add_layer_norm, 1 bias_dropout_add, 2 bias_gelu
+stage 0: wte, wpe, h.0: 0.000435 GFLOP forward, 34.1 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 
@@ -23,53 +26,59 @@ cool-down: 0B3
 
 def stage_0(rank, p, idx):                                                  # i64[2, 16]            batch
     # wte, wpe                                                                gpt.py:108
-    wte = kernels.embedding(rank, p["wte.weight"], idx, vocabulary=96)      # f32[2, 16, 32]        partial
+    idx_sb = aten.transpose(idx, 0, 1)                                      # i64[16, 2]
+    wte = kernels.embedding(rank, p["wte.weight"], idx_sb, vocabulary=96)   # f32[16, 2, 32]        partial
     wpe = aten.embedding(p["wpe.weight"], p["constant.arange"])             # f32[16, 32]
+    wpe_sb = aten.unsqueeze(wpe, 1)                                         # f32[16, 1, 32]
     wte_g = collectives.reduce_from_tensor(rank, wte)                       # all-reduce, 4.1 kB over tensor
-    add = aten.add(wte_g, wpe)                                              # f32[2, 16, 32]
+    add = aten.add(wte_g, wpe_sb)                                           # f32[16, 2, 32]
 
     # h.0                                                                     gpt.py:75
-    h0_ln1 = aten.layer_norm(add, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])  # f32[2, 16, 32]
+    h0_ln1 = aten.layer_norm(add, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])  # f32[16, 2, 32]
     h0_ln1_f = collectives.copy_to_tensor(rank, h0_ln1)             # backward: all-reduce, 4.1 kB over tensor
 
     # h.0.attn                                                                gpt.py:45
-    h0_attn_c_attn = aten.linear(                                           # f32[2, 16, 96/2]
+    h0_attn_c_attn = aten.linear(                                           # f32[16, 2, 96/2]
         h0_ln1_f, p["h.0.attn.c_attn.weight"], p["h.0.attn.c_attn.bias"]
     )
-    h0_attn_split_0, h0_attn_split_1, h0_attn_split_2 = aten.split(         # 3 x f32[2, 16, 32/2]
+    h0_attn_split_0, h0_attn_split_1, h0_attn_split_2 = aten.split(         # 3 x f32[16, 2, 32/2]
         h0_attn_c_attn, 16, dim=2
     )
-    h0_attn_reshape = aten.reshape(h0_attn_split_0, [2, 16, 2, 8])          # f32[2, 16, 4/2, 8]
-    h0_attn_transpose = aten.transpose(h0_attn_reshape, 1, 2)               # f32[2, 4/2, 16, 8]
-    h0_attn_reshape_1 = aten.reshape(h0_attn_split_1, [2, 16, 2, 8])        # f32[2, 16, 4/2, 8]
-    h0_attn_transpose_1 = aten.transpose(h0_attn_reshape_1, 1, 2)           # f32[2, 4/2, 16, 8]
-    h0_attn_reshape_2 = aten.reshape(h0_attn_split_2, [2, 16, 2, 8])        # f32[2, 16, 4/2, 8]
-    h0_attn_transpose_2 = aten.transpose(h0_attn_reshape_2, 1, 2)           # f32[2, 4/2, 16, 8]
+    h0_attn_reshape = aten.reshape(h0_attn_split_0, [16, 2, 2, 8])          # f32[16, 2, 4/2, 8]
+    h0_attn_transpose = aten.permute(h0_attn_reshape, [1, 2, 0, 3])         # f32[2, 4/2, 16, 8]
+    h0_attn_reshape_1 = aten.reshape(h0_attn_split_1, [16, 2, 2, 8])        # f32[16, 2, 4/2, 8]
+    h0_attn_transpose_1 = aten.permute(h0_attn_reshape_1, [1, 2, 0, 3])     # f32[2, 4/2, 16, 8]
+    h0_attn_reshape_2 = aten.reshape(h0_attn_split_2, [16, 2, 2, 8])        # f32[16, 2, 4/2, 8]
+    h0_attn_transpose_2 = aten.permute(h0_attn_reshape_2, [1, 2, 0, 3])     # f32[2, 4/2, 16, 8]
     h0_attn_sdpa = aten.scaled_dot_product_attention(                       # f32[2, 4/2, 16, 8]
         h0_attn_transpose, h0_attn_transpose_1, h0_attn_transpose_2, is_causal=True
     )
-    h0_attn_transpose_3 = aten.transpose(h0_attn_sdpa, 1, 2)                # f32[2, 16, 4/2, 8]
-    h0_attn_reshape_3 = aten.reshape(h0_attn_transpose_3, [2, 16, 16])      # f32[2, 16, 32/2]
-    h0_attn_c_proj = aten.linear(h0_attn_reshape_3, p["h.0.attn.c_proj.weight"])  # f32[2, 16, 32]  partial
+    h0_attn_transpose_3 = aten.permute(h0_attn_sdpa, [2, 0, 1, 3])          # f32[16, 2, 4/2, 8]
+    h0_attn_reshape_3 = aten.reshape(h0_attn_transpose_3, [16, 2, 16])      # f32[16, 2, 32/2]
+    h0_attn_c_proj = aten.linear(h0_attn_reshape_3, p["h.0.attn.c_proj.weight"])  # f32[16, 2, 32]  partial
     h0_attn_c_proj_g = collectives.reduce_from_tensor(rank, h0_attn_c_proj)  # all-reduce, 4.1 kB over tensor
-    h0_attn_c_proj_biased = aten.add(h0_attn_c_proj_g, p["h.0.attn.c_proj.bias"])  # f32[2, 16, 32]
 
-    # h.0                                                                     gpt.py:75
-    h0_add = aten.add(add, h0_attn_c_proj_biased)                           # f32[2, 16, 32]
-    h0_ln2 = aten.layer_norm(h0_add, [32], p["h.0.ln_2.weight"], p["h.0.ln_2.bias"])  # f32[2, 16, 32]
+    # h.0                                                                     gpt.py:76
+    h0_add, h0_ln2 = kernels.add_layer_norm(                                # 2 x f32[16, 2, 32]
+        rank, h0_attn_c_proj_g, p["h.0.ln_2.weight"], p["h.0.ln_2.bias"], bias=p["h.0.attn.c_proj.bias"],
+        residual=add
+    )
     h0_ln2_f = collectives.copy_to_tensor(rank, h0_ln2)             # backward: all-reduce, 4.1 kB over tensor
 
     # h.0.mlp                                                                 gpt.py:62
-    h0_mlp_c_fc = aten.linear(h0_ln2_f, p["h.0.mlp.c_fc.weight"], p["h.0.mlp.c_fc.bias"])  # f32[2, 16, 128/2]
-    h0_mlp_gelu = aten.gelu(h0_mlp_c_fc, approximate="tanh")                # f32[2, 16, 128/2]
-    h0_mlp_c_proj = aten.linear(h0_mlp_gelu, p["h.0.mlp.c_proj.weight"])    # f32[2, 16, 32]        partial
+    h0_mlp_c_fc = aten.linear(h0_ln2_f, p["h.0.mlp.c_fc.weight"])           # f32[16, 2, 128/2]
+    h0_mlp_gelu = kernels.bias_gelu(                                        # f32[16, 2, 128/2]
+        h0_mlp_c_fc, p["h.0.mlp.c_fc.bias"], approximate="tanh"
+    )
+    h0_mlp_c_proj = aten.linear(h0_mlp_gelu, p["h.0.mlp.c_proj.weight"])    # f32[16, 2, 32]        partial
     h0_mlp_c_proj_g = collectives.reduce_from_tensor(rank, h0_mlp_c_proj)   # all-reduce, 4.1 kB over tensor
-    h0_mlp_c_proj_biased = aten.add(h0_mlp_c_proj_g, p["h.0.mlp.c_proj.bias"])  # f32[2, 16, 32]
 
     # h.0                                                                     gpt.py:76
-    h0_add_1 = aten.add(h0_add, h0_mlp_c_proj_biased)                       # f32[2, 16, 32]
+    h0_add_1 = kernels.bias_dropout_add(                                    # f32[16, 2, 32]
+        rank, h0_mlp_c_proj_g, p["h.0.mlp.c_proj.bias"], h0_add
+    )
 
-    return h0_add_1                                  # f32[2, 16, 32]  to stage 1, 2.05 kB per rank, scattered
+    return h0_add_1                                  # f32[16, 2, 32]  to stage 1, 2.05 kB per rank, scattered
 
 
 def constants(p):                                                          # runs once, when weights are bound

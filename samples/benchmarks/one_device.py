@@ -1,0 +1,145 @@
+"""One device: a step of the program compiled for mesh (1, 1, 1) beside a step of the user's model in eager mode.
+
+The two take turns, step by step, on the same weights and batch, so that a busy machine slows both. A step is the
+forward, the backward and the gradients' clearing; no optimizer, which would be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autoptd
+from samples.benchmarks.report import publish
+from samples.gpt import GPT, GPTConfig
+
+WARM_UP_STEPS = 3
+VOCABULARY, SEQUENCE, BATCH = 4096, 128, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what `autoptd.compile` is asked beside the mesh."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: tuple[str, str] = ("input_ids", "labels")
+
+
+def _gpt(dropout: float) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=VOCABULARY, block_size=SEQUENCE, dropout=dropout))
+
+
+def _gpt2(dropout: float) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=SEQUENCE, n_embd=256, n_layer=8, n_head=8,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, hidden_size=256, intermediate_size=688,
+        num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+CASES = (
+    Case("sample GPT", lambda: _gpt(0.0), ("idx", "targets")),
+    Case("sample GPT, dropout 0.1", lambda: _gpt(0.1), ("idx", "targets")),
+    Case("GPT-2", lambda: _gpt2(0.0)),
+    Case("GPT-2, dropout 0.1", lambda: _gpt2(0.1)),
+    Case("Llama", _llama),
+)
+
+
+def loss_of(output: object) -> Tensor:
+    found = output[1] if isinstance(output, tuple) else getattr(output, "loss", output)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def time_step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """Seconds of one step, and its loss."""
+    synchronize()
+    start = time.perf_counter()
+    loss = loss_of(model(**batch))
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    synchronize()
+    return time.perf_counter() - start, float(loss.detach())
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def compare(case: Case, steps: int, device: torch.device, options: dict[str, object]) -> list[str]:
+    """Median milliseconds of both, the median of the ratios with its quartiles, and the losses' distance."""
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    batch = {name: torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), device=device) for name in case.inputs}
+    program = autoptd.compile(
+        model,
+        mesh=(1, 1, 1),
+        microbatch_size=BATCH,
+        num_microbatches=1,
+        example_inputs=batch,
+        **options,  # type: ignore[arg-type]
+    )
+    compiled = program.bind(device)
+    pairs = [(time_step(model, batch), time_step(compiled, batch)) for _ in range(WARM_UP_STEPS + steps)][
+        WARM_UP_STEPS:
+    ]
+    plain, ours = ([1000 * pair[which][0] for pair in pairs] for which in (0, 1))
+    ratios = [one / two for one, two in zip(plain, ours, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    dropped = "dropout" in case.name
+    distance = max(abs(one[1] - two[1]) / abs(one[1]) for one, two in pairs)
+    return [
+        case.name,
+        f"{statistics.median(plain):.1f}",
+        f"{statistics.median(ours):.1f}",
+        f"{middle:.2f} ({low:.2f} to {high:.2f})",
+        "other masks" if dropped else f"{distance:.1e}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument("--no-fuse", action="store_true")
+    parser.add_argument("--write", action="store_true", help="keep the table under results/")
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options: dict[str, object] = {"fuse": False} if given.no_fuse else {}
+    rows = [compare(case, given.steps, device, options) for case in CASES if (given.only or "") in case.name]
+    publish(
+        "one_device",
+        "One device: compiled for mesh (1, 1, 1) beside eager",
+        ["model", "eager, ms a step", "compiled, ms a step", "times as fast (quartiles)", "loss, relative"],
+        rows,
+        [
+            f"8 layers, hidden 256, vocabulary {VOCABULARY}, {BATCH} sequences of {SEQUENCE} tokens, float32; forward "
+            "and backward, the two in turn.",
+            f"{given.steps} steps after {WARM_UP_STEPS}; {torch.get_num_threads()} threads.",
+        ],
+        given.write,
+    )
+
+
+if __name__ == "__main__":
+    main()
