@@ -16,7 +16,7 @@ from torch import fx
 
 from autoptd.passes.attention_chain import read_chain
 from autoptd.passes.attention_constants import Constants
-from autoptd.passes.attention_rewriting import Rewriter
+from autoptd.passes.attention_rewriting import Rewriter, find_groups
 from autoptd.passes.calls import argument, called, shape_of, where
 from autoptd.passes.program import Program, copy_graph
 from autoptd.runtime import aten, kernels
@@ -51,15 +51,16 @@ def find_attentions(program: Program) -> tuple[Finding, ...]:
 def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     (stage,) = program.stages
     written = any(node.target is aten.softmax.int for node in stage.graph.nodes)
-    half = any(node.target is _SDPA and node.meta["val"].itemsize < 4 for node in stage.graph.nodes)
+    grouped = any(node.target is _SDPA and find_groups(node) is not None for node in stage.graph.nodes)
     # Without either there is nothing to rewrite, and a copy of a large graph takes its time.
-    graph = copy_graph(stage.graph) if written or half else stage.graph
+    graph = copy_graph(stage.graph) if written or grouped else stage.graph
     constants = Constants(stage, program.buffers)
     rewriter = Rewriter(graph, constants, program)
     learned = _find_learned(graph, constants) if written else set()
     findings = [f for node in list(graph.nodes) for f in [_visit(rewriter, node, learned)] if f is not None]
     stage = rewriter.finish() if rewriter.changed else stage
-    return program.replace_stages((stage,), f"recognize_attention {_describe(findings)}"), tuple(findings)
+    entry = f"recognize_attention {_describe(findings)}"
+    return program.replace_stages((stage,), entry, proved=rewriter.proved), tuple(findings)
 
 
 def _find_learned(graph: fx.Graph, constants: Constants) -> set[fx.Node]:

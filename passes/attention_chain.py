@@ -5,8 +5,9 @@ product of two activations -> scale, mask, views, casts -> softmax -> cast, drop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor, fx
 from autoptd.passes.attention_products import Product, Result, Step, read_product, read_result
 from autoptd.passes.calls import called, operator_name, shape_of
 from autoptd.runtime import kernels
+from autoptd.runtime.kernels.precision import HALF
 
-HALF = (torch.float16, torch.bfloat16)
 Number = Callable[[Any], "float | None"]
 
 _VIEWS = (
@@ -203,6 +204,24 @@ def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
             name = operator_name(reader.target) if reader.op == "call_function" else ""
             same = name in ("aten.reshape", "aten.contiguous") and keeps_rows(weights[-1], reader)
             fits = same or (name == "aten.to" and reader.meta["val"].is_floating_point())
+        rounded = _first_rounded(weights)
+        if fits and rounded is not None and reader.meta["val"].dtype != rounded:
+            return (
+                tuple(weights),
+                None,
+                f"its weights pass {_name(reader)}, after they were rounded to {rounded}",
+            )
         if not fits:
             return tuple(weights), None, f"its weights pass {_name(reader)}"
         weights.append(reader)
+
+
+def _first_rounded(weights: Sequence[fx.Node]) -> torch.dtype | None:
+    """The dtype of fewer digits to which weights were cast; None where none was lost so far.
+
+    Half precision of a softmax in float32 is what fused operators give; that it was so in between they would forget.
+    """
+    for before, after in pairwise(node.meta["val"].dtype for node in weights):
+        if torch.promote_types(before, after) != after:
+            return after  # type: ignore[no-any-return]
+    return None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.masks import MaskJudge
+from autoptd.passes.calls import is_lifted
+from autoptd.passes.masks import MaskJudge, buffers_under
 from autoptd.passes.naming import live_nodes, operator_word
 from autoptd.passes.program import Stage, copy_graph
 from autoptd.runtime.placement import Parameter
@@ -50,7 +51,7 @@ class Constants:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
         source = self.source(value)
-        if source is None or source.meta["val"].numel() != 1 or not _is_fixed(source):
+        if source is None or source.meta["val"].numel() != 1 or buffers_under(source):
             return None
         found = self.judge.value(source)
         return None if found is None else float(found)
@@ -85,8 +86,7 @@ class Constants:
         kept = {
             name: p
             for name, p in self.parameters.items()
-            if name in used
-            or (p.kind != "constant" and not name.rpartition(".")[2].startswith("lifted_tensor_"))
+            if name in used or (p.kind != "constant" and not is_lifted(name))
         }
         return Stage(graph, kept, constants)
 
@@ -101,10 +101,3 @@ class Constants:
             self.made[key] = node
         found: fx.Node = self.made[key]
         return found
-
-
-def _is_fixed(source: fx.Node) -> bool:
-    """Is a constant made without the user's buffers? Tensors lifted from the forward's code are none."""
-    if source.op == "get_attr":
-        return str(source.target).rpartition(".")[2].startswith("lifted_tensor_")
-    return all(map(_is_fixed, source.all_input_nodes))

@@ -18,6 +18,7 @@ from torch import fx
 from autoptd.passes.attention_constants import Constants
 from autoptd.passes.attention_products import Step
 from autoptd.passes.calls import called
+from autoptd.passes.masks import buffers_under
 from autoptd.runtime import aten
 
 _VIEWS = (
@@ -44,6 +45,7 @@ class Mask:
     doubt: str = ""
     constant: fx.Node | None = None
     given: fx.Node | None = None
+    proved: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ class _Content:
     hides: bool
     adds: bool
     finite: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of one constant mask: the keys `seen` (bool; None: all), and the `bias` it adds to their scores (None: none)."""
+
+    seen: fx.Node | None
+    bias: fx.Node | None = None
 
 
 class Masks:
@@ -76,7 +86,10 @@ class Masks:
         applied = tuple((s.kind, s.factor, s.hides, s.frame) for s in masks)
         key = (applied, tuple(sources), tuple(shape), dtype)
         if key not in self._known:
-            self._known[key] = self._merge(masks, [n for n in sources if n is not None], shape, dtype)
+            known = [source for source in sources if source is not None]
+            merged = self._merge(masks, known, shape, dtype)
+            proved = frozenset(name for source in known for name in buffers_under(source))
+            self._known[key] = replace(merged, proved=proved) if isinstance(merged, Mask) else merged
         found: Mask | str = self._known[key]
         return found
 
@@ -101,28 +114,32 @@ class Masks:
         assert first.mask is not None
         if first.mask.meta["val"].dtype != dtype:
             return _wider(first.mask, dtype)
-        if not self._bounded(first.mask):
+        proved = self._bound(first.mask)
+        if proved is None:
             return "the batch may leave a query no key, by -inf"
-        return Mask("kept", "from the batch", "the batch may leave a query no key", given=first.mask)
+        doubt = "the batch may leave a query no key"
+        return Mask("kept", "from the batch", doubt, given=first.mask, proved=proved)
 
-    def _bounded(self, node: Any) -> bool:
-        """Is every element of a floating value finite, whatever the batch?"""
+    def _bound(self, node: Any) -> frozenset[str] | None:
+        """The user's buffers by which a floating value is finite, whatever the batch; None where it may not be."""
         number = self.constants.number(node)
         if number is not None:
-            return abs(number) != float("inf")
+            return frozenset() if abs(number) != float("inf") else None
         source = self.constants.source(node)
         if source is not None:
             content = self._read(source)
-            return content is not None and content.finite
+            return buffers_under(source) if content is not None and content.finite else None
         if not isinstance(node, fx.Node) or node.op != "call_function":
-            return False
+            return None
         if node.target in _VIEWS:
-            return self._bounded(node.args[0])
+            return self._bound(node.args[0])
         if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
-            return all(map(self._bounded, node.args[1:]))
-        if node.target is aten.masked_fill.Scalar:
-            return self._bounded(node.args[0]) and self._bounded(node.args[2])
-        return False
+            first, second = map(self._bound, node.args[1:])
+        elif node.target is aten.masked_fill.Scalar:
+            first, second = self._bound(node.args[0]), self._bound(node.args[2])
+        else:
+            return None
+        return None if first is None or second is None else first | second
 
     def _merge(
         self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
@@ -130,39 +147,51 @@ class Masks:
         """One mask for several constant ones, with the proof that every query sees a key."""
         seen: fx.Node | None = None
         bias: fx.Node | None = None
-        forgiving = len(masks) == 1  # adding the only mask, all finite, is what the model does
         for step, source in zip(masks, sources, strict=True):
-            part = self._widen(source, step.frame, shape)
-            if step.kind == "fill":
-                if not step.factor <= torch.finfo(dtype).min:
-                    return f"it hides keys by the score {step.factor}, which may count"
-                shown: fx.Node | None = (
-                    self.constants.emit(aten.logical_not.default, part) if step.hides else part
-                )
-                forgiving = False
-            else:
-                content = self._read(part)
-                if content is None:
-                    return f"its mask, {_origin(source)}, has no known values"
-                least = torch.finfo(part.meta["val"].dtype).min
-                shown = self.constants.emit(aten.gt.Scalar, part, least) if content.hides else None
-                bias = self._join(aten.add.Tensor, bias, part if content.adds else None)
-                forgiving = forgiving and content.finite
-            seen = self._join(aten.logical_and.default, seen, shown)
+            part = self._divide(step, source, shape, dtype)
+            if isinstance(part, str):
+                return part
+            seen = self._join(aten.logical_and.default, seen, part.seen)
+            bias = self._join(aten.add.Tensor, bias, part.bias)
         judged = "open" if seen is None else self.judge.judge(seen)
         if judged == "unknown":
             return f"its mask, {_origin(sources[0])}, has no known values"
         if seen is not None and judged == "kept" and not self._sees_all(seen):
-            doubt = "its mask leaves a query no key"
-            only = self._widen(sources[0], masks[0].frame, shape)
-            forgiving = forgiving and only.meta["val"].dtype == dtype
-            return Mask("kept", "constant", doubt, constant=only) if forgiving else doubt
+            return self._leave(masks, sources, shape, dtype)
         words = ", ".join(filter(None, ["additive bias" if bias else "", self._shape_word(seen, judged)]))
-        if bias is None:
-            square = seen is not None and tuple(seen.meta["val"].shape[-2:]) == tuple(shape[-2:])
-            if judged == "open" or (judged == "causal" and square):
-                return Mask(judged, words or "no mask")
-            return Mask("kept", words, constant=seen)
+        if bias is not None:
+            return self._add(bias, seen, words, dtype)
+        square = seen is not None and tuple(seen.meta["val"].shape[-2:]) == tuple(shape[-2:])
+        if judged == "open" or (judged == "causal" and square):
+            return Mask(judged, words or "no mask")
+        return Mask("kept", words, constant=seen)
+
+    def _divide(self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> _Part | str:
+        """What one constant mask shows, and what it adds to the scores; or why that is not known."""
+        mask = self._widen(source, step.frame, shape)
+        if step.kind == "fill":
+            if not step.factor <= torch.finfo(dtype).min:
+                return f"it hides keys by the score {step.factor}, which may count"
+            return _Part(self.constants.emit(aten.logical_not.default, mask) if step.hides else mask)
+        content = self._read(mask)
+        if content is None:
+            return f"its mask, {_origin(source)}, has no known values"
+        least = torch.finfo(mask.meta["val"].dtype).min
+        seen = self.constants.emit(aten.gt.Scalar, mask, least) if content.hides else None
+        return _Part(seen, mask if content.adds else None)
+
+    def _leave(
+        self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
+    ) -> Mask | str:
+        """Masks that leave a query no key: adding the only one, all finite, is what the model does."""
+        doubt = "its mask leaves a query no key"
+        only = self._widen(sources[0], masks[0].frame, shape)
+        content = self._read(only) if len(masks) == 1 and masks[0].kind == "add" else None
+        same = content is not None and content.finite and only.meta["val"].dtype == dtype
+        return Mask("kept", "constant", doubt, constant=only) if same else doubt
+
+    def _add(self, bias: fx.Node, seen: fx.Node | None, words: str, dtype: torch.dtype) -> Mask | str:
+        """A bias on the scores, and the keys that are hidden, as one additive mask."""
         if torch.promote_types(bias.meta["val"].dtype, dtype) != dtype:
             return _wider(bias, dtype)
         if bias.meta["val"].dtype != dtype:

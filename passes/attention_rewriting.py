@@ -20,15 +20,14 @@ from autoptd.passes.naming import live_nodes
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.propagation import Propagation
 from autoptd.runtime import aten, kernels
-
-HALF = (torch.float16, torch.bfloat16)
+from autoptd.runtime.kernels.precision import HALF
 
 _MOVES = ("aten.reshape", "aten.transpose", "aten.permute", "aten.contiguous")
 _FLASH_SIZE = 256  # the largest head that torch's flash attention takes
 
 
 class Rewriter:
-    """Writes into `graph`; `changed` once it did."""
+    """Writes into `graph`; `changed` once it did, which holds for buffers with the values of those `proved`."""
 
     def __init__(self, graph: fx.Graph, constants: Constants, program: Program) -> None:
         self.graph = graph
@@ -39,6 +38,7 @@ class Rewriter:
         self.loads = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
         self.names: dict[fx.Node, str] = {}
         self.changed = False
+        self.proved: frozenset[str] = frozenset()
 
     def finish(self) -> Stage:
         """The rewritten stage, without what nothing needs any more; new operators are named like old ones."""
@@ -83,6 +83,7 @@ class Rewriter:
         (q, of_queries), (k, of_keys) = self._without_scale(q), self._without_scale(k)
         scale = prod(s.factor for s in steps if s.kind == "scale") * of_queries * of_keys
         self._write_whole(chain, (q, k, v), mask, scale)
+        self.proved |= mask.proved
         return mask
 
     def _write_whole(
@@ -153,18 +154,10 @@ class Rewriter:
         return factor, 1.0
 
     def group_heads(self, node: fx.Node) -> None:
-        """Hand grouped keys and values to fused attention as they are, where its flash kernel repeats them itself.
-
-        That is for half precision without a mask; other kernels of torch would write the scores out.
-        """
-        q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
-        flash = q.dtype in HALF and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
-        if not flash or q.dim() != 4 or argument(node, 3, "attn_mask") is not None:
-            return
-        sources = [_find_groups(n) for n in node.args[1:3]]
-        heads = {shape_of(n)[1] for n in sources if n is not None}
-        if None not in sources and len(heads) == 1 and not heads & {q.shape[1]}:
-            node.args = (node.args[0], *sources)
+        """Hand grouped keys and values to fused attention as they are; its kernels repeat them themselves."""
+        groups = find_groups(node)
+        if groups is not None:
+            node.args = (node.args[0], *groups)
             node.kwargs = {**node.kwargs, "enable_gqa": True}
             self.changed = True
 
@@ -191,6 +184,7 @@ class Rewriter:
             if dropout is None and all(step.kind == "cast" for step in steps):
                 break  # nothing to fuse
             self._write_softmax(chain, scores, steps, mask, dropout, end)
+            self.proved |= mask.proved
             return mask, reason
         return None, reason
 
@@ -260,7 +254,23 @@ def _other_softmax(softmax: fx.Node, dtype: torch.dtype) -> str:
     return f"{called(softmax)} computes {dtype} scores in {softmax.meta['val'].dtype}"
 
 
-def _find_groups(node: Any) -> fx.Node | None:
+def find_groups(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The keys and values [b, g, s, d] of a fused attention that is given them repeated, where its kernel may do that.
+
+    That is without a mask: with one, torch would write the scores out.
+    """
+    q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
+    flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
+    if not flash or argument(node, 3, "attn_mask") is not None:
+        return None
+    keys, values = (_unrepeated(n) for n in node.args[1:3])
+    if keys is None or values is None:
+        return None
+    heads = {shape_of(n)[1] for n in (keys, values)}
+    return (keys, values) if len(heads) == 1 and not heads & {q.shape[1]} else None
+
+
+def _unrepeated(node: Any) -> fx.Node | None:
     """[b, g, s, d] of what repeats each of its heads n times to [b, g n, s, d], neighbours together."""
     if not isinstance(node, fx.Node):
         return None

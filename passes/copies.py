@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.calls import operator_name
-from autoptd.passes.cost import is_free
 from autoptd.passes.program import tensor_bytes
 from autoptd.passes.propagation import Propagation
+from autoptd.passes.work import forward_work
 from autoptd.runtime import aten
 from autoptd.runtime.mesh import Mesh
 
@@ -24,7 +24,7 @@ def count_copied_bytes(graph: fx.Graph, strides: Strides) -> int:
 def count_launches(graph: fx.Graph, mesh: Mesh) -> int:
     """Operators that one run of `graph` launches: a view none, what copies before it computes two."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    work = sum(not is_free(node) and node.target is not aten.contiguous.default for node in calls)
+    work = sum(forward_work(node).launches for node in calls if node.target is not aten.contiguous.default)
     return work + len(find_copies(graph, Strides(mesh)))
 
 
@@ -66,7 +66,7 @@ class Strides(Propagation):
                 value = self.run(node)
             except RuntimeError:  # no meta kernel, or a shape that depends on data
                 value = node.meta["val"]
-            if operator_name(node.target) == "aten.scaled_dot_product_attention":
+            if COPIES.get(operator_name(node.target)) is _attention:
                 value = self._attention_output(node, value)
         self.values[node] = value
         return value
@@ -162,8 +162,8 @@ COPIES: Mapping[str, Rule] = {
         _contiguous,
     ),
     **dict.fromkeys(["aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"], _contiguous),
-    **dict.fromkeys(["aten.linear", "kernels.split_linear"], _rows),
+    **dict.fromkeys(["aten.linear", "kernels.split_linear", "kernels.linear_gelu"], _rows),
     **dict.fromkeys(["aten.matmul", "aten.bmm"], _product),
     **dict.fromkeys(["aten.addmm", "aten.mm", "aten.baddbmm"], _matrices),
-    "aten.scaled_dot_product_attention": _attention,
+    **dict.fromkeys(["aten.scaled_dot_product_attention", "kernels.grouped_attention"], _attention),
 }

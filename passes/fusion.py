@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoptd.passes.activations import ActivationJudge
@@ -30,6 +31,7 @@ from autoptd.passes.patterns import (
     is_single,
     is_vector,
     plain_add,
+    read_linear,
     split_bias,
 )
 from autoptd.passes.program import Program, Stage, copy_graph
@@ -92,6 +94,7 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
     values = [made]
     if len(match.results) > 1:
         made.meta |= {"name": f"{_name(match.results[-1])}_pair", "divided": (None,) * len(match.results)}
+        made.meta["sizes"] = tuple(old.meta.get("sizes") for old in match.results)
         with graph.inserting_before(first):
             values = [graph.call_function(operator.getitem, (made, i)) for i in range(len(match.results))]
     for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
@@ -118,7 +121,14 @@ def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation
     with graph.inserting_before(place):
         made = graph.call_function(call.target, args, dict(call.kwargs))
     made.meta = {**call.like.meta, "name": _name(call.like), "val": propagation.run(made)}
+    alike_made = (n for n in (call.like, *made.all_input_nodes) if _is_shaped(n, made.meta["val"]))
+    made.meta["sizes"] = next((n.meta.get("sizes") for n in alike_made), None)
     return made
+
+
+def _is_shaped(node: fx.Node, value: Any) -> bool:
+    own = node.meta.get("val")
+    return isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape
 
 
 def _name(node: fx.Node) -> str:
@@ -143,15 +153,42 @@ def _rename(graph: fx.Graph) -> fx.Graph:
 # Rules
 
 
+def _linear_gelu(node: fx.Node) -> Match | None:
+    """gelu(linear(x, weight, bias)), also of rows that were reshaped to a matrix and back (GPT-2)."""
+    product: Any = node.args[0] if is_call(node, aten.gelu.default) else None
+    reshaped = [product] if is_call(product, *RESHAPES) else []
+    linear = read_linear(product.args[0] if reshaped else product)
+    if linear is None or not all(map(is_single, (linear.node, *reshaped))):
+        return None
+    x: Any = linear.x
+    shape = (*shape_of(node)[:-1], shape_of(x)[-1])
+    if is_call(x, *RESHAPES) and shape_of(x) != shape:
+        x = x.args[0]
+    if shape_of(x) != shape:
+        return None
+    options = {**node.kwargs, **({"transposed": True} if linear.transposed else {})}
+    call = Call(kernels.linear_gelu, (x, linear.weight, linear.bias), node, options)
+    return Match(call, (node,), frozenset({linear.node, *reshaped}))
+
+
 def _bias_gelu(node: fx.Node) -> Match | None:
-    """gelu(x + bias); the bias of a column-parallel linear leaves it."""
+    """gelu(x + bias)."""
     if not is_call(node, aten.gelu.default):
         return None
-    biased = split_bias(node.args[0], from_linear=True)  # type: ignore[arg-type]
+    biased = split_bias(node.args[0])  # type: ignore[arg-type]
     if biased is None:
         return None
     call = Call(kernels.bias_gelu, (biased.x, biased.bias), node, dict(node.kwargs))
     return Match(call, (node,), frozenset(biased.members))
+
+
+def _grouped_attention(node: fx.Node) -> Match | None:
+    """Fused attention of fewer key and value heads than query heads, without a mask."""
+    grouped = is_call(node, aten.scaled_dot_product_attention.default) and node.kwargs.get("enable_gqa")
+    if not grouped or len(node.args) > 3 or node.kwargs.get("attn_mask") is not None:
+        return None
+    options = {name: value for name, value in node.kwargs.items() if name in ("is_causal", "scale")}
+    return Match(Call(kernels.grouped_attention, node.args, node, options), (node,), frozenset())
 
 
 def _gated_product(activation: str, target: Any, kwargs: dict[str, Any], node: fx.Node) -> Match | None:
@@ -197,11 +234,11 @@ def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
     rank: Any = next(iter(node.graph.nodes))
     if is_call(node, kernels.dropout):
         x: Any = node.args[1]
-        biased = split_bias(x, from_linear=False)
+        biased = split_bias(x)
         parts, members = ((biased.x, biased.bias), biased.members) if biased else ((x, None), ())
         call = Call(kernels.bias_dropout_add, (rank, *parts, None, *node.args[2:]), node, node.kwargs)
         return call, frozenset({node, *members})
-    biased = split_bias(node, from_linear=False)
+    biased = split_bias(node)
     if biased is None:
         return None
     return Call(kernels.bias_dropout_add, (rank, biased.x, biased.bias, None), node), frozenset(
@@ -255,6 +292,7 @@ _LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 RULES: tuple[Rule, ...] = (
     match_half_loss,
+    _grouped_attention,
     match_rms_norm,
     match_torch_rms_norm,
     match_rotary,
@@ -262,6 +300,7 @@ RULES: tuple[Rule, ...] = (
     partial(_gated_product, "silu", aten.silu.default, {}),
     partial(_gated_product, "gelu", aten.gelu.default, {}),
     partial(_gated_product, "gelu_tanh", aten.gelu.default, {"approximate": "tanh"}),
+    _linear_gelu,
     _bias_gelu,
     _dropout_add,
     _dropout_bias,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoptd.passes.calls import is_lifted, loads_under
 from autoptd.runtime import aten
 
 _BLOCK = 1 << 26  # mask elements computed at once
@@ -109,6 +110,12 @@ class MaskJudge:
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def buffers_under(constant: fx.Node) -> frozenset[str]:
+    """The user's buffers whose values a constant is computed from."""
+    names = {str(load.target) for load in loads_under(constant)}
+    return frozenset(name for name in names if not is_lifted(name))
 
 
 def _allowed(block: Tensor, start: int) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ def match_torch_rms_norm(node: fx.Node) -> Match | None:
         return None
     x: Any = node.args[0]
     size: Any = node.args[1]
-    weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
+    weight = argument(node, 2, "weight")
     dtype = x.meta["val"].dtype
     if (
         list(size) != [shape_of(node)[-1]]
@@ -62,7 +63,7 @@ def match_torch_rms_norm(node: fx.Node) -> Match | None:
         or weight.meta["val"].dtype != dtype
     ):
         return None
-    call = Call(kernels.rms_norm, (x, weight, torch.finfo(dtype).eps if eps is None else eps), node)
+    call = Call(kernels.rms_norm, (x, weight, argument(node, 3, "eps")), node)
     return Match(call, (node,), frozenset())
 
 
@@ -133,12 +134,12 @@ def match_rotary(node: fx.Node) -> Match | None:
 
 
 def _is_table(table: fx.Node, x: fx.Node) -> bool:
-    """Whether a cos or sin fits x: as many dimensions, x's dtype, and the whole last dimension."""
+    """Whether a cos or sin is broadcast over x: no more dimensions, x's dtype, and the whole last dimension."""
     own, shape = shape_of(table), shape_of(x)
     fits = (
-        len(own) == len(shape)
+        0 < len(own) <= len(shape)
         and own[-1] == shape[-1]
-        and all(a in (1, b) for a, b in zip(own, shape, strict=True))
+        and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
     )
     return fits and table.meta["val"].dtype == x.meta["val"].dtype
 
@@ -148,7 +149,7 @@ def _rotated(node: Any) -> Rotated | None:
 
 
 def _rotated_halves(node: Any) -> Rotated | None:
-    """``cat([-x[..., n:], x[..., :n]], -1)``."""
+    """``cat([-x[..., n:], x[..., :n]], -1)``, the halves by slices or of one ``chunk``."""
     if not is_call(node, aten.cat.default) or not last_dim(node, argument(node, 1, "dim", 0)):
         return None
     parts: Any = node.args[0]
@@ -156,10 +157,27 @@ def _rotated_halves(node: Any) -> Rotated | None:
         return None
     second, first = parts[0].args[0], parts[1]
     half = shape_of(node)[-1] // 2
-    taken = _sliced(first, 0, half), _sliced(second, half, 2 * half)
-    if taken[0] is None or taken[0] is not taken[1] or 2 * half != shape_of(taken[0])[-1]:
+    if 2 * half != shape_of(node)[-1]:
         return None
-    return Rotated(taken[0], False, frozenset({node, parts[0], first, second}))
+    members = {node, parts[0], first, second}
+    split = _split_in_halves(first, second)
+    if split is not None:
+        return Rotated(split.args[0], False, frozenset({*members, split}))  # type: ignore[arg-type]
+    x = _sliced(first, 0, half)
+    if x is None or x is not _sliced(second, half, 2 * half) or shape_of(x)[-1] != 2 * half:
+        return None
+    return Rotated(x, False, frozenset(members))
+
+
+def _split_in_halves(first: Any, second: Any) -> fx.Node | None:
+    """The operator whose two results, halves of the last dimension, these are."""
+    if not (is_call(first, operator.getitem) and is_call(second, operator.getitem)):
+        return None
+    split: fx.Node = first.args[0]
+    if second.args[0] is not split or (first.args[1], second.args[1]) != (0, 1):
+        return None
+    fits = is_call(split, aten.split.Tensor) and last_dim(first, argument(split, 2, "dim", 0))
+    return split if fits and len(split.meta["val"]) == 2 and shape_of(first) == shape_of(second) else None
 
 
 def _sliced(node: Any, start: int, end: int, step: int = 1) -> fx.Node | None:

@@ -84,11 +84,10 @@ def is_vector(node: Any, size: int) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr" and shape_of(node) == (size,)
 
 
-def split_bias(node: fx.Node, *, from_linear: bool) -> Biased | None:
-    """Read a single-use value as a product and a bias, through reshapes that keep the last dimension.
+def split_bias(node: fx.Node) -> Biased | None:
+    """Read a single-use value as something and a bias added to it, through reshapes that keep the last dimension.
 
-    `from_linear`: take the bias out of a linear, too; else only one that is added behind it, as behind the
-    all-reduce of a row-parallel linear.
+    A bias inside a linear costs nothing there and is left; behind the all-reduce of a row-parallel one it is added.
     """
     if not is_single(node):
         return None
@@ -96,15 +95,12 @@ def split_bias(node: fx.Node, *, from_linear: bool) -> Biased | None:
         source: Any = node.args[0]
         if shape_of(source)[-1:] != shape_of(node)[-1:]:
             return None
-        inner = split_bias(source, from_linear=from_linear)
+        inner = split_bias(source)
         if inner is None:
             return None
         shaped = Call(node.target, (inner.x, *node.args[1:]), node)
         return Biased(shaped, inner.bias, (*inner.members, node))
-    return _split_linear(node) if from_linear and is_call(node, *_LINEARS) else _split_add(node)
-
-
-_LINEARS = (aten.linear.default, aten.addmm.default)
+    return _split_add(node)
 
 
 def _split_add(node: fx.Node) -> Biased | None:
@@ -117,15 +113,26 @@ def _split_add(node: fx.Node) -> Biased | None:
     return None
 
 
-def _split_linear(node: fx.Node) -> Biased | None:
-    bias: Any
-    if node.target is aten.linear.default:
-        bias, call = argument(node, 2, "bias"), Call(aten.linear.default, node.args[:2], node)
-    else:
-        bias, call = node.args[0], Call(aten.mm.default, node.args[1:3], node)
-    if node.kwargs or not is_vector(bias, shape_of(node)[-1]):
+@dataclass(frozen=True)
+class Linear:
+    """``linear(x, weight, bias)``, its weight [out, in], or [in, out] where `transposed`."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node
+    transposed: bool
+
+
+def read_linear(node: Any) -> Linear | None:
+    """Read a product with a bias, of the result's dtype."""
+    if not is_call(node, aten.linear.default, aten.addmm.default) or node.kwargs:
         return None
-    return Biased(call, bias, (node,))
+    transposed = node.target is aten.addmm.default
+    bias, x, weight = node.args if transposed else (argument(node, 2, "bias"), *node.args[:2])
+    if not is_vector(bias, shape_of(node)[-1]) or bias.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return Linear(node, x, weight, bias, transposed)
 
 
 def last_dim(node: fx.Node, dims: Any) -> bool:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from autoptd.runtime.manifest import Input, Manifest, Output
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-IGNORED = -100  # torch's default ignore_index
 SHOWN = 8  # microbatches
 
 
@@ -110,20 +108,19 @@ def split_batch(
 def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
     """What to warn of where microbatches have unequal counts of valid labels; "" where they are equal.
 
-    Labels are what the last stage reads as integers; one of -100 is left out of the loss.
+    Labels are the inputs whose loss and its ``ignore_index`` are known.
     """
     for expected in manifest.inputs:
-        dim = expected.batch_dim
-        if expected.name not in manifest.stages[-1].inputs or dim is None or expected.dtype not in INTEGERS:
+        dim, ignored = expected.batch_dim, expected.ignore_index
+        if ignored is None or dim is None:
             continue
-        valid = batch[expected.name] != IGNORED
-        if bool(valid.all()):
-            continue
+        valid = batch[expected.name] != ignored
+        valid.narrow(-1, 0, expected.skipped).fill_(False)
         counts = torch.stack([part.sum() for part in valid.split(expected.shape[dim], dim)]).tolist()
         if len(set(counts)) > 1:
             listed = ", ".join(map(str, counts[:SHOWN])) + ", ..." * (len(counts) > SHOWN)
             return (
-                f"the microbatches have unequal counts of {expected.name} other than {IGNORED}: {listed}. The loss "
+                f"the microbatches have unequal counts of {expected.name} other than {ignored}: {listed}. The loss "
                 "is the mean of their means, which weighs microbatches alike, not labels: pack the sequences, or "
                 "divide the batch so that each has as many"
             )

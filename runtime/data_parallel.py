@@ -22,24 +22,27 @@ def reduce_gradients(manifest: Manifest, connection: Connection, gradients: dict
 
     Summed, in this order: over the tensor ranks where each has only a part of the sum; over the pipeline
     ranks that own a tied parameter; over the replicas, and divided by their number. Peers call this with the
-    same names in the same order.
+    same names; owners of tied parameters have met them in orders of their own.
     """
     rank = connection.rank
+    names = [name for name in manifest.parameters if name in gradients]
     partial = [
         rows
-        for name, gradient in gradients.items()
+        for name in names
         if manifest.parameters[name].partial_gradient
-        for rows in split_rows(manifest.parameters[name].placement, gradient, rank.tensor.size, divided=False)
+        for rows in split_rows(
+            manifest.parameters[name].placement, gradients[name], rank.tensor.size, divided=False
+        )
     ]
     sums = list(partial)
     sum_over(rank.tensor, sums)
     for rows, summed in zip(partial, sums, strict=True):
         if summed is not rows:
             rows.copy_(summed)
-    owners = {name: manifest.owners(name) for name in gradients}
+    owners = {name: manifest.owners(name) for name in names}
     for ranks, group in connection.tied.items():
-        _sum_named(group, gradients, [name for name in gradients if owners[name] == ranks])
-    _sum_named(rank.data, gradients, list(gradients), divisor=rank.data.size)
+        _sum_named(group, gradients, [name for name in names if owners[name] == ranks])
+    _sum_named(rank.data, gradients, names, divisor=rank.data.size)
 
 
 def split_rows(placement: Placement, local: Tensor, tensor: int, *, divided: bool) -> list[Tensor]:

@@ -13,12 +13,18 @@ from autoptd.runtime.placement import Parameter
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor of the user's batch, as ONE microbatch has it; `batch_dim` None: every one gets it whole."""
+    """One tensor of the user's batch, as ONE microbatch has it; `batch_dim` None: every one gets it whole.
+
+    Of labels, `ignore_index` is the number that their mean loss leaves out, and `skipped` how many at the begin of
+    their last dimension it does not read; None: no labels, or of a loss of which that is not known.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
+    ignore_index: int | None = None
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,17 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Proved:
+    """A buffer whose values were compiled into the program: it holds for the values with this hash only.
+
+    `digest` is what ``runtime.weights.hash_values`` gives.
+    """
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
 
@@ -89,6 +106,7 @@ class Manifest:
     transient: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     uninitialized: str = ""
+    proved: tuple[Proved, ...] = ()
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""

@@ -16,7 +16,17 @@ from autoptd.runtime.data_parallel import DTYPES, reduce_gradients, share_loss
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.schedule import Action
-from autoptd.runtime.weights import Constants, find_tensor, gather_whole, hang_up, take_slice, take_slices
+from autoptd.runtime.weights import (
+    Constants,
+    check_proved,
+    compiled_in,
+    find_tensor,
+    gather_whole,
+    hang_up,
+    refresh_constants,
+    take_slice,
+    take_slices,
+)
 
 Batch = Mapping[str, Tensor]
 
@@ -55,6 +65,7 @@ class Parallel(nn.Module):
         at = connection.rank.coordinates
         # Tensor ranks have the same labels: one of them says it.
         self._watches_labels = at.tensor == 0 and len(manifest.stages) - 1 in self._executor.stages
+        self._constants = constants
         hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights, drawn))
 
     @property
@@ -111,7 +122,10 @@ class Parallel(nn.Module):
         return gather_whole(self._manifest, self._rank, self._slices())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's slices of a whole `state`, given to every rank; ValueError for other names."""
+        """Take this rank's slices of a whole `state`, given to every rank.
+
+        Raises ValueError for other names, or other values of a buffer that were compiled into the program.
+        """
         manifest = self._manifest
         names = [name for name in manifest.parameters if manifest.is_saved(name)]
         unknown = sorted(set(state) - set(names) - set(manifest.aliases))
@@ -120,12 +134,31 @@ class Parallel(nn.Module):
                 f"{len(unknown)} names of the state are unknown to the compiled model: "
                 f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
             )
+        check_proved(manifest, state)
         # All are looked up before any is changed.
         whole = {name: find_tensor(manifest, state, name) for name in names}
         with torch.no_grad():
             for name, own in self._slices().items():
                 if name in whole:
                     own.copy_(take_slice(manifest.parameters[name], whole[name], self._rank))
+        refresh_constants(manifest, self._rank, self._constants, self._slices())
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of every module: takes this rank's tensors under the user's names. All ranks of a stage must call it.
+
+        Raises ValueError for other values of a buffer that were compiled into the program.
+        """
+        slices = self._slices()
+        for name in (proved.name for proved in self._manifest.proved):
+            if name in slices and name in state_dict:
+                own, given = slices[name], state_dict[name]
+                if own.shape == given.shape and not torch.equal(own, given.to(own)):
+                    raise ValueError(compiled_in(name))
+        result = super().load_state_dict(state_dict, strict, assign)
+        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+        return result
 
     def _slices(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}

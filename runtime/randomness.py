@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ BLOCK = 8  # elements of a counter
 LEVELS = 1 << 16  # numbers an element may draw
 
 # Counters worked on at once: on a CPU few enough to stay in its cache.
-CPU_CHUNK = 1 << 14
+CPU_CHUNK = 1 << 13
 DEVICE_CHUNK = 1 << 24
 
 
@@ -110,23 +110,6 @@ def mask_key(
     return [seed, randomness.call, first, operator, batch, inner, run, whole, start]
 
 
-def keep_mask(
-    randomness: Randomness,
-    p: float,
-    operator: int,
-    shape: Sequence[int],
-    device: torch.device,
-    *,
-    sample: int | None = 0,
-    divided: int | None = None,
-    size: int = 1,
-    index: int = 0,
-) -> Tensor:
-    """Which elements a dropout with probability `p` keeps: a bool tensor of this rank's `shape`."""
-    key = mask_key(randomness, operator, shape, sample=sample, divided=divided, size=size, index=index)
-    return draw_mask(key, p, shape, device)
-
-
 def draw_mask(key: Sequence[int], p: float, shape: Sequence[int], device: torch.device) -> Tensor:
     """The mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16."""
     if 0 in shape:
@@ -159,27 +142,69 @@ def _keep_runs(
     blocks_per_run = (run + BLOCK - 1) // BLOCK if aligned else (run + BLOCK - 2) // BLOCK + 1
     blocks = (first // BLOCK + torch.arange(blocks_per_run, device=device)).view(1, -1)
     kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
-    chunk = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
-    columns = min(blocks.shape[1], chunk)
-    rows = max(1, chunk // columns)
-    whole: Sequence[Any] = (
-        blocks,
-        samples[:, None] & WORD,
-        torch.full((1, 1), call & WORD, device=device),
+    fill = _fill_on_cpu if device.type == "cpu" else _fill
+    fill(
         kept,
+        (blocks & WORD, (blocks >> 32 << OPERATOR_BITS) | operator),
+        samples & WORD,
+        call & WORD,
+        key,
+        dropped,
     )
-    if device.type == "cpu":
-        whole = [tensor.numpy() for tensor in whole]  # which multiplies integers in less than half the time
-    for row in range(0, len(samples), rows):
-        for column in range(0, blocks.shape[1], columns):
-            here = slice(row, row + rows), slice(column, column + columns)
-            block, sample, calls, target = whole[0][:, here[1]], whole[1][here[0]], whole[2], whole[3][here]
-            counter = (block & WORD, (block >> 32 << OPERATOR_BITS) | operator, sample, calls)
-            for number, word in enumerate(philox(counter, key)):
-                target[..., 2 * number] = (word & (LEVELS - 1)) >= dropped
-                target[..., 2 * number + 1] = (word >> 16) >= dropped
     kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]
     place = first % BLOCK + torch.arange(run, device=device)
     return kept.gather(2, place.expand(len(samples), -1, -1))
+
+
+def _fill(
+    kept: Tensor,
+    blocks: tuple[Tensor, Tensor],
+    samples: Tensor,
+    call: int,
+    key: tuple[int, int],
+    dropped: int,
+) -> None:
+    """Fill `kept` [samples, blocks, 8]; `blocks` are the counter's first two words, each [1, blocks]."""
+    calls = torch.full((1, 1), call, device=kept.device)
+    for rows, columns in _tiles(kept.shape, DEVICE_CHUNK):
+        counter = (*(word[:, columns] for word in blocks), samples[rows, None], calls)
+        for number, word in enumerate(philox(counter, key)):
+            kept[rows, columns, 2 * number] = (word & (LEVELS - 1)) >= dropped
+            kept[rows, columns, 2 * number + 1] = (word >> 16) >= dropped
+
+
+def _fill_on_cpu(
+    kept: Tensor,
+    blocks: tuple[Tensor, Tensor],
+    samples: Tensor,
+    call: int,
+    key: tuple[int, int],
+    dropped: int,
+) -> None:
+    """`_fill` in numpy, which multiplies integers in less than half torch's time.
+
+    On one thread: beside OpenMP's, which spin between operators, further ones made a step slower by a third.
+    """
+    target, calls = kept.numpy(), np.full((1, 1), call)
+    counts, first = [word.numpy() for word in blocks], samples.numpy()
+
+    for rows, columns in _tiles(kept.shape, CPU_CHUNK):
+        into = target[rows, columns]
+        words = np.empty((*into.shape[:-1], 4), "<u4")
+        counter = (*(word[:, columns] for word in counts), first[rows, None], calls)
+        for number, word in enumerate(philox(counter, key)):
+            words[..., number] = word
+        np.greater_equal(words.view("<u2"), dropped, out=into)
+
+
+def _tiles(shape: Sequence[int], chunk: int) -> list[tuple[slice, slice]]:
+    """[samples, blocks, 8] in rectangles of at most `chunk` counters."""
+    columns = min(shape[1], chunk)
+    rows = max(1, chunk // columns)
+    return [
+        (slice(row, row + rows), slice(column, column + columns))
+        for row in range(0, shape[0], rows)
+        for column in range(0, shape[1], columns)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,21 +15,15 @@ from autoptd.runtime.rank import Rank
 
 
 def recompute(rank: Rank, function: Callable[..., Any], *values: Tensor) -> Any:
-    """Give ``function(*values)``; for the backward keep `values` alone, and call the function once more there.
+    """Give ``function(rank, *values)``; for the backward keep `values` alone, and call the function once more there.
 
-    Dropout draws the same masks as before, although the schedule has moved on to other microbatches. The second
-    call stops after the last operator that saves anything. Collectives before that are repeated, in the same
-    order on all tensor ranks. Without gradients there is no second call.
+    The function's rank is a copy that stays where the training stands now: dropout draws the same masks as before,
+    although the schedule has moved on to other microbatches. (Setting the randomness of `rank` back for the second
+    call would do on its own, but is a side effect that ``torch.compile`` does not take into a graph.) The second call
+    stops after the last operator that saves anything. Collectives before that are repeated, in the same order on all
+    tensor ranks. Without gradients there is no second call.
     """
     if not torch.is_grad_enabled():
-        return function(*values)
-    then = replace(rank.randomness)
-
-    def call(*values: Tensor) -> Any:
-        now, rank.randomness = rank.randomness, then
-        try:
-            return function(*values)
-        finally:
-            rank.randomness = now
-
-    return checkpoint(call, *values, use_reentrant=False, preserve_rng_state=False)
+        return function(rank, *values)
+    then = replace(rank, randomness=replace(rank.randomness))
+    return checkpoint(partial(function, then), *values, use_reentrant=False, preserve_rng_state=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -13,6 +14,8 @@ from autoptd.runtime.placement import Parameter
 from autoptd.runtime.rank import Rank
 
 Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+_BLOCK = 1 << 20  # elements hashed at once
 
 
 class OnCPU(Mapping[str, Tensor]):
@@ -29,6 +32,25 @@ class OnCPU(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class Joined(Mapping[str, Tensor]):
+    """A rank's `slices`, each joined over the tensor group to the whole tensor when it is asked for."""
+
+    def __init__(self, manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> None:
+        self._manifest = manifest
+        self._rank = rank
+        self._slices = slices
+
+    def __getitem__(self, name: str) -> Tensor:
+        placement, own = self._manifest.parameters[name].placement, self._slices[name].detach()
+        return own if placement.dim is None else placement.join(self._rank.tensor.all_gather(own))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
 
 
 def take_slices(
@@ -52,6 +74,19 @@ def take_slices(
                 continue
             slices[name] = take_slice(parameter, find_tensor(manifest, source, name), rank)
     return slices
+
+
+def refresh_constants(
+    manifest: Manifest, rank: Rank, constants: Constants, slices: Mapping[str, Tensor]
+) -> None:
+    """Compute this rank's constants anew, from the buffers among its `slices`. A collective of the tensor group."""
+    own = [name for name in slices if _is_constant(manifest, name)]
+    if not own:
+        return
+    with torch.no_grad():
+        computed = constants(OnCPU(Joined(manifest, rank, slices)))
+        for name in own:
+            slices[name].copy_(take_slice(manifest.parameters[name], computed[name], rank))
 
 
 def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
@@ -83,6 +118,35 @@ def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
         )
     own = parameter.placement.take(whole.detach(), rank.tensor.size, rank.tensor.index)
     return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
+
+
+def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
+    """A SHA-256 of a tensor's shape and of its values in `dtype`; a wider floating dtype gives the same."""
+    values = tensor.detach().cpu().to(dtype)
+    digest = hashlib.sha256(str(list(values.shape)).encode())
+    for block in values.flatten().split(_BLOCK):
+        # 0 is added because -0 is the same value.
+        digest.update((block.double() + 0 if block.is_floating_point() else block).numpy())
+    return digest.hexdigest()
+
+
+def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a buffer among the whole `tensors` with other values than the program was proved of."""
+    for proved in manifest.proved:
+        dtype = manifest.parameters[proved.name].dtype
+        for name in _names(manifest, proved.name):
+            given = tensors.get(name)
+            if given is not None and not given.is_meta and hash_values(given, dtype) != proved.digest:
+                raise ValueError(compiled_in(name))
+
+
+def compiled_in(name: str) -> str:
+    """Why other values of a buffer cannot be loaded."""
+    return (
+        f"the buffer {name} is given other values than it had when the program was compiled: they were compiled into "
+        "the program (a mask that was proved causal, say), which holds for them only; compile again from a model "
+        "with the new values, or leave the buffer as it was"
+    )
 
 
 def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:

@@ -1,25 +1,29 @@
-"""Which rule finds the attention of which transformers class: a table in Markdown, for the docs.
+"""Which rule finds the attention of which transformers class, and that its logits stay: a table in Markdown.
 
 Tiny models (two layers), captured in training mode, once with each attention implementation that transformers has for
-the class. ``python -m samples.attention_coverage``
+the class. Logits are computed in float64, as ``program.verify`` computes: what the class casts to float32 (norms,
+softmax, rotary angles) is promoted in the model and in the program alike. ``python -m samples.attention_coverage``
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autoptd.capture import capture
-from autoptd.passes.attention import Finding, find_attentions
+from autoptd.passes.attention import Finding, find_attentions, recognize_attention
 from autoptd.passes.constants import fold_constants
 from autoptd.passes.normalize import normalize
-from autoptd.passes.program import Program
+from autoptd.passes.program import Program, copy_graph
+from autoptd.promotion import Promotion, promote
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.rank import Rank
 
 VOCABULARY, LENGTH = 61, 16
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -81,6 +85,10 @@ CLASSES: Mapping[str, dict[str, Any]] = {
     "ViTForImageClassification": {**_DROPPED, **_IMAGE},
 }
 
+# transformers' default, grouped_mm, takes no float64 in torch, and eager experts are a loop over data, which no graph
+# has: logits are those of batched_mm.
+EXPERTS = ("MixtralForCausalLM", "DeepseekV3ForCausalLM")
+
 
 def make_model(name: str, implementation: str, **options: Any) -> nn.Module | None:
     """The class with its tiny sizes; None where transformers has no such implementation of its attention."""
@@ -94,6 +102,17 @@ def make_model(name: str, implementation: str, **options: Any) -> nn.Module | No
         if "does not support an attention implementation" in str(error):
             return None
         raise
+    if name in EXPERTS:
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    return model
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    """Weights that leave no gradient zero and no softmax even."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p + 0.2 * torch.randn(p.shape))
     return model
 
 
@@ -110,6 +129,31 @@ def fold_model(model: nn.Module, inputs: Mapping[str, Tensor]) -> Program:
     return fold_constants(normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=dict(inputs))))
 
 
+def measure_error(program: Program, model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
+    """How far the logits of a one-stage `program` are from those of `model`, as a part of the largest, in float64."""
+    wide = {name: x.to(promote(x.dtype)) for name, x in inputs.items()}
+    with torch.no_grad(), Promotion():
+        own = copy.deepcopy(model).double()(**wide).logits
+        found = _compute_logits(program, model, wide)
+    return float((found.reshape(own.shape) - own).abs().max() / own.abs().max())
+
+
+def _compute_logits(program: Program, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """What the program computes its loss from, with `model`'s weights in float64."""
+    (stage,) = program.stages
+    graph = copy_graph(stage.graph)
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    output.args = (output.args[0].args[0],)
+    tensors = {**program.buffers, **dict(model.named_parameters())}
+    tensors = {name: x.detach().to(promote(x.dtype)) for name, x in tensors.items()}
+    if len(stage.constants.nodes):
+        tensors |= fx.GraphModule(tensors, stage.constants)()
+    names = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    given = {**inputs, "rank": Rank.local(program.mesh)}
+    logits: Tensor = fx.GraphModule(tensors, graph)(*(given[name] for name in names))
+    return logits
+
+
 def write_rule(finding: Finding) -> str:
     mask = "" if finding.mask == "no mask" else f", {finding.mask}"
     return {"sdpa": "fused attention", "softmax": "softmax kernel", "": "as it is"}[finding.rule] + mask
@@ -120,18 +164,21 @@ def list_rows() -> Iterator[tuple[str, ...]]:
         for implementation in IMPLEMENTATIONS:
             model = make_model(name, implementation)
             if model is None:
-                yield name, implementation, "(transformers has none)", ""
+                yield name, implementation, "(transformers has none)", "", ""
                 continue
-            findings = find_attentions(fold_model(model, make_inputs(name)))
+            inputs = make_inputs(name)
+            program = fold_model(randomize(model), inputs)
+            findings = find_attentions(program)
+            error = measure_error(recognize_attention(program), model, inputs)
             for rule, reason in dict.fromkeys((write_rule(f), f.reason) for f in findings):
                 count = sum((write_rule(f), f.reason) == (rule, reason) for f in findings)
-                yield name, implementation, f"{count} x {rule}", reason
+                yield name, implementation, f"{count} x {rule}", f"{error:.1g}", reason
 
 
 def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    print("| model | attention implementation | rule that fired | why not fused whole |")
-    print("| --- | --- | --- | --- |")
+    print("| model | attention implementation | rule that fired | logits differ by | why not fused whole |")
+    print("| --- | --- | --- | --- | --- |")
     for row in list_rows():
         print(f"| {' | '.join(row)} |")
 

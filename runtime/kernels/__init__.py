@@ -10,7 +10,8 @@ run. A mask is not saved but drawn again in backward, by `randomness.draw_mask` 
 reduced.
 """
 
-from autoptd.runtime.kernels.activation import bias_gelu, gated_product
+from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
+from autoptd.runtime.kernels.grouped_attention import grouped_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.packed_linear import split_linear
@@ -28,6 +29,8 @@ __all__ = [
     "dropout",
     "embedding",
     "gated_product",
+    "grouped_attention",
+    "linear_gelu",
     "rms_norm",
     "rotary_embedding",
     "scaled_softmax",

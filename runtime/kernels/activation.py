@@ -6,13 +6,39 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
 
 KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def linear_gelu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    approximate: Literal["none", "tanh"] = "none",
+    transposed: bool = False,
+) -> Tensor:
+    """Compute ``gelu(linear(x, weight, bias))``; `weight` is [out, in], or [in, out] where `transposed`.
+
+    A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing. Raises
+    ValueError on shapes that do not fit.
+    """
+    _check_approximation("linear_gelu", approximate)
+    if weight.dim() == 2 and transposed:
+        weight = weight.t()
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear_gelu was given x {list(x.shape)}, weight {list(weight.shape)} as [out, in] and bias "
+            f"{list(bias.shape)}, expected [.., in], [out, in] and [out]"
+        )
+    if runs_plainly(x):
+        return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
+    return bias_gelu(functional.linear(x, weight), bias, approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -26,10 +52,14 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "n
         raise ValueError(
             f"bias_gelu was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
         )
-    if approximate not in KINDS:
-        raise ValueError(f"bias_gelu was given approximate={approximate!r}, expected 'none' or 'tanh'")
+    _check_approximation("bias_gelu", approximate)
     result: Tensor = torch.ops.autoptd.bias_gelu(x, bias, KINDS[approximate])
     return result
+
+
+def _check_approximation(kernel: str, approximate: str) -> None:
+    if approximate not in KINDS:
+        raise ValueError(f"{kernel} was given approximate={approximate!r}, expected 'none' or 'tanh'")
 
 
 def gated_product(

@@ -12,7 +12,7 @@ from torch import Tensor
 from autoptd.runtime.kernels.masking import find_key, keep_factor
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
 from autoptd.runtime.randomness import draw_mask
 from autoptd.runtime.rank import Rank
 
@@ -62,6 +62,9 @@ def bias_dropout_add(
             f"bias_dropout_add was given x {list(x.shape)} and residual {list(residual.shape)}, expected equal"
         )
     key = find_key(rank, x, p, operator, sample, divided, shape)
+    if not key and runs_plainly(x):
+        total = x if bias is None else x + bias
+        return total if residual is None else residual + total
     if bias is None and residual is None and not key:
         return x
     result: Tensor = torch.ops.autoptd.bias_dropout_add(x, bias, residual, p, key)

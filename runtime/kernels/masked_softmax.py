@@ -1,6 +1,8 @@
 """Scale, mask, softmax and keyed dropout of attention scores in one go (SC21 §4.2): general masks and causal ones.
 
-Backward needs the softmax before its dropout; without dropout that is the result itself. Results are contiguous.
+Backward needs the softmax before its dropout; without dropout that is the result itself. In float32 and float64 it
+keeps the result too, as the product behind it does anyway: plain torch reads the mask off it. Kernels, and plain
+torch in half precision, draw it again. Results are contiguous.
 """
 
 from __future__ import annotations
@@ -110,29 +112,47 @@ def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float)
 
 @define_operator("scaled_softmax_backward")
 def _scaled_softmax_backward(
-    gradient: Tensor, softmax: Tensor, is_causal: bool, scale: float, p: float, key: list[int]
+    gradient: Tensor,
+    softmax: Tensor,
+    weights: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    p: float,
+    key: list[int],
 ) -> Tensor:
-    """The gradient of the masked scores times `scale`: with their scale it is that of the scores."""
+    """The gradient of the masked scores times `scale`: with their scale it is that of the scores.
+
+    `weights` is the softmax after its dropout; None where nothing is dropped, or in half precision.
+    """
     kernels = find_kernels("softmax", softmax, gradient)
     if kernels is not None:
         filled = torch.empty_like(softmax)
         kernels.differentiate_scores(gradient, softmax, is_causal, scale, p, key, filled)
         return filled
+    if weights is not None:
+        # An element of softmax 0 has the gradient 0, whether it was dropped or not.
+        kept = gradient * weights
+        return kept.addcmul_(softmax, kept.sum(-1, keepdim=True), value=-1).mul_(scale).contiguous()
     wide = widen(softmax.dtype)
-    gradient = gradient.to(wide)
-    if key:
-        gradient = (gradient * draw_mask(key, p, gradient.shape, gradient.device)).mul_(keep_factor(p))
     if wide == softmax.dtype:
         result: Tensor = torch.ops.aten._softmax_backward_data(gradient, softmax, -1, wide)
         return result.mul_(scale).contiguous()
-    share = softmax.to(wide)
+    gradient, share = gradient.to(wide), softmax.to(wide)
+    if key:  # weights are rounded, where the mask is exact
+        gradient = (gradient * draw_mask(key, p, gradient.shape, gradient.device)).mul_(keep_factor(p))
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)
 
 
 def _allocate_gradient(
-    gradient: Tensor, softmax: Tensor, is_causal: bool, scale: float, p: float, key: list[int]
+    gradient: Tensor,
+    softmax: Tensor,
+    weights: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    p: float,
+    key: list[int],
 ) -> Tensor:
     return torch.empty_like(softmax)
 
@@ -141,7 +161,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     _, mask, *ctx.arguments = inputs
     ctx.mask = None if mask is None else (mask.shape, mask.dtype)
     weights, softmax = output
-    ctx.save_for_backward(softmax if ctx.arguments[-1] else weights)
+    exact = widen(softmax.dtype) == softmax.dtype
+    ctx.save_for_backward(*((softmax, weights if exact else None) if ctx.arguments[-1] else (weights, None)))
     ctx.mark_non_differentiable(softmax)
     ctx.set_materialize_grads(False)
 
@@ -150,12 +171,11 @@ def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None
     rest = (None, None, None, None)
     if gradient is None:
         return None, None, *rest
-    (softmax,) = ctx.saved_tensors
     is_causal, scale, p, key = ctx.arguments
+    operands = (gradient, *ctx.saved_tensors, is_causal)
     if not ctx.needs_input_grad[1]:
-        operands = (gradient, softmax, is_causal, scale, p, key)
-        return torch.ops.autoptd.scaled_softmax_backward(*operands), None, *rest
-    unscaled = torch.ops.autoptd.scaled_softmax_backward(gradient, softmax, is_causal, 1.0, p, key)
+        return torch.ops.autoptd.scaled_softmax_backward(*operands, scale, p, key), None, *rest
+    unscaled = torch.ops.autoptd.scaled_softmax_backward(*operands, 1.0, p, key)
     shape, dtype = ctx.mask
     return unscaled * scale, unscaled.sum_to_size(shape).to(dtype), *rest
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def widen(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

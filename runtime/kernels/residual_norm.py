@@ -11,23 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add
 from autoptd.runtime.kernels.masking import find_key
 from autoptd.runtime.kernels.operands import sum_rows
 from autoptd.runtime.kernels.precision import cast_widely, widen
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
 from autoptd.runtime.rank import Rank
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     """Divide the rows of `x` [.., h] by their root mean square, and multiply by `weight` [h].
 
     As Hugging Face's Llama does: in half precision the statistics are float32, and what is multiplied by the
-    weight has x's dtype.
+    weight has x's dtype. `eps` None is x's machine epsilon, as torch's.
     """
     _check("rms_norm", x, None, {"weight": weight})
-    normed: Tensor = torch.ops.autoptd.rms_norm(x, weight, eps)[0]
+    normed: Tensor = torch.ops.autoptd.rms_norm(x, weight, _epsilon(x, eps))[0]
     return normed
 
 
@@ -52,8 +54,12 @@ def add_layer_norm(
     """
     _check("add_layer_norm", x, residual, {"weight": weight, "norm_bias": norm_bias, "bias": bias})
     key = find_key(rank, x, p, operator, sample, divided, shape)
+    exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
+    if exact in ({torch.float32}, {torch.float64}) and not key and runs_plainly(x):
+        x = bias_dropout_add(rank, x, bias, residual).contiguous()
+        bias = residual = None
     if bias is None and residual is None and not key:
-        return x, torch.nn.functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
+        return x, functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
     arguments = (x, weight, norm_bias, eps, bias, residual, p, key)
     added, normed, _, _ = torch.ops.autoptd.add_layer_norm(*arguments)
     return added, normed
@@ -63,7 +69,7 @@ def add_rms_norm(
     rank: Rank,
     x: Tensor,
     weight: Tensor,
-    eps: float,
+    eps: float | None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     p: float = 0.0,
@@ -77,8 +83,13 @@ def add_rms_norm(
     key = find_key(rank, x, p, operator, sample, divided, shape)
     if bias is None and residual is None and not key:
         return x, rms_norm(x, weight, eps)
-    added, normed, _ = torch.ops.autoptd.add_rms_norm(x, weight, eps, bias, residual, p, key)
+    arguments = (x, weight, _epsilon(x, eps), bias, residual, p, key)
+    added, normed, _ = torch.ops.autoptd.add_rms_norm(*arguments)
     return added, normed
+
+
+def _epsilon(x: Tensor, eps: float | None) -> float:
+    return torch.finfo(x.dtype).eps if eps is None else eps
 
 
 def _check(name: str, x: Tensor, residual: Tensor | None, vectors: dict[str, Tensor | None]) -> None:

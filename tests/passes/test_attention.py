@@ -12,10 +12,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autoptd.passes.attention import Finding, find_attentions, recognize_attention
-from autoptd.passes.program import Program, copy_graph
+from autoptd.passes.fusion import fuse_operators
+from autoptd.passes.program import Program
 from autoptd.promotion import Promotion
 from autoptd.runtime import aten, kernels
-from samples.attention_coverage import CLASSES, fold_model, make_inputs, make_model
+from samples.attention_coverage import (
+    CLASSES,
+    EXPERTS,
+    fold_model,
+    make_inputs,
+    make_model,
+    measure_error,
+    randomize,
+)
 from tests.interpret import run_graph, run_stage
 from tests.plain_models import LENGTH, PLAIN, VOCABULARY
 
@@ -37,20 +46,22 @@ def widen(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
 
 
-def logits_of(program: Program) -> Program:
-    """The program up to what its loss is computed from."""
-    (stage,) = program.stages
-    graph = copy_graph(stage.graph)
-    (output,) = [n for n in graph.nodes if n.op == "output"]
-    output.args = (output.args[0].args[0],)
-    return program.replace_stages((type(stage)(graph, stage.parameters, stage.constants),), "")
-
-
 def assert_same(
     program: Program, model: nn.Module, inputs: Mapping[str, Tensor], limit: float = 1e-12
 ) -> Program:
     """Rewrite, compare loss, logits and every gradient, and return what was rewritten."""
     rewritten = recognize_attention(program)
+    assert_same_meaning(program, rewritten, model, inputs, limit)
+    return rewritten
+
+
+def assert_same_meaning(
+    program: Program,
+    rewritten: Program,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    limit: float = 1e-12,
+) -> None:
     (loss, gradients), (found, own) = run(program, model, inputs), run(rewritten, model, inputs)
     assert abs(found - loss) <= limit * abs(loss)
     assert own.keys() == gradients.keys()
@@ -60,20 +71,10 @@ def assert_same(
         assert error <= limit * max(float(gradient.abs().max()), 1e-3 * scale), name
     rewritten.stages[0].graph.lint()
     rewritten.stages[0].constants.lint()
-    return rewritten
 
 
 def targets(program: Program) -> list[Any]:
     return [n.target for n in program.stages[0].graph.nodes if n.op == "call_function"]
-
-
-def randomize(model: nn.Module) -> nn.Module:
-    """Weights that leave no gradient zero and no softmax even."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p + 0.2 * torch.randn(p.shape))
-    return model
 
 
 # Models of transformers
@@ -92,10 +93,6 @@ RULES: dict[str, list[tuple[str, str]]] = {
         *[("softmax", "causal"), ("sdpa", "no mask")] * 2,
     ],
 }
-FLOAT32_ONLY = (
-    "MixtralForCausalLM",
-    "DeepseekV3ForCausalLM",
-)  # torch multiplies their experts in float32 at most
 
 
 def check_class(name: str, implementation: str) -> None:
@@ -113,16 +110,8 @@ def check_class(name: str, implementation: str) -> None:
     ] * 2
     assert [(f.rule, f.mask) for f in findings] == (wanted if learned else RULES[name])
     rewritten = recognize_attention(program)
-    if name in FLOAT32_ONLY:
-        weights = dict(model.named_parameters())
-        torch.testing.assert_close(
-            run_graph(rewritten, weights, inputs), run_graph(program, weights, inputs), rtol=1e-5, atol=1e-6
-        )
-    else:
-        assert_same(program, model, inputs)
-    own = model(**inputs).logits.detach()
-    found = run_graph(logits_of(rewritten), dict(model.named_parameters()), inputs)
-    torch.testing.assert_close(found.reshape(own.shape), own, rtol=1e-4, atol=1e-5)
+    assert_same(program, model, inputs)
+    assert measure_error(rewritten, model, inputs) <= 1e-12
     assert aten.softmax.int not in targets(rewritten) or name == "MixtralForCausalLM"
 
 
@@ -135,6 +124,30 @@ def test_every_class_of_transformers_written_out(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_of_transformers_with_fused_attention(name: str) -> None:
     check_class(name, "sdpa")
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_multiplied_by_group_leave_the_attention_as_it_is(name: str) -> None:
+    model = make_model(name, "eager")
+    assert model is not None
+    randomize(model).set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    inputs = make_inputs(name)
+    program = fold_model(model, inputs)
+    assert [(f.rule, f.mask) for f in find_attentions(program)] == RULES[name]
+    weights = dict(model.named_parameters())
+    losses = [run_graph(p, weights, inputs) for p in (program, recognize_attention(program))]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+def test_the_measure_sees_what_float32_would_hide() -> None:
+    model = make_model("GPT2LMHeadModel", "eager")
+    assert model is not None
+    inputs = make_inputs("GPT2LMHeadModel")
+    program = recognize_attention(fold_model(randomize(model), inputs))
+    for node in program.stages[0].graph.nodes:
+        if node.target is SDPA:
+            node.kwargs = {**node.kwargs, "scale": 8**-0.5 * (1 + 1e-9)}
+    assert 1e-12 < measure_error(program, model, inputs) < 1e-7
 
 
 def packed_positions() -> Tensor:
@@ -208,17 +221,20 @@ def test_half_precision_is_no_worse_than_written_out(name: str) -> None:
     assert abs(found - exact) <= 2 * abs(usual - exact) + 1e-3 * exact
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_grouped_heads_are_handed_over_as_they_are_in_half_precision(implementation: str) -> None:
+def test_grouped_heads_are_handed_over_as_they_are(implementation: str, dtype: torch.dtype) -> None:
     model = make_model("LlamaForCausalLM", implementation)
     assert model is not None
     inputs = make_inputs("LlamaForCausalLM")
-    for dtype, grouped in ((torch.bfloat16, True), (torch.float32, False)):
-        program = fold_model(randomize(model).to(dtype), inputs)
-        rewritten = assert_same(program, model, inputs)
-        nodes = [n for n in rewritten.stages[0].graph.nodes if n.target is SDPA]
-        assert [n.kwargs.get("enable_gqa", False) for n in nodes] == [grouped, grouped]
-        assert (aten.expand.default in targets(rewritten)) != grouped
+    program = fold_model(randomize(model).to(dtype), inputs)
+    rewritten = assert_same(program, model, inputs)
+    nodes = [n for n in rewritten.stages[0].graph.nodes if n.target is SDPA]
+    assert [n.kwargs.get("enable_gqa", False) for n in nodes] == [True, True]
+    assert aten.expand.default not in targets(rewritten)
+    fused = fuse_operators(rewritten)
+    assert "2 grouped_attention" in fused.log[-1]
+    assert_same_meaning(rewritten, fused, model, inputs)
 
 
 # Attention as anyone may write it
@@ -596,6 +612,42 @@ def test_a_mask_of_more_digits_than_its_scores_stays_outside() -> None:
     assert kernel.args[1].meta["val"].dtype == torch.float32
     _, (finding,) = recognize(cast(torch.full((S, S), torch.finfo(torch.float32).min).triu(1)), limit=0)
     assert (finding.rule, finding.mask) == CAUSAL
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("way", ["scores", "weights"])
+def test_what_is_rounded_in_between_stays_rounded(way: str, dropout: float) -> None:
+    """float32 -> bfloat16 -> float32 is no attention in float32: the numbers are the model's, bit for bit."""
+
+    def body(m: Written, q: Tensor, k: Tensor, v: Tensor, i: Tensor) -> Tensor:
+        scores = causal_fill(m, q.float() @ k.float().transpose(-2, -1))
+        if way == "scores":
+            return functional.dropout(scores.bfloat16().float().softmax(-1), dropout) @ v.float()
+        return functional.dropout(scores.softmax(-1).bfloat16(), dropout).float() @ v.float()
+
+    inputs = {"idx": torch.randint(1, 10, (2, S))}
+    model = Written(body)
+    program = fold_model(model, inputs)
+    rewritten = recognize_attention(program)
+    (finding,) = find_attentions(program)
+    assert finding.rule != "sdpa"
+    casts = [n.meta["val"].dtype for n in rewritten.stages[0].graph.nodes if n.target is aten.to.dtype]
+    assert torch.bfloat16 in casts, finding
+    weights = dict(model.named_parameters())
+    found, own = (run_graph(each, weights, inputs) for each in (rewritten, program))
+    torch.testing.assert_close(found, own, rtol=1e-6, atol=0)
+
+
+def test_weights_in_the_dtype_of_the_scores_are_fused() -> None:
+    """The usual: a softmax in float32, then back."""
+
+    def body(m: Written, q: Tensor, k: Tensor, v: Tensor, i: Tensor) -> Tensor:
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        scores = causal_fill(m, q @ k.transpose(-2, -1))
+        return (scores.softmax(-1, dtype=torch.float32).bfloat16() @ v).double()
+
+    program = fold_model(Written(body), {"idx": torch.randint(1, 10, (2, S))})
+    assert [(f.rule, f.mask) for f in find_attentions(program)] == [CAUSAL]
 
 
 def test_a_router_is_no_attention() -> None:

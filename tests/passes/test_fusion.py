@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def check_generated(seeds: range) -> None:
             f"seed {seed}: {error:.1e}\n{program.stages[0].graph}\n{rewritten.stages[0].graph}"
         )
     for kernel in (
+        kernels.linear_gelu,
         kernels.bias_gelu,
         kernels.bias_dropout_add,
         kernels.add_layer_norm,
@@ -146,12 +148,36 @@ def mean_square(x: Tensor, power: float = 2) -> Tensor:
     return x.pow(power).mean(-1, keepdim=True)
 
 
+def turn(x: Tensor) -> Tensor:
+    return torch.cat([-x[..., 4:], x[..., :4]], -1)
+
+
+def turn_chunks(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def rotary(*shape: int, turn: Callable[[Tensor], Tensor] = turn) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    """A rotary embedding by tables of this shape, of the numbers 0, 1, ..."""
+
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        angles = torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
+        return x * angles.cos() + turn(x) * angles.sin() + y
+
+    return body
+
+
 JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
-    "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.bias_gelu),
+    "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.linear_gelu),
     "gelu written with erf": (
         lambda m, x, y: x * 0.5 * (1 + torch.erf(x / 2**0.5)) + y,
-        kernels.bias_gelu,
+        kernels.linear_gelu,
     ),
+    "gelu of a matrix of rows": (
+        lambda m, x, y: functional.gelu(torch.addmm(m.scale, x.view(-1, 8), m.one.weight).view(x.shape)) + y,
+        kernels.linear_gelu,
+    ),
+    "gelu of a sum": (lambda m, x, y: functional.gelu(x + m.scale) + y, kernels.bias_gelu),
     "silu and product": (lambda m, x, y: functional.silu(x) * y, kernels.gated_product),
     "product and written silu": (lambda m, x, y: y * (torch.sigmoid(x) * x), kernels.gated_product),
     "gelu and product": (lambda m, x, y: y * functional.gelu(x, approximate="tanh"), kernels.gated_product),
@@ -174,6 +200,10 @@ JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
         lambda m, x, y: functional.rms_norm(x + y, (8,), m.scale, 1e-3) + y,
         kernels.add_rms_norm,
     ),
+    "rotary": (rotary(1, 4, 8), kernels.rotary_embedding),
+    "rotary by tables of fewer dimensions": (rotary(4, 8), kernels.rotary_embedding),
+    "rotary by one row for all": (rotary(8), kernels.rotary_embedding),
+    "rotary of chunks": (rotary(4, 8, turn=turn_chunks), kernels.rotary_embedding),
     "add and rms norm": (
         lambda m, x, y: (x + y) + m.scale * ((x + y) * torch.rsqrt(mean_square(x + y) + 1e-6)),
         None,
@@ -203,6 +233,12 @@ APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a mean over tokens": lambda m, x, y: (
         m.scale * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)) + y
     ),
+    "rotary by larger tables": lambda m, x, y: rotary(2, 4, 8)(m, x[:1], y),
+    "rotary by one column": rotary(4, 1),
+    "halves of another tensor": lambda m, x, y: rotary(4, 8, turn=lambda z: turn_chunks(z + 1))(m, x, y),
+    "halves in their order": rotary(
+        4, 8, turn=lambda x: torch.cat([-x.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1)
+    ),
     "a norm of two dimensions": lambda m, x, y: functional.layer_norm(x + y, (4, 8)),
 }
 
@@ -214,6 +250,28 @@ def test_what_is_nearly_a_chain_is_left_alone(name: str) -> None:
     assert found == fused(body, fuse=False), found
 
 
+@pytest.mark.parametrize("turn", [turn, turn_chunks])
+@pytest.mark.parametrize("shape", [(8,), (4, 8), (1, 8), (1, 4, 8)])
+@pytest.mark.parametrize("layout", ["sbh", "bsh"])
+def test_rotary_tables_are_broadcast(
+    shape: tuple[int, ...], turn: Callable[[Tensor], Tensor], layout: str
+) -> None:
+    """Over sequences and heads: q and k are [2, 1 head, 4 tokens, 8]."""
+
+    def heads(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        q, k = (z.view(2, 4, 1, 8).transpose(1, 2) for z in (x, y))
+        zero = torch.zeros(())
+        return rotary(*shape, turn=turn)(m, q, zero) @ rotary(*shape, turn=turn)(m, k, zero).transpose(-2, -1)
+
+    torch.manual_seed(0)
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    program = autoptd.compile(
+        Small(heads), (1, 1, 1), example_inputs=inputs, num_microbatches=1, layout=layout
+    )
+    assert [n.target for n in program.stages[0].graph.nodes].count(kernels.rotary_embedding) == 2
+    assert program.verify().passed
+
+
 def test_whole_numbers_are_no_activation() -> None:
     class Hashed(Small):
         def forward(self, idx: Tensor) -> Tensor:
@@ -223,12 +281,12 @@ def test_whole_numbers_are_no_activation() -> None:
     model = Hashed(lambda m, x, y: functional.gelu(x) + y)
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
     assert program.verify().passed
-    assert "fuse_operators 1 bias_gelu" in program.log[-1]
+    assert "fuse_operators 1 linear_gelu" in program.log[-1]
 
 
 def test_a_bias_that_two_read_stays_in_its_linear() -> None:
     found = fused(lambda m, x, y: functional.gelu(x) * functional.gelu(x).detach() + x + y)
-    assert not found[kernels.bias_gelu]
+    assert not found[kernels.linear_gelu]
     assert found[aten.gelu.default] >= 1
 
 
@@ -296,10 +354,10 @@ def test_nothing_is_joined_across_regions_of_recomputation() -> None:
 
 
 def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def narrow(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+    def narrow(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return x[..., :1]
 
-    monkeypatch.setattr(kernels, "bias_gelu", narrow)
+    monkeypatch.setattr(kernels, "linear_gelu", narrow)
     with pytest.raises(ValueError, match=r"gives .* for gelu.*expected"):
         fused(lambda m, x, y: functional.gelu(x) + y)
 

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from autoptd.runtime import kernels
 from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.randomness import Randomness, keep_mask
+from autoptd.runtime.randomness import Randomness
 from autoptd.runtime.rank import Rank
+from tests.masks import keep_mask
 
 CPU = torch.device("cpu")
 OPERATOR = 5

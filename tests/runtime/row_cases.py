@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime import kernels
-from autoptd.runtime.randomness import keep_mask
+from tests.masks import keep_mask
 from tests.runtime.elementwise_cases import OPERATOR, make_rank, scatter
 
 EPS = 1e-5

@@ -50,6 +50,28 @@ def test_partial_rows_are_summed_over_the_tensor_ranks_and_the_rest_is_left() ->
         assert gradients["bias"].tolist() == [1, 1]
 
 
+def test_tied_parameters_are_summed_by_name_in_whatever_order_their_owners_met_them() -> None:
+    """As where layers are shared, and the first stage begins in the middle of one."""
+    names = ("first", "second", "third")
+    manifest = manifest_of((1, 2, 1), *(Parameter(name, (2,), torch.float32) for name in names))
+    orders = (names, names[::-1])
+    stages = [replace(s, parameters=orders[s.index % 2]) for s in manifest.stages]
+    manifest = replace(manifest, stages=tuple(stages))
+
+    def body(connection: Connection) -> dict[str, Tensor]:
+        order = orders[connection.rank.coordinates.pipeline]
+        gradients = {name: torch.full((2,), float(names.index(name) + 1)) for name in order}
+        reduce_gradients(manifest, connection, gradients)
+        return gradients
+
+    for gradients in run_threads(manifest, body):
+        assert {name: g.tolist() for name, g in gradients.items()} == {
+            "first": [2, 2],
+            "second": [4, 4],
+            "third": [6, 6],
+        }
+
+
 def test_buckets_keep_order_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_parallel, "BUCKET_BYTES", 40)
     manifest = manifest_of((1, 1, 2))

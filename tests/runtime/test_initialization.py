@@ -17,8 +17,9 @@ from autoptd.runtime import initialization
 from autoptd.runtime.initialization import draw_elements, draw_slice
 from autoptd.runtime.mesh import Coordinates, Mesh
 from autoptd.runtime.placement import Draw, Parameter, Placement, Segment
-from autoptd.runtime.randomness import CPU_CHUNK, Randomness, keep_mask, philox
+from autoptd.runtime.randomness import CPU_CHUNK, Randomness, philox
 from autoptd.runtime.rank import Rank
+from tests.masks import keep_mask
 
 NORMAL = Draw("normal", mean=0.5, std=0.02)
 UNIFORM = Draw("uniform", low=-0.3, high=0.1)

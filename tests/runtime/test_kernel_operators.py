@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime import kernels
-from autoptd.runtime.randomness import keep_mask
+from tests.masks import keep_mask
 from tests.runtime.elementwise_cases import CASES, OPERATOR, make_rank
 
 CPU = torch.device("cpu")
@@ -147,6 +147,31 @@ def test_under_autocast_a_bias_is_cast_as_that_of_a_linear() -> None:
     assert bias.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear_and_gelu(transposed: bool, kernel_device: torch.device) -> None:
+    shapes = (3, 5, 8), (8, 6) if transposed else (6, 8), (6,)
+    given = [draw(*shape).detach().to(kernel_device) for shape in shapes]
+    x, weight, bias = (tensor.clone().requires_grad_() for tensor in given)
+    found = kernels.linear_gelu(x, weight, bias, approximate="tanh", transposed=transposed)
+    gradients = torch.autograd.grad(found.square().sum(), (x, weight, bias))
+    x, weight, bias = (tensor.double().requires_grad_() for tensor in given)
+    wanted = functional.gelu(
+        functional.linear(x, weight.t() if transposed else weight, bias), approximate="tanh"
+    )
+    exact = torch.autograd.grad(wanted.square().sum(), (x, weight, bias))
+    for one, other in zip((found, *gradients), (wanted, *exact), strict=True):
+        assert float((one - other).abs().max() / other.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_grouped_attention_is_that_of_repeated_heads(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    q, k, v = (torch.randn(2, heads, 5, 16, dtype=dtype, device=kernel_device) for heads in (6, 2, 2))
+    found = kernels.grouped_attention(q, k, v, is_causal=True, scale=0.3)
+    k, v = (x.repeat_interleave(3, 1) for x in (k, v))
+    wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_dropout_of_nothing_is_nothing() -> None:
     x = draw(3, 8)
     assert kernels.bias_dropout_add(RANK, x) is x
@@ -169,6 +194,16 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
         (
             lambda x, v: kernels.bias_gelu(x, v[:3]),
             r"x \[2, 8\] and bias \[3\], expected \[\.\.\., h\] and \[h\]",
+        ),
+        (
+            lambda x, v: kernels.linear_gelu(x, x, v),
+            r"x \[2, 8\], weight \[2, 8\] as \[out, in\] and bias \[8\], expected",
+        ),
+        (
+            lambda x, v: kernels.grouped_attention(
+                x.view(1, 1, 2, 8), x.view(1, 2, 1, 8), x.view(1, 2, 1, 8)
+            ),
+            r"q \[1, 1, 2, 8\], k \[1, 2, 1, 8\]",
         ),
         (lambda x, v: kernels.bias_gelu(x, v.long()), "bias of torch.int64, expected float64, float32"),
         (lambda x, v: kernels.bias_gelu(x, v.to("meta")), "bias on meta, the others are on cpu"),

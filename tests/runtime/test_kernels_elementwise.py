@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoptd.runtime.kernels.precision import HALF
 from tests.runtime.elementwise_cases import CASES, Case
 
 CPU = torch.device("cpu")
-HALF = (torch.float16, torch.bfloat16)
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 

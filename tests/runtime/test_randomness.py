@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoptd.runtime.randomness import Randomness, keep_mask, philox
+from autoptd.runtime.randomness import Randomness, philox
+from tests.masks import keep_mask
 
 CPU = torch.device("cpu")
 

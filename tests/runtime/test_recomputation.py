@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from autoptd.runtime.recomputation import recompute
 from autoptd.runtime.threads import ThreadWorld
 from samples.benchmarks.activation_memory import SavedTensors
 
-Block = Callable[[Tensor], Tensor]
+Block = Callable[[Rank, Tensor], Tensor]
 
 
-def make_block(rank: Rank, weight: Tensor, calls: list[str]) -> Block:
-    def block(x: Tensor) -> Tensor:
+def make_block(weight: Tensor, calls: list[str]) -> Block:
+    def block(rank: Rank, x: Tensor) -> Tensor:
         calls.append("begin")
         x = kernels.dropout(rank, x @ weight, 0.5, 3).sin().cos()
         calls.append("saved")
@@ -46,8 +47,8 @@ def test_masks_are_those_of_the_forward(again: bool) -> None:
         rank = Rank.local(Mesh(1, 1, 1))
         rank.randomness = Randomness(seed=5, call=2, sample=8, training=again)
         x, weight = make_leaves()
-        block = make_block(rank, weight, [])
-        result = recompute(rank, block, x) if wrapped else block(x)
+        block = make_block(weight, [])
+        result = recompute(rank, block, x) if wrapped else block(rank, x)
         moved = Randomness(seed=5, call=3, sample=16, training=not again)
         rank.randomness.__dict__.update(moved.__dict__)
         result.sum().backward()
@@ -61,7 +62,7 @@ def test_masks_are_those_of_the_forward(again: bool) -> None:
 def test_the_second_call_stops_behind_what_was_saved() -> None:
     rank, calls = Rank.local(Mesh(1, 1, 1)), list[str]()
     x, weight = make_leaves()
-    result = recompute(rank, make_block(rank, weight, calls), x)
+    result = recompute(rank, make_block(weight, calls), x)
     assert calls == ["begin", "saved", "end"]
     result.sum().backward()
     assert calls == ["begin", "saved", "end", "begin"]  # cos saves its argument before it computes
@@ -71,7 +72,7 @@ def test_without_gradients_there_is_one_call() -> None:
     rank, calls = Rank.local(Mesh(1, 1, 1)), list[str]()
     x, weight = make_leaves()
     with torch.no_grad():
-        result = recompute(rank, make_block(rank, weight, calls), x)
+        result = recompute(rank, make_block(weight, calls), x)
     assert calls == ["begin", "saved", "end"]
     assert not result.requires_grad
 
@@ -79,14 +80,14 @@ def test_without_gradients_there_is_one_call() -> None:
 def test_what_is_kept_are_the_values() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     x, weight = make_leaves()
-    block, given = make_block(rank, weight, []), x * 1
+    block, given = make_block(weight, []), x * 1
     saved = SavedTensors({"weight": weight})
     with saved:
         result = recompute(rank, block, given)
     assert saved.nbytes == given.nbytes
     plain = SavedTensors({"weight": weight})
     with plain:
-        block(given)
+        block(rank, given)
     assert plain.nbytes > 2 * given.nbytes
     assert result.requires_grad
 
@@ -94,11 +95,11 @@ def test_what_is_kept_are_the_values() -> None:
 def test_several_values_and_results() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
 
-    def block(x: Tensor, ids: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def block(rank: Rank, x: Tensor, ids: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (x * y)[ids], x.exp()
 
     found = []
-    for run in (lambda *values: recompute(rank, block, *values), block):
+    for run in (partial(recompute, rank, block), partial(block, rank)):
         torch.manual_seed(1)
         x, y = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2, requires_grad=True)
         first, second = run(x, torch.tensor([2, 0]), y)
@@ -112,7 +113,7 @@ def test_a_failing_function_leaves_the_randomness_alone() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     before = rank.randomness
 
-    def fail(x: Tensor) -> Tensor:
+    def fail(rank: Rank, x: Tensor) -> Tensor:
         raise RuntimeError("out of order")
 
     with pytest.raises(RuntimeError, match="out of order"):
@@ -126,7 +127,7 @@ def test_microbatches_in_flight_keep_their_own() -> None:
 
     def train(run: Callable[[Block, Tensor], Any]) -> list[Tensor]:
         x, weight = make_leaves()
-        block = make_block(rank, weight, [])
+        block = make_block(weight, [])
         results = []
         for sample in (0, 4, 8):
             rank.randomness.sample = sample
@@ -138,7 +139,7 @@ def test_microbatches_in_flight_keep_their_own() -> None:
         return [x.grad, weight.grad]
 
     own = train(lambda block, x: recompute(rank, block, x))
-    assert all(map(torch.equal, own, train(lambda block, x: block(x))))
+    assert all(map(torch.equal, own, train(lambda block, x: block(rank, x))))
 
 
 def test_collectives_inside_are_repeated_by_all_ranks() -> None:
@@ -149,12 +150,12 @@ def test_collectives_inside_are_repeated_by_all_ranks() -> None:
         own = torch.Generator().manual_seed(rank.tensor.index)  # torch's own is shared by the threads
         x, weight = (torch.randn(n, 4, generator=own).requires_grad_() for n in (2, 4))
 
-        def block(x: Tensor) -> Tensor:
+        def block(rank: Rank, x: Tensor) -> Tensor:
             summed = collectives.reduce_from_tensor(rank, collectives.copy_to_tensor(rank, x) @ weight)
             return kernels.dropout(rank, summed, 0.5, 1).exp()
 
         before = replace(rank.randomness)
-        result = recompute(rank, block, x) if wrapped else block(x)
+        result = recompute(rank, block, x) if wrapped else block(rank, x)
         rank.randomness.sample += 7
         result.sum().backward()
         rank.randomness = before

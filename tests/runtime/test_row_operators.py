@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime import kernels
-from autoptd.runtime.randomness import keep_mask
+from tests.masks import keep_mask
 from tests.runtime.elementwise_cases import OPERATOR, make_rank
 from tests.runtime.row_cases import CASES, EPS, RANK
 from tests.runtime.test_kernels_rows import differentiate, error
@@ -49,7 +49,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
             [True] * 3 + [False, True],
         ),
         "scaled_softmax": (scores, draw(1, 3, 8), False, 0.3, 0.5, KEY),
-        "scaled_softmax_backward": (scores, turned.softmax(-1), True, 0.3, 0.0, []),
+        "scaled_softmax_backward": (scores, turned.softmax(-1), None, True, 0.3, 0.0, []),
         "cross_entropy_statistics": (logits.detach(), 7, None),
         "cross_entropy_rows": (logits, column, rows, rows, rows, 7),
         "cross_entropy_rows_backward": (rows, logits, column, rows, rows, 7),

@@ -1,0 +1,35 @@
+"""Fused attention in which several query heads share a key and a value head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autoptd.runtime.kernels.precision import HALF
+
+
+def grouped_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """torch's fused attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
+
+    On a GPU only flash attention, in half precision, takes fewer heads: there the others are repeated first, where
+    torch would write the scores out. Raises ValueError where g does not divide a.
+    """
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[1] > 0
+    if not fits or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"grouped_attention was given q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}, expected "
+            "[b, a, s, d] and [b, g, s, d] with a multiple of g heads in q"
+        )
+    repeats = q.shape[1] // k.shape[1]
+    if q.is_cuda and _dtype(q) not in HALF:
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
+
+
+def _dtype(q: Tensor) -> torch.dtype:
+    """In what the attention is computed."""
+    cast = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
+    return torch.get_autocast_dtype(q.device.type) if cast else q.dtype
