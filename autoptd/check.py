@@ -22,14 +22,19 @@ class ProgramError(Exception):
     """A program that contradicts itself: what was found, where, what was expected, and a way out."""
 
 
-def check_program(manifest: Manifest, stages: Sequence[Stage], schedule: Sequence[Sequence[Action]]) -> None:
+def check_program(
+    manifest: Manifest, stages: Sequence[Stage], schedule: Sequence[Sequence[Action]]
+) -> tuple[str, ...]:
     """Raise `ProgramError` for the first contradiction between `manifest`, `stages` and `schedule`.
 
     Proved, for all ranks at once: every send has its receive, in the same order at both ends of each channel,
     and no cycle of waits remains; a stage gives what the next one takes; every parameter has its home, its
     slices add up to it and all its owners slice it alike; and the tensor ranks together compute what one
     device would, forward and backward (`tensor_proof`). All tensor ranks of a stage run one text without
-    branches, so that their collectives have one order.
+    branches, so that their collectives have one order. What one rank computes by itself is not compared with the
+    model: `verify` does that.
+
+    Returns a line for each operator that the proof does not cover; none where it covers all.
     """
     if len(stages) != len(manifest.stages):
         raise ProgramError(f"the program has {len(stages)} stages, its manifest lists {len(manifest.stages)}")
@@ -42,7 +47,7 @@ def check_program(manifest: Manifest, stages: Sequence[Stage], schedule: Sequenc
         _check_parameters(stage, interface, manifest)
         _check_results(stage, interface, manifest)
     try:
-        prove_tensor_parallel(manifest, stages)
+        return prove_tensor_parallel(manifest, stages)
     except ShareError as error:
         raise ProgramError(str(error)) from None
 

@@ -12,6 +12,7 @@ from autoptd.passes.calls import argument, shape_of
 from autoptd.runtime.placement import Segment
 from autoptd.shares import UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares, regroup, take_rows
 
+COPYING = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "cat"])
 Move = Callable[[fx.Node, int, int], int | None]
 
 
@@ -39,7 +40,7 @@ def spread(node: fx.Node, share: Share) -> Found:
 
 
 def elementwise(node: fx.Node, shares: Shares) -> Share:
-    return merge([(n, aligned(n, node, shares)) for n in node.all_input_nodes])
+    return merge([(n, aligned(n, node, shares)) for n in node.all_input_nodes], node)
 
 
 def aligned(source: fx.Node, node: fx.Node, shares: Shares) -> Share:
@@ -50,8 +51,11 @@ def aligned(source: fx.Node, node: fx.Node, shares: Shares) -> Share:
     return replace(share, dim=share.dim + len(shape_of(node)) - len(shape_of(source)))
 
 
-def merge(found: Sequence[tuple[fx.Node, Share]]) -> Share:
-    """The share of a result to which each argument gives its own, dimensions counted as in the result."""
+def merge(found: Sequence[tuple[fx.Node, Share]], node: fx.Node) -> Share:
+    """The share of `node`, to which each argument gives its own, dimensions counted as in the result.
+
+    Whole arguments are aligned with the result from the right.
+    """
     given = [(source, share) for source, share in found if share is not WHOLE]
     if not given:
         return WHOLE
@@ -66,9 +70,50 @@ def merge(found: Sequence[tuple[fx.Node, Share]]) -> Share:
                 f"combines {first}, divided along dimension {one.dim} of the result, with {other}, divided "
                 f"along {share.dim}: expected both divided along the same one"
             )
-        elif one.runs != share.runs:
-            one = UNKNOWN if one.mixed or share.mixed else replace(one, parts=())
+        elif one.parts and share.parts and one.runs != share.runs:
+            raise ShareError(
+                f"combines {first}, of which a tensor rank holds {_layout(one)} rows along dimension {one.dim}, with "
+                f"{other}, of which it holds {_layout(share)}: these are other rows; expected one placement for both"
+            )
+        else:
+            one = one if one.parts else share
+    for source, share in found:
+        if share is WHOLE and one.dim is not None:
+            _check_whole_rows(source, first, one.dim, node)
     return one
+
+
+def _check_whole_rows(source: fx.Node, divided: fx.Node, dim: int, node: fx.Node) -> None:
+    """Refuse parameters with as many rows as a tensor rank holds of the divided argument: the ranks need others.
+
+    Activations are let pass: their rows may be copies of one, such as a key head's that all query heads share.
+    """
+    own, result = shape_of(source), shape_of(node)
+    place = dim - len(result) + len(own)
+    if place >= 0 and own[place] == result[dim] > 1 and _is_of_parameters(source):
+        raise ShareError(
+            f"combines {divided}, divided along dimension {dim} of the result, with {source}, which is whole and has "
+            f"the same {own[place]} rows there on every rank: expected collectives.take_own(rank, ..., dim={place}) "
+            "of all rows"
+        )
+
+
+def _is_of_parameters(source: fx.Node) -> bool:
+    """Whether a value is computed from parameters alone, and none of its rows are copies."""
+    pending, seen = [source], {source}
+    while pending:
+        node = pending.pop()
+        name = str(getattr(node.target, "__name__", "")).split(".")[0]
+        if node.op == "placeholder" or not (node.op == "get_attr" or node.all_input_nodes) or name in COPYING:
+            return False
+        fresh = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return True
+
+
+def _layout(share: Share) -> str:
+    return " + ".join(f"{outer} x {rows}" for outer, rows, _ in share.runs)
 
 
 # Shape operators
@@ -160,10 +205,9 @@ def take(own: fx.Node, share: Share, start: int, length: int) -> Share:
     taken = take_rows(share, start, length)
     if taken is not None:
         return taken
-    layout = " + ".join(f"{outer} x {rows}" for outer, rows, _ in share.runs)
     raise ShareError(
         f"takes rows {start} to {start + length - 1} along dimension {share.dim} of {own}, where a tensor "
-        f"rank holds {layout} rows: these rows are other ones on each rank; expected an end between two "
+        f"rank holds {_layout(share)} rows: these rows are other ones on each rank; expected an end between two "
         "runs, or another placement"
     )
 
@@ -181,7 +225,7 @@ def joined(node: fx.Node, shares: Shares) -> Share:
     dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
     given = [read(n, shares) for n in sources]
     if all(share.dim != dim for share in given):
-        return merge(list(zip(sources, given, strict=True)))
+        return merge(list(zip(sources, given, strict=True)), node)
     parts: list[Segment] = []
     for source, share in zip(sources, given, strict=True):
         if share is not WHOLE and not (share.dim == dim and share.parts):
@@ -191,7 +235,7 @@ def joined(node: fx.Node, shares: Shares) -> Share:
 
 
 def stacked(node: fx.Node, shares: Shares) -> Share:
-    share = merge([(n, read(n, shares)) for n in node.all_input_nodes])
+    share = merge([(n, read(n, shares)) for n in node.all_input_nodes], node.all_input_nodes[0])
     dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
     return share if share.dim is None else replace(share, dim=share.dim + (dim <= share.dim))
 
@@ -203,4 +247,5 @@ def repeated(node: fx.Node, shares: Shares) -> Share:
         return UNKNOWN
     if share.dim != dim % len(shape_of(node)):
         return share
-    return replace(share, parts=tuple(replace(part, inner=part.inner * times) for part in share.parts))
+    parts = tuple(replace(part, inner=part.inner * times) for part in share.parts)
+    return replace(share, parts=parts, extent=None)

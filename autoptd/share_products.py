@@ -10,13 +10,21 @@ from torch import fx
 
 from autoptd.passes.calls import argument, shape_of
 from autoptd.share_movement import aligned, describe, merge, read, take
-from autoptd.shares import PARTIAL, UNKNOWN, Found, Rule, Share, ShareError, Shares
+from autoptd.shares import PARTIAL, UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares
 
 
 def linear(node: fx.Node, shares: Shares) -> Share:
     """[.., in] x [out, in]: the weight's dimension 1 is contracted."""
     x, weight = node.args[0], node.args[1]
     return _product(node, shares, x, weight, 1, {0: len(shape_of(node)) - 1}, argument(node, 2, "bias"))
+
+
+def linear_gelu(node: fx.Node, shares: Shares) -> Share:
+    """[.., in] x [out, in]: a linear with its bias."""
+    x, weight, bias = node.args[:3]
+    contracted = 0 if argument(node, 4, "transposed", False) else 1
+    outer = {1 - contracted: len(shape_of(node)) - 1}
+    return _product(node, shares, x, weight, contracted, outer, bias)
 
 
 def split_linear(node: fx.Node, shares: Shares) -> Share:
@@ -64,15 +72,19 @@ def _product(
                 f"adds the bias {bias} to a partial sum, so that it would be counted on every tensor rank: "
                 "add it after collectives.reduce_from_tensor(rank, ...)"
             )
-        return UNKNOWN if left.mixed or right.mixed else PARTIAL
+        if left.mixed or right.mixed:
+            raise ShareError(
+                f"sums over a dimension of which every tensor rank holds some rows whole, in {x if left.mixed else y}: "
+                "the all-reduce would count these t times; compile for tensor=1, or give each part a layer of its own"
+            )
+        return PARTIAL
     if right.dim is not None:
         right = replace(right, dim=outer[right.dim])
     if left.dim is not None:
         left = replace(left, dim=left.dim + len(shape_of(node)) - len(shape_of(x)))
-    terms = [(x, left), (y, right)]
-    if isinstance(bias, fx.Node):
-        terms.append((bias, aligned(bias, node, shares)))
-    return merge(terms)
+    factors = [(factor, share) for factor, share in ((x, left), (y, right)) if share is not WHOLE]
+    terms = [(bias, aligned(bias, node, shares))] if isinstance(bias, fx.Node) else []
+    return merge([*factors, *terms], node)
 
 
 def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, bool]) -> None:
@@ -102,7 +114,21 @@ def attend(node: fx.Node, shares: Shares, tensors: Sequence[fx.Node]) -> Share:
                 f"attends over {describe(tensor, shares)}: expected positions and head size whole on every "
                 "rank"
             )
-    return merge([(tensor, aligned(tensor, node, shares)) for tensor in tensors])
+    return merge([(tensor, _spread(tensor, node, shares)) for tensor in tensors], node)
+
+
+def _spread(tensor: fx.Node, node: fx.Node, shares: Shares) -> Share:
+    """The share of queries, keys, values or a mask, where each of their heads serves several of the result's."""
+    share = aligned(tensor, node, shares)
+    if share.dim is None:
+        return share
+    own = shape_of(tensor)[share.dim - len(shape_of(node)) + len(shape_of(tensor))]
+    times = shape_of(node)[share.dim] // own
+    if times == 1:
+        return share
+    return replace(
+        share, parts=tuple(replace(part, inner=part.inner * times) for part in share.parts), extent=None
+    )
 
 
 def attention(node: fx.Node, shares: Shares) -> Share:

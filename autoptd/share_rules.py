@@ -160,6 +160,7 @@ def _own(node: fx.Node, shares: Shares) -> Share:
 def _lookup(node: fx.Node, shares: Shares) -> Share:
     share = read(node.args[1], shares)
     if share.kind == "unknown" or (share.kind == "divided" and share.dim in (0, None)):
+        _check_vocabulary(node, share)
         return PARTIAL  # zeros for the rows of other ranks
     raise ShareError(
         f"looks up rows of {describe(node.args[1], shares)}: expected a table divided along dimension 0; use "
@@ -170,11 +171,22 @@ def _lookup(node: fx.Node, shares: Shares) -> Share:
 def _loss(node: fx.Node, shares: Shares) -> Share:
     share = read(node.args[1], shares)
     if share.kind == "unknown" or (share.kind == "divided" and share.dim in (1, None)):
+        _check_vocabulary(node, share)
         return WHOLE
     raise ShareError(
         f"takes as logits {describe(node.args[1], shares)}: expected them divided along dimension 1, the "
         "vocabulary; use aten.cross_entropy_loss for whole ones"
     )
+
+
+def _check_vocabulary(node: fx.Node, share: Share) -> None:
+    """The rows that a kernel takes for no padding must be those of the parameter."""
+    vocabulary = argument(node, 3, "vocabulary")
+    if share.extent is not None and vocabulary != share.extent:
+        raise ShareError(
+            f"has vocabulary={vocabulary}, where {node.args[1]} has {share.extent} rows without padding in the "
+            f"manifest: expected vocabulary={share.extent}"
+        )
 
 
 def _dropout(node: fx.Node, shares: Shares) -> Found:
@@ -201,7 +213,7 @@ def _fused_dropout(node: fx.Node, shares: Shares) -> Found:
         return _of_partial(node, shares, node.target.__name__)  # type: ignore[union-attr]
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
-    share = movement.merge([(term, movement.aligned(term, given["x"], shares)) for term in terms])
+    share = movement.merge([(term, movement.aligned(term, given["x"], shares)) for term in terms], node)
     if given.get("p", 0):
         _check_key(share, given.get("divided"))
     if "weight" in given:
@@ -233,7 +245,6 @@ SOURCES: Mapping[Any, Rule] = {
     kernels.add_layer_norm: _fused_dropout,
     kernels.add_rms_norm: _fused_dropout,
     kernels.scaled_softmax: _softmax,
-    kernels.split_linear: products.split_linear,
 }
 
 RULES: Mapping[str, Rule] = {
@@ -267,5 +278,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["layer_norm", "rms_norm"], products.over(products.normalized_dims)),
     **dict.fromkeys(["new_zeros", "new_ones", "new_full", "new_empty"], lambda node, shares: WHOLE),
     **dict.fromkeys(["kernels.bias_gelu", "kernels.gated_product"], movement.elementwise),
+    "kernels.linear_gelu": products.linear_gelu,
+    "kernels.split_linear": products.split_linear,
+    "kernels.grouped_attention": products.attention,
     **dict.fromkeys(["kernels.rms_norm", "kernels.rotary_embedding"], products.over(products.last_dim)),
 }

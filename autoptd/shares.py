@@ -25,13 +25,15 @@ class Share:
     """`kind` "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum.
 
     A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this
-    rank's); None and () where that is not known. "unknown" is what an unfamiliar operator makes of divided
-    values; the proof has nothing to say about it.
+    rank's); None and () where that is not known. `extent` is the undivided dimension of a parameter, padding left
+    out, while it is whole. "unknown" is what an unfamiliar operator makes of divided values; the proof has nothing
+    to say about it.
     """
 
     kind: Literal["whole", "divided", "partial", "unknown"]
     dim: int | None = None
     parts: tuple[Segment, ...] = ()
+    extent: int | None = None
 
     @property
     def mixed(self) -> bool:
@@ -40,8 +42,16 @@ class Share:
 
     @property
     def runs(self) -> tuple[tuple[int, int, bool], ...]:
-        """How the rows lie in memory: (repeats, rows of one run, divided) for each part."""
-        return tuple((part.outer, part.size * part.inner, part.divided) for part in self.parts)
+        """How the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
+        found: list[tuple[int, int, bool]] = []
+        for part in self.parts:
+            count, run = (part.outer, part.size * part.inner) if part.divided else (1, part.rows)
+            last = found[-1] if found else (0, 0, not part.divided)
+            if last[2] is not part.divided or (part.divided and last[1] != run):
+                found.append((count, run, part.divided))
+            else:
+                found[-1] = (last[0] + count, run, True) if part.divided else (1, last[1] + run, False)
+        return tuple(found)
 
 
 WHOLE = Share("whole")
@@ -59,7 +69,8 @@ def share_of(placement: Placement, tensor: int) -> Share:
     if placement.dim is None:
         return WHOLE
     parts = (replace(s, size=s.size // tensor) if s.divided else s for s in placement.segments)
-    return Share("divided", placement.dim, tuple(parts))
+    extent = sum(segment.rows for segment in placement.segments) - placement.padding
+    return Share("divided", placement.dim, tuple(parts), extent)
 
 
 def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
@@ -143,4 +154,4 @@ def take_rows(share: Share, start: int, length: int) -> Share | None:
             taken.append(replace(part, outer=(last - first) // run))
     if not any(part.divided for part in taken):
         return WHOLE
-    return replace(share, parts=tuple(taken))
+    return replace(share, parts=tuple(taken), extent=None)

@@ -25,14 +25,15 @@ Gradient = Literal["whole", "partial"]
 SUMMING = (collectives.reduce_from_tensor, kernels.cross_entropy)  # whole results of divided arguments
 
 
-def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> None:
+def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[str, ...]:
     """Raise `ShareError` for the first value, in stage order, that the tensor ranks would get wrong.
 
-    The stages' boundaries must fit together (`autoptd.check` proves that before).
+    Gives a line for each operator that the proof does not cover, where a divided value gets lost to it. The stages'
+    boundaries must fit together (`autoptd.check` proves that before).
     """
     tensor = manifest.mesh.tensor
     if tensor == 1:
-        return
+        return ()
     walks: list[StageWalk] = []
     arriving: list[Arriving] = []
     for index, stage in enumerate(stages):
@@ -43,12 +44,19 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> None:
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
         leaving = walk.backward(leaving, manifest.stages[walk.index].receives)
+    return tuple(line for walk in walks for line in walk.uncovered)
 
 
 def place(node: fx.Node) -> str:
     """Where a node is: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
     path, line = node.meta.get("path"), node.meta.get("line")
     return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
+
+
+def _is_lost(found: Found) -> bool:
+    """Whether a share says too little to prove more from it."""
+    several = found if isinstance(found, tuple) else (found,)
+    return any(share == UNKNOWN or (share.kind == "divided" and share.dim is None) for share in several)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class StageWalk:
     differentiable: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
+    uncovered: list[str] = field(default_factory=list)
     # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
     terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
@@ -80,6 +89,7 @@ class StageWalk:
                     self.shares[node] = share_after(node, self.shares)
                 except ShareError as error:
                     raise ShareError(f"stage {self.index}: {place(node)} {error}") from None
+                self._note_uncovered(node)
                 if self._hands_on(node):
                     self.differentiable.add(node)
             elif node.op == "get_attr":
@@ -98,6 +108,18 @@ class StageWalk:
                 results: Any = node.args[0]
                 self.outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         self._check_outputs(sends)
+
+    def _note_uncovered(self, node: fx.Node) -> None:
+        """Say where a divided value's dimension gets lost: behind it the proof knows less, or nothing."""
+        if not _is_lost(self.shares[node]) or any(_is_lost(self.shares[n]) for n in node.all_input_nodes):
+            return
+        what = (
+            "makes of a divided value what the proof has no rule for"
+            if self.shares[node] == UNKNOWN
+            else "leaves each tensor rank one row among other dimensions of size 1: which is divided, cannot be told"
+        )
+        name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+        self.uncovered.append(f"stage {self.index}: {name}, {place(node)}, {what}; verify() runs it")
 
     def _hands_on(self, node: fx.Node) -> bool:
         """Whether gradients flow through the node."""

@@ -45,6 +45,11 @@ def draw_weights(
             found[name] = _draw(parameter, seed)
             continue
         whole = find_tensor(manifest, source, name)
+        if tuple(whole.shape) != tuple(parameter.shape):
+            raise ValueError(
+                f"{name} has shape {list(whole.shape)} in the model or the weights given, {list(parameter.shape)} in "
+                "the program: verify with what was compiled, or compile this model"
+            )
         if whole.is_meta:
             missing.append(name)
         else:
@@ -75,12 +80,13 @@ def draw_batch(
 ) -> dict[str, Tensor]:
     """The batch of all replicas, floating inputs in float64; drawn from `seed` unless given.
 
-    Drawn integers are legal everywhere they are looked up or compared with. Inputs called a mask are ones, with
+    Drawn integers are legal in every table and loss that reads them; of an edited text with fewer rows of a table,
+    those of the whole table count. Inputs called a mask are ones, with
     padding on the right where they are integers [sequences, positions].
     Raises ValueError for a given batch that is not d * m * b sequences.
     """
     count = manifest.num_microbatches * manifest.mesh.data
-    bounds = _bounds(program)
+    bounds = _bounds(program, manifest)
     fallback = min(bounds.values(), default=2)
     values = {}
     for expected in manifest.inputs:
@@ -120,12 +126,12 @@ def _draw_padding(shape: list[int], batch_dim: int, generator: torch.Generator) 
     return mask.T.contiguous() if batch_dim else mask
 
 
-def _bounds(program: Program) -> dict[str, int]:
+def _bounds(program: Program, manifest: Manifest) -> dict[str, int]:
     """The smallest table or number of classes that each batch input indexes."""
     found: dict[str, int] = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
-            indexed = _indexed(node)
+            indexed = _indexed(node, manifest)
             if indexed is not None:
                 ids, rows = indexed
                 for name in _sources(ids):
@@ -133,18 +139,31 @@ def _bounds(program: Program) -> dict[str, int]:
     return found
 
 
-def _indexed(node: fx.Node) -> tuple[fx.Node, int] | None:
+def _indexed(node: fx.Node, manifest: Manifest) -> tuple[fx.Node, int] | None:
     """What a node uses as row numbers, and how many rows there are."""
     args: tuple[object, ...] = node.args
-    if node.target is kernels.embedding or node.target is kernels.cross_entropy:
+    if node.target is kernels.cross_entropy:
         ids, rows = args[2], args[3]
-    elif node.target is aten.embedding.default and isinstance(args[0], fx.Node):
-        ids, rows = args[1], args[0].meta["val"].shape[0]
+    elif node.target is kernels.embedding:
+        ids, rows = args[2], _count_rows(args[1], manifest)
+    elif node.target is aten.embedding.default:
+        ids, rows = args[1], _count_rows(args[0], manifest)
     elif node.target is aten.cross_entropy_loss.default and isinstance(args[0], fx.Node):
         ids, rows = args[1], args[0].meta["val"].shape[1]
     else:
         return None
     return (ids, rows) if isinstance(ids, fx.Node) and isinstance(rows, int) else None
+
+
+def _count_rows(table: object, manifest: Manifest) -> int | None:
+    """The rows of a table: those of the parameter that it is, or that it is a part or a copy of."""
+    assert isinstance(table, fx.Node)
+    columns, source = table.meta["val"].shape[1:], table
+    while source.op == "call_function" and len(source.all_input_nodes) == 1:
+        (source,) = source.all_input_nodes
+    if source.op == "get_attr" and source.meta["val"].shape[1:] == columns:
+        return manifest.parameters[str(source.target)].shape[0]
+    return int(table.meta["val"].shape[0])
 
 
 def _sources(node: fx.Node) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import ProgramText, read_program
+from autoptd.runtime.weights import check_proved
+from autoptd.source_lines import user_line
 from autoptd.tracing import program_filename, trace_program
 from autoptd.trial import draw_batch, draw_weights
 
@@ -55,17 +58,22 @@ def verify_program(
             whole tensors by the user's names.
         batch: whole tensors of all d * m microbatches, by input name; None: drawn from `seed`.
 
-    Raises ValueError where the step does not fit into memory, with the bytes it needs, or where tensors are
-    missing.
+    Raises ValueError where the step does not fit into memory, with the bytes it needs, where tensors are missing,
+    where a buffer has other values than those the program was proved of, or where the batch has a number for which
+    the model or a text has no row.
     """
     _check_memory(manifest)
     start = time.perf_counter()
     program = trace_program(texts, manifest, buffers=buffers)
     tensors = draw_weights(manifest, model, buffers, weights, seed)
+    check_proved(manifest, tensors)
     values = draw_batch(program, manifest, batch, seed)
     wide = _widen(manifest)
-    found = _run_ranks(texts, wide, tensors, values)
-    loss, gradients, promoted = _run_plain(manifest, model, loss_fn, tensors, values)
+    # The plain model first: what it takes, the texts must take.
+    with _explain_rows("the plain model", "pass batch= with values that it takes", values):
+        loss, gradients, promoted = _run_plain(manifest, model, loss_fn, tensors, values)
+    with _explain_rows("the program", "the plain model takes it: correct the lookup in the text", values):
+        found = _run_ranks(texts, wide, tensors, values)
     own, disagreements = join_gradients(wide, found)
     return Report(
         loss=found[0].loss,
@@ -183,6 +191,26 @@ def _find_loss(result: Any, manifest: Manifest) -> Tensor:
 # The plain model
 
 
+@contextmanager
+def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[None]:
+    """Turn torch's error for a row that is not there into one that says where, and what the batch holds."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if not isinstance(error, IndexError) and "out of bounds" not in str(error):
+            raise
+        held = (
+            f"{name} from {int(x.min())} to {int(x.max())}"
+            for name, x in batch.items()
+            if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
+        )
+        line = user_line(traceback.extract_tb(error.__traceback__))
+        raise ValueError(
+            f"verify: {who} looks up a row that is not there: {error}, at {line}. The batch holds "
+            f"{', '.join(held)}; {way}"
+        ) from error
+
+
 def _run_plain(
     manifest: Manifest,
     model: nn.Module,
@@ -200,11 +228,7 @@ def _run_plain(
         if parameter.kind != "constant" and name in tensors:
             trained = parameter.kind == "parameter" and parameter.requires_grad
             leaves[name] = tensors[name].detach().clone().requires_grad_(trained)
-    own = {n for n, _ in (*objective.named_parameters(), *objective.named_buffers())}
-    inside = next(path for path, part in objective.named_modules() if part is model)
-    # A loss_fn's buffers have their names in the objective; tensors in forward's code have none.
-    homes = {name: n for name in leaves for n in (name, f"{inside}.{name}") if n in own}
-    swapped = {homes[name]: leaf for name, leaf in leaves.items() if name in homes}
+    swapped = _find_places(objective, model, leaves)
     count = manifest.num_microbatches * manifest.mesh.data
     total = 0.0
     with _evaluating(objective), torch.enable_grad(), Promotion() as promotion:
@@ -215,10 +239,30 @@ def _run_plain(
                 else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
                 for i in manifest.inputs
             )
-            loss = functional_call(objective, swapped, values) / count
+            loss = functional_call(objective, swapped, values, tie_weights=False) / count
             loss.backward()
             total += float(loss.detach())
     return total, {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}, promotion.count
+
+
+def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaf for every place in the objective that holds a tensor, tied ones included: each place once.
+
+    A module that is registered under several names is one place. Under the second one torch would take the leaf
+    for what was there, and leave it in the user's model.
+    """
+    inside = next(path for path, part in objective.named_modules() if part is model)
+    own = {n: id(t) for n, t in (*objective.named_parameters(), *objective.named_buffers())}
+    # A loss_fn's buffers have their names in the objective; tensors in forward's code have none.
+    by_tensor = {
+        own[n]: leaf for name, leaf in leaves.items() for n in (name, f"{inside}.{name}") if n in own
+    }
+    return {
+        f"{path}.{name}": by_tensor[id(tensor)]
+        for path, part in objective.named_modules()
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        if id(tensor) in by_tensor
+    }
 
 
 @contextmanager

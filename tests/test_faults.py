@@ -248,13 +248,14 @@ def count_every_copy_in_the_norm() -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, in which program, and whether the static proof refuses it too."""
+    """What is wrong, in which program, and whether the static proof refuses it, or what it says it does not cover."""
 
     name: str
     program: str
     edit: Edit = keep
     prepare: Callable[[], None] | None = None
     refused: bool = False
+    uncovered: str = ""
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -263,6 +264,10 @@ class Fault:
 NOTHING = "(lambda rank, x: x)("
 TWICE = "(lambda rank, x: collectives.reduce_from_tensor(rank, collectives.reduce_from_tensor(rank, x)))("
 NEXT = "(lambda rank, x, dim: x.narrow(dim, (rank.tensor.index + 1) % 4, 1))("
+QKV = 'p["blocks.0.attention.qkv'
+SAME = 'p["positions.weight"].reshape(192)[:36]'
+CONTEXT = "blocks0_attention_transpose_3 = aten.permute(blocks0_attention_sdpa"
+SECTIONS = "        blocks0_attention_qkv"
 DOWN = 'p["blocks.0.mlp.down.bias"]'
 
 FAULTS = [
@@ -305,7 +310,7 @@ FAULTS = [
         "gpt",
         both(
             rewrite("rank, blocks0_mlp_down\n", f"rank, aten.add(blocks0_mlp_down, {DOWN})\n"),
-            rewrite(f"rank, blocks0_mlp_down_g, {DOWN}, ", "rank, blocks0_mlp_down_g, None, "),
+            rewrite(f"aten.add(blocks0_mlp_down_g, {DOWN})", "aten.mul(blocks0_mlp_down_g, 1)"),
         ),
         refused=True,
     ),
@@ -314,6 +319,7 @@ FAULTS = [
         "the loss counts the padding of the vocabulary",
         "gpt",
         rewrite("rank, reshape, reshape_1, vocabulary=53", "rank, reshape, reshape_1, vocabulary=54"),
+        refused=True,
     ),
     Fault(
         "the loss's vocabulary shard is shifted by one",
@@ -321,6 +327,7 @@ FAULTS = [
         rewrite(
             "rank, reshape, reshape_1, vocabulary=53", "rank, reshape.roll(1, 1), reshape_1, vocabulary=53"
         ),
+        uncovered="roll",
     ),
     Fault("the table's vocabulary shard is shifted by one", "gpt", prepare=shift_vocabulary_shards),
     Fault(
@@ -330,6 +337,7 @@ FAULTS = [
             "blocks0_attention_repeat_interleave_own = collectives.take_own(",
             f"blocks0_attention_repeat_interleave_own = {NEXT}",
         ),
+        uncovered="reshape",
     ),
     Fault("two activations are swapped", "gpipe", reorder(0, swap_sends("SEND_F", 0)), refused=True),
     Fault("two gradients are swapped", "gpipe", reorder(1, swap_sends("SEND_B", 1)), refused=True),
@@ -347,11 +355,29 @@ FAULTS = [
         "a packed projection is cut into contiguous runs",
         "gpt",
         change_parameter("blocks.0.attention.qkv.weight", placement=Placement(0, (Segment(1, 72, 1, True),))),
+        refused=True,
     ),
     Fault(
         "a partial gradient is taken for whole",
         "grouped",
         change_parameter("blocks.0.attention.q_norm.weight", partial_gradient=False),
+        refused=True,
+    ),
+    Fault(
+        "a divided projection gets the same bias on every rank",
+        "gpt",
+        rewrite(
+            f'blocks0_attention_norm_f, {QKV}.weight"], {QKV}.bias"]',
+            f'blocks0_attention_norm_f, {QKV}.weight"], {SAME}',
+        ),
+        refused=True,
+    ),
+    Fault("the heads are turned round", "gpt", rewrite(CONTEXT, f"{CONTEXT}.flip(1)"), uncovered="flip"),
+    Fault(
+        "sections are shifted",
+        "gpt",
+        rewrite(f"{SECTIONS}, 12", f"{SECTIONS}.roll(12, 2), 12"),
+        uncovered="roll",
     ),
     Fault(
         "a whole gradient is taken for partial",
@@ -387,6 +413,21 @@ def test_the_static_proof_refuses_the_edited_program(fault: Fault, tmp_path: Pat
     program, _, _ = build(fault.program)
     fault.edit(program).save(tmp_path)
     with pytest.raises(autoptd.ProgramError):
+        autoptd.load(tmp_path)
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.uncovered], ids=str)
+def test_the_static_proof_says_what_it_does_not_cover(fault: Fault) -> None:
+    program, _, _ = build(fault.program)
+    assert any(f": {fault.uncovered}, " in line for line in fault.edit(program).check())
+
+
+@pytest.mark.parametrize("vocabulary", [52, 54])
+def test_a_table_has_the_rows_of_the_manifest(vocabulary: int, tmp_path: Path) -> None:
+    program, _, _ = build("gpt")
+    rewrite("idx_sb, vocabulary=53", f"idx_sb, vocabulary={vocabulary}")(program).save(tmp_path)
+    message = rf"vocabulary={vocabulary}, where tokens_weight has 53 rows .*: expected vocabulary=53"
+    with pytest.raises(autoptd.ProgramError, match=message):
         autoptd.load(tmp_path)
 
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import autoptd
+from autoptd.compiled import CompiledProgram
+from samples.benchmarks.activation_memory import SavedTensors
 from samples.gpt import GPT, GPTConfig
+from tests.ranks import run_ranks
 
 
+def make_program(dropout: float, recompute: str = "none", mesh: Any = (1, 1, 1)) -> CompiledProgram:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "block_size": 16, "n_layer": 2, "n_embd": 32, "n_head": 4}
+    model = GPT(GPTConfig(**sizes, dropout=dropout)).double()
+    return autoptd.compile(model, mesh=mesh, microbatch_size=2, num_microbatches=2, recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize(
     ("backend", "dropout"),
     [
@@ -18,12 +32,10 @@ from samples.gpt import GPT, GPTConfig
         pytest.param("inductor", 0.1, marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_stage_gives_the_same_numbers(backend: str, dropout: float) -> None:
-    torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_embd=32, n_head=4, dropout=dropout)
-    ).double()
-    program = autoptd.compile(model, mesh=(1, 1, 1), microbatch_size=2, num_microbatches=2)
+def test_a_compiled_stage_gives_the_same_numbers(backend: str, dropout: float, recompute: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    program = make_program(dropout, recompute)
     plain, compiled = program.bind(), program.bind(backend=backend)
     for _ in range(3):  # masks of later calls too: what changes from call to call is no constant
         idx, targets = torch.randint(0, 64, (2, 4, 16)).unbind()
@@ -35,6 +47,46 @@ def test_a_compiled_stage_gives_the_same_numbers(backend: str, dropout: float) -
             assert one.grad is not None
             torch.testing.assert_close(two.grad, one.grad, rtol=1e-12, atol=1e-14)
             one.grad = two.grad = None
+    assert not counters["graph_break"], "a part of the stage is not compiled"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
+def test_collectives_may_stand_between_compiled_parts(recompute: str) -> None:
+    program = make_program(0.1, recompute, (2, 1, 1))
+
+    def work(rank: int) -> bool:
+        plain, compiled = program.bind(), program.bind(backend="aot_eager")
+        for seed in range(2):
+            torch.manual_seed(seed)
+            idx, targets = torch.randint(0, 64, (2, 4, 16)).unbind()
+            losses = [each(idx, targets)[1] for each in (plain, compiled)]
+            for loss in losses:
+                loss.backward()
+            assert torch.equal(*losses)
+            for one, two in zip(plain.parameters(), compiled.parameters(), strict=True):
+                assert one.grad is not None
+                assert two.grad is not None
+                assert torch.equal(one.grad, two.grad)
+        return True
+
+    assert run_ranks(work, 2, timeout=180) == [True, True]
+
+
+def measure_saved(recompute: str) -> int:
+    """Bytes that a compiled program keeps for its backward, without its parameters."""
+    torch._dynamo.reset()
+    parallel = make_program(0.1, recompute).bind(backend="aot_eager")
+    idx, targets = torch.zeros(2, 4, 16, dtype=torch.long).unbind()
+    parallel(idx, targets)
+    saved = SavedTensors(dict(parallel.named_parameters()))
+    with saved:
+        parallel(idx, targets)
+    return saved.nbytes
+
+
+def test_a_compiled_stage_keeps_no_more_than_it_recomputes() -> None:
+    assert measure_saved("full") < measure_saved("none") / 3
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -233,9 +233,9 @@ EDITS = [
         "h0_attn_softmax (program_00.py:N) drops elements of a value that is divided, with divided=None",
     ),
     (
-        'h0_mlp_c_fc, p["h.0.mlp.c_fc.bias"]',
-        'aten.softmax(h0_mlp_c_fc, -1), p["h.0.mlp.c_fc.bias"]',
-        "runs over dimension 2 of h0_mlp_c_fc, of which each tensor rank holds another part: expected it whole",
+        "aten.linear(h0_mlp_gelu,",
+        "aten.linear(aten.softmax(h0_mlp_gelu, -1),",
+        "runs over dimension 2 of h0_mlp_gelu, of which each tensor rank holds another part: expected it whole",
     ),
     (
         "return h0_add_1",

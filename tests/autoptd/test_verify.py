@@ -93,7 +93,8 @@ def test_a_dropped_copy_is_caught(program: CompiledProgram) -> None:
 
 def test_a_doubled_bias_is_caught(program: CompiledProgram) -> None:
     bias = 'p["h.0.attn.c_proj.bias"]'
-    report = edited(program, bias, f"{bias} * 2")
+    (rank,) = [rank for rank, text in enumerate(program.texts) if bias in text]
+    report = edited(program, bias, f"{bias} * 2", rank)
     assert report.loss_error > 1e-12
     name, error = report.worst
     assert name == "h.0.attn.c_proj.bias"
@@ -101,7 +102,7 @@ def test_a_doubled_bias_is_caught(program: CompiledProgram) -> None:
 
 
 def test_a_scaled_branch_is_caught(program: CompiledProgram) -> None:
-    old = re.search(r"kernels\.bias_gelu\(([^=]*)approximate=\"tanh\"\s*\)", program.texts[1])
+    old = re.search(r"kernels\.linear_gelu\(([^=]*)approximate=\"tanh\"\s*\)", program.texts[1])
     assert old is not None
     new = f"aten.mul({old[0]}, 1.001)"
     report = edited(program, old[0], new, rank=1)
@@ -129,11 +130,75 @@ def test_weights_and_batch_may_be_given(program: CompiledProgram) -> None:
     assert report.loss == pytest.approx(float(loss), rel=1e-12)
 
 
+def test_a_model_of_another_size_is_refused(program: CompiledProgram) -> None:
+    message = (
+        r"wte.weight has shape \[50, 32\] in the model .*, \[67, 32\] in the program: verify with what was"
+    )
+    with pytest.raises(ValueError, match=message):
+        program.verify(model=gpt(vocab_size=50))
+
+
 def test_a_batch_of_another_size_is_refused(program: CompiledProgram) -> None:
     batch = {name: torch.zeros(3, 16, dtype=torch.long) for name in ("idx", "targets")}
     message = r"batch: idx is torch.int64\[3, 16\], expected torch.int64\[8, 16\]: the sequences of all 1 replicas x 4"
     with pytest.raises(ValueError, match=message):
         program.verify(batch=batch)
+
+
+class Offset(nn.Module):
+    """Ids are moved before they are looked up, as in transformers' OPT, by `distance` or through a table of numbers."""
+
+    numbers: Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table, self.head = nn.Embedding(67, 16), nn.Linear(16, 67)
+        self.register_buffer("numbers", torch.arange(50))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        if self.how == "moved":
+            idx = idx + 3
+        elif self.how == "indexed":
+            idx = self.numbers[idx]
+        else:
+            idx = self.numbers.gather(0, idx.flatten()).view_as(idx)
+        return functional.cross_entropy(self.head(self.table(idx)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("how", ["moved", "indexed", "gathered"])
+def test_a_drawn_batch_that_the_model_refuses_is_said(how: str, mesh: tuple[int, int, int]) -> None:
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    program = autoptd.compile(
+        Offset(how), mesh=mesh, example_inputs={"idx": ids, "targets": ids}, num_microbatches=2
+    )
+    message = (
+        r"verify: the plain model looks up a row that is not there: index .*, at .*test_verify.py:\d+: .* "
+        r"The batch holds idx from \d+ to 6\d, targets from \d+ to 6\d; pass batch= with values that it takes"
+    )
+    with pytest.raises(ValueError, match=message):
+        program.verify()
+    legal = torch.randint(40, (2, 64))
+    report = program.verify(batch={"idx": legal, "targets": legal})
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("mesh", "old", "new"),
+    [
+        ((1, 1, 1), 'p["wte.weight"], idx_sb', 'p["wte.weight"].narrow(0, 0, 40), idx_sb'),
+        ((1, 1, 1), 'p["wpe.weight"], ', 'p["wpe.weight"][:8], '),
+        ((2, 1, 1), "idx_sb, vocabulary=67", "idx_sb, vocabulary=40"),
+    ],
+)
+def test_a_text_with_a_smaller_table_is_refused(mesh: tuple[int, int, int], old: str, new: str) -> None:
+    message = (
+        r"verify: the program looks up a row that is not there: index out of range in self, at program_00.py:\d+: "
+        r".*embedding.*The batch holds idx from \d+ to 66, .*; the plain model takes it: correct the lookup"
+    )
+    with pytest.raises(ValueError, match=message):
+        edited(compile_gpt(mesh), old, new)
 
 
 class Weighted(nn.Module):

@@ -1,0 +1,90 @@
+"""Labels are known with what their loss leaves out, and only where that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoptd
+from autoptd.runtime.call import unequal_counts
+from samples.attention_coverage import make_model
+
+VOCABULARY, LENGTH = 12, 6
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Small(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.table, self.head, self.loss = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), loss
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(ids)), labels)
+
+
+def mean(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+
+
+def write_out(logits: Tensor, labels: Tensor) -> Tensor:
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(chosen * (labels != -100)).sum() / (labels != -100).sum()
+
+
+LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
+    "plain": (mean, (-100, 0)),
+    "padding": (lambda x, y: mean(x, y, ignore_index=3), (3, 0)),
+    "shifted": (lambda x, y: mean(x[:, :-1], y[:, 1:], ignore_index=-1), (-1, 1)),
+    "padded": (lambda x, y: mean(x, functional.pad(y, (0, 1), value=-100)[:, 1:]), (-100, 1)),
+    "sum": (lambda x, y: mean(x, y, reduction="sum"), (None, 0)),
+    "weighted": (lambda x, y: mean(x, y, weight=torch.linspace(0.5, 1, VOCABULARY)), (None, 0)),
+    "changed": (lambda x, y: mean(x, torch.where(y == 5, -100, y)), (None, 0)),
+    "twice": (lambda x, y: mean(x, y) + mean(x, y, ignore_index=2), (None, 0)),
+    "written out": (write_out, (None, 0)),
+}
+
+
+def compile_small(loss: Loss, mesh: tuple[int, int, int] = (1, 1, 1)) -> autoptd.CompiledProgram:
+    example = {name: torch.zeros(1, LENGTH, dtype=torch.long) for name in ("ids", "labels")}
+    return autoptd.compile(Small(loss), mesh, example_inputs=example, num_microbatches=2)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, int]) -> None:
+    loss, expected = LOSSES[name]
+    ids, labels = compile_small(loss, mesh).manifest.inputs
+    assert (ids.ignore_index, ids.skipped) == (None, 0)
+    assert (labels.ignore_index, labels.skipped) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "counts"),
+    [
+        ("padding", [3, 3, 1, 1, 1, 1], "4, 6"),
+        ("padding", [-100, 1, 1, 1, 1, 1], ""),
+        ("shifted", [-1, 1, 1, 1, 1, 1], ""),
+        ("shifted", [1, -1, 1, 1, 1, 1], "4, 5"),
+        ("written out", [-100, 1, 1, 1, 1, 1], ""),
+    ],
+)
+def test_a_warning_counts_what_the_loss_counts(name: str, first: list[int], counts: str) -> None:
+    manifest = compile_small(LOSSES[name][0]).manifest
+    found = unequal_counts(
+        manifest, {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([first, [1] * 6])}
+    )
+    assert f": {counts}. The loss" in found if counts else found == ""
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1)], ids=str)
+def test_labels_of_transformers_are_shifted(mesh: tuple[int, int, int]) -> None:
+    model = make_model("LlamaForCausalLM", "eager")
+    assert model is not None
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    program = autoptd.compile(model, mesh, example_inputs={"input_ids": ids, "labels": ids.clone()})
+    assert [(i.ignore_index, i.skipped) for i in program.manifest.inputs] == [(None, 0), (-100, 1)]

@@ -1,0 +1,322 @@
+"""Small GPTs written in ways of their own: each compiles, divides its heads, and has the plain model's gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoptd
+from autoptd.compiled import CompiledProgram
+
+VOCABULARY, LENGTH, HIDDEN, HEADS, SIZE = 64, 16, 32, 4, 8
+Attend = Callable[[Any, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """What `attend` makes of one packed projection [b, s, width]; out again by a projection, or (`out` 0) as it is."""
+
+    seen: Tensor
+    window: Tensor
+
+    def __init__(self, attend: Attend, width: int = 3 * HIDDEN, out: int = HIDDEN) -> None:
+        super().__init__()
+        self.attend = attend
+        self.packed = nn.Linear(HIDDEN, width)
+        self.out = nn.Linear(out, HIDDEN) if out else nn.Identity()
+        self.slopes = nn.Parameter(torch.rand(HEADS, 1, 1))
+        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        self.register_buffer("seen", seen, persistent=False)
+        self.register_buffer("window", seen & ~seen.tril(-4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.attend(self, self.packed(x)))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self, attention: Callable[[], nn.Module], parallel: bool = False) -> None:
+        super().__init__()
+        self.attention, self.parallel = attention(), parallel
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.norms
+        if self.parallel:
+            y = one(x)
+            both: Tensor = x + self.attention(y) + self.mlp(y)
+            return both
+        x = x + self.attention(one(x))
+        return x + self.mlp(two(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(functional.gelu(self.up(x)))
+        return result
+
+
+class Model(nn.Module):
+    """Positions are the first rows of a longer parameter [64, h], or [1, 64, h] with `batched`."""
+
+    def __init__(self, blocks: list[nn.Module], batched: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Parameter(torch.randn(1, 64, HIDDEN) if batched else torch.randn(64, HIDDEN))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        s = idx.shape[1]
+        x = self.tokens(idx) + (self.positions[:, :s] if self.positions.dim() == 3 else self.positions[:s])
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def split_heads(x: Tensor, count: int) -> Tensor:
+    """[b, s, count * size] -> [b, count, s, size]"""
+    return x.view(*x.shape[:2], count, -1).transpose(1, 2)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    y = functional.scaled_dot_product_attention(q, k, v, **options or {"is_causal": True})
+    return y.transpose(1, 2).flatten(2)
+
+
+def written(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    weights = change(q @ k.transpose(-2, -1) / math.sqrt(SIZE)).softmax(-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def plain(m: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (split_heads(y, HEADS) for y in x.chunk(3, -1))
+    return q, k, v
+
+
+def multi_query(m: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices of one projection: q [h], one head of keys, one of values."""
+    q, k, v = x[..., :HIDDEN], x[..., HIDDEN : HIDDEN + SIZE], x[..., HIDDEN + SIZE :]
+    return split_heads(q, HEADS), split_heads(k, 1), split_heads(v, 1)
+
+
+def grouped(m: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with two heads of each, values first."""
+    v, q, k = x.split([2 * SIZE, HIDDEN, 2 * SIZE], -1)
+    k, v = (split_heads(y, 2).repeat_interleave(2, 1) for y in (k, v))
+    return split_heads(q, HEADS), k, v
+
+
+def learned_alibi(m: Attention, x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[1])
+    distances = places[None] - places[:, None]
+    return written(*plain(m, x), lambda s: (s + m.slopes * distances).masked_fill(~m.seen, float("-inf")))
+
+
+def sliding(m: Attention, x: Tensor) -> Tensor:
+    least = torch.finfo(x.dtype).min
+    return written(*plain(m, x), lambda s: s + torch.zeros(s.shape[-2:]).masked_fill(~m.window, least))
+
+
+def single_head_written(m: Attention, x: Tensor) -> Tensor:
+    return written(*multi_query(m, x), lambda s: s.masked_fill(~m.seen, float("-inf")))
+
+
+def repeated(m: Attention, x: Tensor) -> Tensor:
+    """Keys as a new dimension of heads, values as packed ones."""
+    q, k, _ = multi_query(m, x)
+    v = x[..., HIDDEN + SIZE :].repeat(1, 1, HEADS)
+    return fused(q, k.repeat(1, HEADS, 1, 1), split_heads(v, HEADS))
+
+
+def other_order(m: Attention, x: Tensor) -> Tensor:
+    """[size, 3, heads], as no one packs them."""
+    q, k, v = x.view(*x.shape[:2], SIZE, 3, HEADS).permute(3, 0, 4, 1, 2)
+    return fused(q, k, v)
+
+
+def differential(m: Attention, x: Tensor) -> Tensor:
+    q, k, v = x.chunk(3, -1)
+    pairs = [y.view(*y.shape[:2], HEADS // 2, 2, SIZE).permute(3, 0, 2, 1, 4) for y in (q, k)]
+    one, two = (
+        (q @ k.transpose(-2, -1)).masked_fill(~m.seen, float("-inf")).softmax(-1)
+        for q, k in zip(*pairs, strict=True)
+    )
+    y: Tensor = (one - m.slopes[:2] * two) @ split_heads(v, HEADS // 2)
+    return y.transpose(1, 2).flatten(2)
+
+
+def sink(m: Attention, x: Tensor) -> Tensor:
+    """A learned score that takes weight from all keys."""
+    q, k, v = plain(m, x)
+    scores = (q @ k.transpose(-2, -1)).masked_fill(~m.seen, float("-inf"))
+    beside = m.slopes.expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
+    "multi-query": lambda: Attention(
+        lambda m, x: fused(*multi_query(m, x), is_causal=True, enable_gqa=True), 48
+    ),
+    "multi-query written out": lambda: Attention(single_head_written, 48),
+    "multi-query repeated": lambda: Attention(repeated, 48),
+    "grouped": lambda: Attention(lambda m, x: fused(*grouped(m, x)), 64),
+    "learned ALiBi": lambda: Attention(learned_alibi),
+    "sliding window": lambda: Attention(lambda m, x: fused(*plain(m, x), attn_mask=m.window)),
+    "sliding window written out": lambda: Attention(sliding),
+    "another order": lambda: Attention(other_order),
+    "differential": lambda: Attention(differential),
+    "sink": lambda: Attention(sink),
+}
+
+
+def compile_model(model: nn.Module, mesh: tuple[int, int, int]) -> CompiledProgram:
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    inputs = {"idx": ids, "targets": ids}
+    return autoptd.compile(model, mesh, example_inputs=inputs, num_microbatches=2)
+
+
+def check(model: nn.Module, mesh: tuple[int, int, int] = (2, 1, 1)) -> str:
+    """Compile and verify; give the log."""
+    program = compile_model(model, mesh)
+    report = program.verify()
+    assert report.passed, report
+    assert max(report.gradient_errors.values()) < 1e-12
+    return "\n".join(program.log)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+def test_an_attention_is_divided_and_has_the_plain_models_gradients(
+    name: str, mesh: tuple[int, int, int]
+) -> None:
+    torch.manual_seed(0)
+    log = check(Model([Block(ATTENTIONS[name], parallel=i == 1) for i in range(2)]), mesh)
+    assert "attention replicated" not in log
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_positions_may_be_the_first_rows_of_a_parameter(batched: bool, tied: bool) -> None:
+    """What is past them nobody reads; to divide only that would leave the gradient of the others partial."""
+    torch.manual_seed(0)
+    model = Model([Block(lambda: Attention(lambda m, x: fused(*plain(m, x))))], batched, tied)
+    check(model)
+    placement = compile_model(model, (2, 1, 1)).manifest.parameters["positions"].placement
+    assert placement.dim is None
+
+
+def test_positions_may_share_a_parameter_with_rows_that_are_divided() -> None:
+    """Then their gradient is partial, and made whole behind them."""
+
+    class Packed(Model):
+        def __init__(self) -> None:
+            super().__init__([])
+            self.down = nn.Linear(64 - LENGTH, HIDDEN)
+
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            x = self.tokens(idx) + self.positions[:LENGTH]
+            y = functional.gelu(functional.linear(x, self.positions[LENGTH:]))
+            x = functional.layer_norm(x + self.down(y), [HIDDEN])
+            return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = Packed()
+    check(model)
+    placement = compile_model(model, (2, 1, 1)).manifest.parameters["positions"].placement
+    assert [segment.divided for segment in placement.segments] == [False, True]
+
+
+def test_a_layer_that_is_used_several_times_has_one_gradient_on_all_its_stages() -> None:
+    """Its owners meet its parameters in orders of their own, where a stage begins inside it."""
+    torch.manual_seed(0)
+    block = Block(ATTENTIONS["learned ALiBi"])
+    model = Model([block] * 3)
+    before = dict(model.named_parameters())
+    for mesh in ((1, 2, 1), (2, 2, 1)):
+        check(model, mesh)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before), "verify changed the model"
+
+
+def test_the_epsilon_of_a_norm_that_has_none_is_that_of_the_dtype_it_runs_in() -> None:
+    """In float64, where programs are verified, another one than in float32."""
+
+    class Normed(Attention):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: fused(*plain(m, m.norm(x * 1e-4) + m.norm(m.norm(x) + x))))
+            self.norm = nn.RMSNorm(3 * HIDDEN)
+
+    torch.manual_seed(0)
+    check(Model([Block(Normed)]), (1, 1, 1))
+
+
+@pytest.mark.parametrize(("attend", "width"), [(plain, 96), (multi_query, 48), (grouped, 64)])
+def test_heads_that_meet_another_divided_dimension_are_replicated_with_the_cause(
+    attend: Any, width: int
+) -> None:
+    """Without a projection behind it, the attention's heads and the vocabulary are dimensions of one weight."""
+
+    def body(m: Attention, x: Tensor) -> Tensor:
+        q, k, v = attend(m, x)
+        return fused(q, k.expand_as(q), v.expand_as(q))
+
+    torch.manual_seed(0)
+    model = Model([Attention(body, width, out=0)], tied=True)
+    log = check(model)
+    assert "because its heads meet a dimension in tokens.weight that is divided, which saves more" in log
+    with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=3 .* use tensor=1, 2 or 4"):
+        compile_model(model, (3, 1, 1))
+
+
+@pytest.mark.parametrize(("heads", "groups", "tensor"), [(8, 4, 2), (12, 4, 2), (16, 8, 4)])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_several_key_heads_on_each_rank_serve_several_query_heads(
+    heads: int, groups: int, tensor: int, fuse: bool
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=4 * heads, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=heads, num_key_value_heads=groups, max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    inputs = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("input_ids", "labels")}
+    program = autoptd.compile(
+        model, mesh=(tensor, 1, 1), example_inputs=inputs, num_microbatches=1, fuse=fuse
+    )
+    assert program.verify().passed
+
+
+def test_a_sum_over_whole_and_divided_rows_is_refused() -> None:
+    """The all-reduce would count the whole ones t times."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.packed = nn.Linear(HIDDEN, HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.packed(torch.cat([x, functional.relu(self.inner(x))], -1))
+            return result
+
+    torch.manual_seed(0)
+    check(Model([Joined()]), (1, 1, 1))
+    with pytest.raises(autoptd.ProgramError, match=r"holds some rows whole.*compile for tensor=1"):
+        check(Model([Joined()]), (2, 1, 1))
+
+
+def test_an_einsum_of_one_operand_compiles() -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bsh->bsh", x) + torch.einsum("bsh->bs", x)[..., None]
+
+    check(Model([Turned()]), (1, 2, 1))
