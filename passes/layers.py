@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoptd.passes.program import Program, Stage, tensor_bytes
+from autoptd.passes.program import Program, Stage, copy_graph, tensor_bytes
 from autoptd.passes.row import Row
 
 Layer = Sequence[Sequence[fx.Node]]  # its calls in every stage, none in most
@@ -43,6 +44,22 @@ def find_stacks(program: Program) -> list[list[Layer]]:
         stacks[-1].append(calls)
         end = behind
     return stacks
+
+
+def label_layers(program: Program) -> Program:
+    """Say of every call and parameter of a layer which one it is of, before kernels join a layer with the next."""
+    program = replace(
+        program, stages=tuple(replace(stage, graph=copy_graph(stage.graph)) for stage in program.stages)
+    )
+    for number, stack in enumerate(find_stacks(program)):
+        for index, layer in enumerate(stack):
+            for node in (node for calls in layer for node in calls):
+                node.meta["layer"] = number, index
+    for node in (node for stage in program.stages for node in stage.graph.nodes if node.op == "get_attr"):
+        readers = {user.meta.get("layer") for user in node.users}
+        if len(readers) == 1:
+            node.meta["layer"] = readers.pop()
+    return program
 
 
 def _join_stages(program: Program) -> tuple[Stage, Mapping[fx.Node, tuple[int, fx.Node]]]:

@@ -6,15 +6,18 @@ operator. A storage counts once, whoever saves it; parameters and batch inputs, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, fx
 
+from autoptd.passes.amounts import Number, Sizes, tensor_arguments
 from autoptd.passes.calls import values_taken
-from autoptd.passes.program import Stage, recomputed_groups
-from autoptd.runtime import aten
+from autoptd.passes.program import Stage, recomputed_groups, tensor_bytes
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.precision import widen
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.rank import Rank
 
@@ -29,6 +32,7 @@ class Ledger:
         self._values: dict[fx.Node, Any] = {}
         self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
         self._held: set[UntypedStorage] = set()
+        self._shapes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}  # how it was saved first
         with torch.enable_grad():
             for node in stage.graph.nodes:
                 if node.op == "call_function":
@@ -55,6 +59,7 @@ class Ledger:
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(tensor.untyped_storage())
+            self._shapes.setdefault(saved[-1], (node, tensor))
             return tensor
 
         args = fx.map_arg(node.args, self._values.__getitem__)
@@ -84,10 +89,43 @@ class Ledger:
         taken = {source for group in groups for source in values_taken(group)}
         return self.saved(node for node in self.nodes if node not in inside) | self.storages(taken)
 
+    def itemize(
+        self, groups: Collection[Sequence[fx.Node]], sizes: Sizes
+    ) -> Iterator[tuple[fx.Node, Number]]:
+        """What the stage keeps where `groups` are recomputed, once each: the first call that keeps it, and its bytes
+        in the numbers of `sizes`. Of what lies in a part of a storage, all parts are taken to be alike."""
+        ends = {group[0]: group for group in groups}
+        inside = {node for group in groups for node in group}
+        homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
+        for node, value in self._values.items():
+            for tensor in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(tensor, Tensor) and tensor_bytes(tensor) == tensor.untyped_storage().nbytes():
+                    homes.setdefault(tensor.untyped_storage(), (node, tensor))
+        done = set(self._held)
+        for node in self.nodes:
+            found = self.storages(values_taken(ends[node])) if node in ends else set(self._saved[node])
+            for storage in found - done if node in ends or node not in inside else ():
+                done.add(storage)
+                home, tensor = homes.get(storage) or self._shapes[storage]
+                times, rest = divmod(storage.nbytes(), max(1, tensor_bytes(tensor)))
+                shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)
+                yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
+
     def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
         """The nodes of a recomputed `group` that run again: up to the last one that saves anything."""
         last = max((i for i, node in enumerate(group) if self._saved[node]), default=-1)
         return group[: last + 1]
+
+
+def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
+    """The shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
+    for node in nodes:
+        value, named = node.meta["val"], sizes(node)
+        for own, shape in [(value, named)] if isinstance(value, Tensor) else zip(value, named, strict=True):
+            pairs = list(zip(tensor.shape, own.shape, shape, strict=False))
+            if len(pairs) == tensor.dim() and all(size in (1, other) for size, other, _ in pairs):
+                return [number if size == other else 1 for size, other, number in pairs]
+    return tuple(tensor.shape)
 
 
 def count_bytes(storages: Iterable[UntypedStorage]) -> int:
@@ -114,9 +152,8 @@ class _FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         shape = (*q.shape[:-1], v.shape[-1])
         result = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
-        wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
         masks = () if mask is None else (mask.to(q.dtype),)
-        ctx.save_for_backward(q, k, v, result, q.new_empty(q.shape[:-1], dtype=wide), *masks)
+        ctx.save_for_backward(q, k, v, result, q.new_empty(q.shape[:-1], dtype=widen(q.dtype)), *masks)
         return result
 
 
@@ -125,4 +162,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: 
     return result
 
 
-STAND_INS: Mapping[Any, Any] = {aten.scaled_dot_product_attention.default: _attend}
+def _attend_groups(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    return _attend(q, k, v)
+
+
+STAND_INS: Mapping[Any, Any] = {
+    aten.scaled_dot_product_attention.default: _attend,
+    kernels.grouped_attention: _attend_groups,
+}

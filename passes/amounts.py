@@ -1,0 +1,108 @@
+"""Amounts of work, in any kind of number: products, FLOPs, bytes, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+Number = Any  # an int or a sympy expression
+Shape = tuple[Number, ...]
+Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for several results
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` GEMMs of [rows, inner] by [inner, columns].
+
+    `repeated`: a fused attention's backward computes the scores again, for it has not kept them.
+    """
+
+    batch: Number
+    rows: Number
+    columns: Number
+    inner: Number
+    repeated: bool = False
+
+    @property
+    def flops(self) -> Number:
+        return 2 * self.batch * self.rows * self.columns * self.inner
+
+
+@dataclass(frozen=True)
+class Work:
+    """One direction of one operator, on one rank and one microbatch.
+
+    `elementwise` are FLOPs beside the products, one per element; `read` and `written` bytes of memory; `reduced`
+    the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts.
+    """
+
+    products: tuple[Product, ...] = ()
+    elementwise: Number = 0
+    read: Number = 0
+    written: Number = 0
+    reduced: Number = 0
+    launches: int = 0
+
+    @property
+    def flops(self) -> Number:
+        """All FLOPs."""
+        return sum((product.flops for product in self.products), self.elementwise)
+
+    @property
+    def moved(self) -> Number:
+        """Bytes read and written."""
+        return self.read + self.written
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.elementwise + other.elementwise,
+            self.read + other.read,
+            self.written + other.written,
+            self.reduced + other.reduced,
+            self.launches + other.launches,
+        )
+
+    def __bool__(self) -> bool:
+        return self.launches > 0 or self.reduced != 0
+
+
+def local_sizes(node: fx.Node) -> Any:
+    """One rank's shape of a value, in integers."""
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(tuple(v.shape) for v in value)
+
+
+class Value:
+    """Elements and bytes of values, in the numbers of one `Sizes`."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.shape = sizes
+
+    def _sum(self, node: fx.Node, measure: Callable[[torch.Tensor, Number], Number]) -> Number:
+        value, shape = node.meta["val"], self.shape(node)
+        if isinstance(value, torch.Tensor):
+            return measure(value, prod(shape))
+        pairs = zip(value, shape, strict=True)
+        return sum(measure(v, prod(own)) for v, own in pairs if isinstance(v, torch.Tensor))
+
+    def count(self, node: fx.Node) -> Number:
+        return self._sum(node, lambda value, count: count)
+
+    def bytes(self, node: fx.Node) -> Number:
+        return self._sum(node, lambda value, count: count * value.element_size())
+
+    def rows(self, node: fx.Node) -> Number:
+        """The product of all dimensions but the last."""
+        return prod(self.shape(node)[:-1])
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The arguments that are tensors, each once."""
+    sources = ((source, source.meta.get("val")) for source in node.all_input_nodes)
+    return [source for source, value in sources if isinstance(value, (torch.Tensor, tuple, list))]

@@ -1,0 +1,120 @@
+"""What an operator computes, moves and communicates on one rank: the one statement of its cost.
+
+The rules (`product_work`, `memory_work`) hold for any kind of number. They read the sizes of tensors from a `Sizes`:
+one rank's integers, or expressions in the field's letters; what a rule decides, it decides by the integers.
+How long the work takes is a matter of the device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes import memory_work, product_work
+from autoptd.passes.amounts import Product, Sizes, Value, Work, local_sizes, tensor_arguments
+from autoptd.passes.program import Stage
+from autoptd.runtime import aten, collectives
+
+__all__ = ["Product", "Work", "backward_work", "find_trained", "forward_work", "is_free"]
+
+FORWARDS = {**product_work.FORWARDS, **memory_work.FORWARDS}
+BACKWARDS = {**product_work.BACKWARDS, **memory_work.BACKWARDS}
+
+
+def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
+    """The forward of one node of a stage's graph. Views cost nothing."""
+    if node.op != "call_function" or is_free(node):
+        return Work()
+    rule: Any = (
+        memory_work.compute if _is_rearranged(node) else FORWARDS.get(node.target, memory_work.compute)
+    )
+    work: Work = rule(node, Value(sizes))
+    return work
+
+
+def backward_work(
+    node: fx.Node, trained: Container[fx.Node] | None = None, sizes: Sizes = local_sizes
+) -> Work:
+    """The backward of one node: gradients of its arguments from those of its results.
+
+    Included is that the gradients of a value with several readers are summed, and that a parameter's gradient is
+    added to those of the microbatches before. Views cost nothing but where a gradient must be put together.
+
+    Args:
+        trained: the values that have a gradient (see `find_trained`); by default all that may have one.
+    """
+
+    def has_gradient(node: fx.Node) -> bool:
+        return _may_be_trained(node) if trained is None else node in trained
+
+    wanted = [source for source in tensor_arguments(node) if has_gradient(source)]
+    if node.op != "call_function" or not has_gradient(node) or not wanted:
+        return Work()
+    value = Value(sizes)
+    other = memory_work.no_work if is_free(node) else memory_work.differentiate
+    rule: Any = other if _is_rearranged(node) else BACKWARDS.get(node.target, other)
+    work: Work = rule(node, value, wanted)
+    for source in wanted:
+        if source.op == "get_attr":
+            work += _accumulate(source, value, 1)
+    readers = sum(user.op == "output" or has_gradient(user) for user in node.users)
+    if readers > 1 and isinstance(node.meta["val"], torch.Tensor):
+        work += _accumulate(node, value, readers - 1)
+    return work
+
+
+def find_trained(stage: Stage) -> set[fx.Node]:
+    """The values of a stage that have a gradient: they depend on a trainable parameter, or on a received value that
+    wants one."""
+    trained: set[fx.Node] = set()
+    for node in stage.graph.nodes:
+        if node.op == "get_attr":
+            wants = stage.parameters[str(node.target)].requires_grad
+        elif node.op == "placeholder":
+            wants = _may_be_trained(node)
+        else:
+            wants = not trained.isdisjoint(node.all_input_nodes) and _may_be_trained(node)
+        if wants:
+            trained.add(node)
+    return trained
+
+
+def _may_be_trained(node: fx.Node) -> bool:
+    """Whether a value may have a gradient, as far as its node says it."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        return False
+    if node.op == "placeholder":
+        return node.meta.get("role") == "boundary" and bool(node.meta.get("requires_grad", True))
+    return node.target is not aten.detach.default
+
+
+def _is_rearranged(node: fx.Node) -> bool:
+    """Whether an einsum is no product of two tensors: a transpose, a sum, a diagonal, or several products."""
+    return node.target is aten.einsum.default and not product_work.find_factors(node)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether the forward only looks at its argument's memory in another way. Contiguous copies are not free."""
+    if node.target is operator.getitem or node.target is collectives.take_own:
+        return True
+    if node.target is collectives.copy_to_tensor:
+        return True
+    if not getattr(node.target, "is_view", False) or node.target is aten.contiguous.default:
+        return False
+    value = node.meta["val"]
+    source = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else value
+    return not isinstance(value, torch.Tensor) or bool(value.dtype == source.dtype)
+
+
+def _accumulate(node: fx.Node, value: Value, times: int) -> Work:
+    """Add a gradient to others, `times`."""
+    size = value.bytes(node)
+    return Work(
+        elementwise=times * value.count(node), read=2 * times * size, written=times * size, launches=times
+    )
