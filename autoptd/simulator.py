@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from autoptd.runtime.schedule import Action, Schedule, make_schedule
+from autoptd.runtime.schedule import Action, make_schedule
 from autoptd.runtime.schedule_check import execution_order
 
 
 class TimelineEntry(NamedTuple):
-    """A forward or backward on a pipeline rank, from `start` to `end` seconds after the step began."""
+    """A forward, backward or message of a pipeline rank, from `start` to `end` seconds after the step began."""
 
     rank: int
     action: Action
+    start: float
+    end: float
+
+
+class Phase(NamedTuple):
+    """What a pipeline rank does after the schedule: "data" (its gradients are summed) or "optimizer"."""
+
+    rank: int
+    name: str
     start: float
     end: float
 
@@ -33,6 +42,20 @@ class SimulatedStep:
     bubble_seconds: float
     bubble_fraction: float
     timeline: tuple[tuple[TimelineEntry, ...], ...]
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """How long actions take, in one unit: `forward` and `backward` by stage, a message by its stage and kind.
+
+    A sent message occupies its channel (an ordered pair of ranks). `blocking`: and the sending rank too, as in
+    Megatron-LM of 2021; otherwise both ranks compute on, as in our runtime.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    messages: Mapping[tuple[int, str], float]
+    blocking: bool = False
 
 
 def simulate_schedule(
@@ -54,11 +77,15 @@ def simulate_schedule(
     """
     schedule = make_schedule(name, p, m, v)
     forward, backward, transfer, tick = _whole_ticks(v, forward_seconds, backward_seconds, transfer_seconds)
+    stages = range(p * v)
+    messages = {(stage, kind): transfer for stage in stages for kind in ("SEND_F", "SEND_B")}
+    times = ActionTimes([forward for _ in stages], [backward for _ in stages], messages)
     rows: list[list[TimelineEntry]] = [[] for _ in schedule]
     step = 0
-    for rank, action, start, end in _walk(schedule, forward, backward, transfer):
-        rows[rank].append(TimelineEntry(rank, action, float(start * tick), float(end * tick)))
-        step = max(step, end)
+    for rank, action, start, end in walk(execution_order(schedule), p, times):
+        if action.kind in ("F", "B"):
+            rows[rank].append(TimelineEntry(rank, action, float(start * tick), float(end * tick)))
+            step = max(step, int(end))
     ideal = m * v * (forward + backward)
     return SimulatedStep(
         step_seconds=float(step * tick),
@@ -66,6 +93,35 @@ def simulate_schedule(
         bubble_fraction=(step - ideal) / ideal,
         timeline=tuple(map(tuple, rows)),
     )
+
+
+def walk(
+    order: Iterable[tuple[int, Action]], num_ranks: int, times: ActionTimes
+) -> Iterator[tuple[int, Action, float, float]]:
+    """Yield (rank, action, start, end) of every forward, backward and sent message of a schedule.
+
+    Each is as early as its values allow. `order` is that of `execution_order`. Times are in the unit of `times`,
+    and exact where that is whole.
+    """
+    free: list[float] = [0] * num_ranks
+    channel_free: dict[tuple[int, int], float] = {}
+    arrival: dict[tuple[int, str, int], float] = {}
+    for rank, action in order:
+        stage, kind, microbatch = action
+        if kind == "F" or kind == "B":
+            # On one rank a stage hands its value over on the spot, and the order of actions is enough.
+            start = max(free[rank], arrival.pop(action, 0))
+            end = free[rank] = start + (times.forward if kind == "F" else times.backward)[stage]
+            yield rank, action, start, end
+        elif kind == "SEND_F" or kind == "SEND_B":
+            consumer = stage + (1 if kind == "SEND_F" else -1)
+            channel = rank, consumer % num_ranks
+            start = max(channel_free.get(channel, 0), free[rank])
+            end = channel_free[channel] = start + times.messages[stage, kind]
+            arrival[consumer, kind[-1], microbatch] = end
+            if times.blocking:
+                free[rank] = end
+            yield rank, action, start, end
 
 
 def _whole_ticks(
@@ -92,26 +148,3 @@ def _whole_ticks(
     per_second = math.lcm(forward.denominator, backward.denominator, transfer.denominator)
     ticks = [int(time * per_second) for time in (forward, backward, transfer)]
     return ticks[0], ticks[1], ticks[2], Fraction(1, per_second)
-
-
-def _walk(
-    schedule: Schedule, forward: int, backward: int, transfer: int
-) -> Iterator[tuple[int, Action, int, int]]:
-    """Yield (rank, action, start, end) of every compute action, in ticks: each as early as its values
-    allow."""
-    p = len(schedule)
-    free = [0] * p
-    channel_free: dict[tuple[int, int], int] = {}
-    arrival: dict[Action, int] = {}
-    for rank, action in execution_order(schedule):
-        if action.kind in ("F", "B"):
-            start = max(free[rank], arrival.pop(action, 0))
-            free[rank] = start + (forward if action.kind == "F" else backward)
-            yield rank, action, start, free[rank]
-        elif action.kind in ("SEND_F", "SEND_B"):
-            stage = action.counterpart.stage
-            channel = rank, stage % p
-            channel_free[channel] = max(channel_free.get(channel, 0), free[rank]) + transfer
-            arrival[Action(stage, "F" if action.kind == "SEND_F" else "B", action.microbatch)] = channel_free[
-                channel
-            ]

@@ -134,6 +134,8 @@ class Analysis:
         if node.op in ("placeholder", "get_attr"):
             self.axes[node] = tuple(Axis(size) for size in shape_of(node))
             if node.op == "placeholder":
+                for axis in self.axes[node]:
+                    axis.kept = axis.size == 1
                 self._batch.add(node)
                 self.inputs.append(node)
             elif self.parameters[str(node.target)].kind == "parameter":

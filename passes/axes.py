@@ -19,10 +19,11 @@ _serial = count()
 class Axis:
     """One dimension or a part of one; compare the results of `find`, never two `Axis` objects themselves.
 
-    `parts` of a "product" go from outermost to innermost; `parts` of a "sum" are consecutive segments.
+    `parts` of a "product" go from outermost to innermost; `parts` of a "sum" are consecutive segments. An axis of
+    size 1 vanishes where dimensions are regrouped, unless it is `kept`: a batch of one sequence is a batch.
     """
 
-    __slots__ = ("blocked", "kind", "parent", "parts", "serial", "size")
+    __slots__ = ("blocked", "kept", "kind", "parent", "parts", "serial", "size")
 
     def __init__(
         self, size: int, kind: str = "leaf", parts: tuple[Axis, ...] = (), blocked: str = ""
@@ -32,6 +33,7 @@ class Axis:
         self.parts = parts
         self.parent: Axis | None = None
         self.blocked = blocked
+        self.kept = False
         self.serial = next(_serial)
 
     def __repr__(self) -> str:
@@ -55,6 +57,12 @@ def find(axis: Axis) -> Axis:
     return axis
 
 
+def vanishes(axis: Axis) -> bool:
+    """Whether the axis is one index that says nothing."""
+    axis = find(axis)
+    return axis.size == 1 and not axis.kept
+
+
 def block(axis: Axis, reason: str) -> None:
     """Forbid dividing the axis, and all that it is made of."""
     axis = find(axis)
@@ -65,8 +73,8 @@ def block(axis: Axis, reason: str) -> None:
 
 
 def product(parts: Sequence[Axis]) -> Axis:
-    """The axis that runs over all `parts`, outermost first; parts of size 1 vanish."""
-    parts = tuple(p for p in map(find, parts) if p.size != 1)
+    """The axis that runs over all `parts`, outermost first, without those that vanish."""
+    parts = tuple(p for p in map(find, parts) if not vanishes(p))
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -75,11 +83,11 @@ def product(parts: Sequence[Axis]) -> Axis:
 
 
 def factors(axis: Axis) -> list[Axis]:
-    """The product's parts down to leaves and sums, outermost first; none for size 1."""
+    """The product's parts down to leaves and sums, outermost first, without those that vanish."""
     axis = find(axis)
     if axis.kind == "product":
         return [f for part in axis.parts for f in factors(part)]
-    return [axis] if axis.size != 1 else []
+    return [] if vanishes(axis) else [axis]
 
 
 def leaves(axis: Axis) -> Iterator[Axis]:
@@ -139,7 +147,8 @@ def split_product(axis: Axis, sizes: Sequence[int]) -> list[Axis] | None:
 def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis] | None:
     """What ``view`` does: regroup dimensions `axes` into dimensions of `sizes`; None where factors cross."""
     pending = [f for axis in axes for f in factors(axis)][::-1]
-    result = []
+    sizes = list(sizes)
+    result: list[Axis] = []
     for size in sizes:
         taken: list[Axis] = []
         left = size
@@ -160,6 +169,9 @@ def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis] | None:
             taken.append(pair[0])
             pending.append(pair[1])
             left = 1
+        here = size == 1 or sizes[len(result) + 1 : len(result) + 2] != [1]  # or it is the next dimension
+        if pending and find(pending[-1]).size == 1 and here:
+            taken.append(pending.pop())
         result.append(product(taken))
     return result if not pending else None
 
@@ -219,7 +231,11 @@ def unify(a: Axis, b: Axis) -> None:
         return
     assert a.size == b.size, (a, b)
     if a.size == 1:
+        if a.kept and b.kept:
+            _merge(a, b)
         return
+    if a in factors(b) or b in factors(a):
+        return  # one has a kept factor of size 1 beside the other
     if a.kind == "leaf" or b.kind == "leaf":
         if a.kind != "leaf":
             a, b = b, a
@@ -261,7 +277,9 @@ def _unify_products(a: Axis, b: Axis) -> None:
     left, right = factors(a)[::-1], factors(b)[::-1]
     while left and right:
         x, y = find(left.pop()), find(right.pop())
-        if x.size > 1 and x.kind == "product":
+        if 1 in (x.size, y.size) and x.size != y.size:
+            (left if y.size == 1 else right).append(x if y.size == 1 else y)
+        elif x.kind == "product":
             left.extend(reversed(factors(x)))
             right.append(y)
         elif y.kind == "product":

@@ -28,6 +28,22 @@ def where(node: fx.Node) -> str:
     return f"{path} ({line})" if line else str(path)
 
 
+def loads_under(node: fx.Node) -> set[fx.Node]:
+    """The loads of parameters, buffers and constants that a value is computed from; itself, if it is one."""
+    seen = {node}
+    pending = [node]
+    while pending:
+        fresh = [n for n in pending.pop().all_input_nodes if n not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    return {n for n in seen if n.op == "get_attr"}
+
+
+def is_lifted(name: str) -> bool:
+    """Whether a tensor is one of the forward's code, not of the user's modules."""
+    return name.rpartition(".")[2].startswith("lifted_tensor_")
+
+
 def operator_name(target: Any) -> str:
     """The name rules are kept under: "aten.linear", "kernels.dropout", "mylib.op"."""
     if isinstance(target, torch._ops.OpOverload):

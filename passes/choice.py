@@ -8,7 +8,7 @@ tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -19,8 +19,8 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes.analysis import Analysis
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import operator_name, shape_of, where
-from autoptd.passes.cost import node_flops
+from autoptd.passes.calls import called, operator_name, shape_of, where
+from autoptd.passes.work import forward_work
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
 PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
@@ -59,7 +59,9 @@ def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], l
     }
     chosen = _solve_components(leaves, tensor)
     divided = {leaves[s].axis: -leaves[s].axis.size % tensor for s in chosen}
-    _require_heads(analysis, divided)
+    for leaf in _unread_segments(graph, analysis, divided):
+        del divided[leaf]
+    _require_heads(graph, analysis, divided)
     return divided, _describe_rest(graph, analysis, divided)
 
 
@@ -133,6 +135,22 @@ def _measure(graph: fx.Graph, analysis: Analysis, padded: set[Axis]) -> list[_Le
                                 found.setdefault(rival.serial, _Leaf(rival)).excludes.add(leaf.serial)
         _count_moves(node, analysis, found)
     return list(found.values())
+
+
+def _unread_segments(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> set[Axis]:
+    """Divided rows of parameters that no operator takes, beside rows that are whole: past ``pos[:s]``, say.
+
+    To divide them would leave the gradient of the others partial, for next to nothing.
+    """
+    mixed: set[Axis] = set()
+    read = {leaf for axis in analysis.contractions.values() for leaf in ax.leaves(axis)}
+    for node in graph.nodes:
+        for axis in (axis for axes in analysis.all_of(node) for axis in axes):
+            if node.op == "call_function":
+                read.update(ax.leaves(axis))
+            elif node.op == "get_attr" and not divided.keys() >= (own := set(ax.leaves(axis))):
+                mixed |= own
+    return (mixed - read) & divided.keys()
 
 
 def _values(node: fx.Node) -> Iterator[torch.Tensor]:
@@ -269,7 +287,7 @@ def _listed(numbers: list[int]) -> str:
     return f"{', '.join(map(str, head))} or {last}" if head else str(last)
 
 
-def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
+def _require_heads(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> None:
     """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
     batch = _batch_leaves(analysis)
     for node, axis in analysis.heads:
@@ -277,11 +295,24 @@ def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
         headless = not own and (ax.find(axis).size > 1 or len(shape_of(node)) < 4)
         if divided_leaf(own, divided) or any(f.blocked for f in own) or headless:
             continue
+        if any(f.size % analysis.tensor == 0 for f in own) and _find_rival(graph, analysis, divided, own):
+            continue
         heads = prod(f.size for f in own)
         raise ValueError(
             f"{heads} heads do not divide over tensor={analysis.tensor} at {where(node)}; "
             f"use tensor={_listed(_divisors(heads))}"
         )
+
+
+def _find_rival(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int], own: Sequence[Axis]) -> str:
+    """Where `own` leaves meet a divided one, which saves more, so that one tensor would be divided twice."""
+    for node in graph.nodes:
+        for axes in analysis.all_of(node):
+            met = {leaf for axis in axes for leaf in ax.leaves(axis)}
+            if not met.isdisjoint(own) and divided_leaf(axes, divided):
+                name = node.target if node.op == "get_attr" else called(node)
+                return f"its heads meet a dimension in {name} that is divided, which saves more"
+    return ""
 
 
 def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> list[str]:
@@ -292,8 +323,10 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
         if not divided_leaf([axis], divided):
             # That one of its dimensions is the batch's explains nothing: it is so in every attention.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
-            reasons = {leaf.blocked for leaf in own if leaf.blocked} or {"it has no dimension of heads"}
-            cost = f"{node_flops(node):,} FLOPs a forward on each of {analysis.tensor} ranks"
+            reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
+                _find_rival(graph, analysis, divided, own) or "it has no dimension of heads"
+            }
+            cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {analysis.tensor} ranks"
             name = operator_name(node.target)
             lines[f"attention replicated ({name}, {cost}) because {min(reasons)}"].append(where(node))
     for (node, tensor), dim in analysis.severed.items():

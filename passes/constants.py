@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.calls import argument
-from autoptd.passes.masks import MaskJudge
+from autoptd.passes.calls import argument, is_lifted
+from autoptd.passes.masks import MaskJudge, buffers_under
 from autoptd.passes.naming import live_nodes
 from autoptd.passes.program import Program, Stage
 from autoptd.runtime import aten, kernels
@@ -58,15 +58,14 @@ def fold_constants(program: Program) -> Program:
     graph, made = folder.graph, folder.made
     used = {str(n.target) for g in (graph, constants) for n in g.nodes if n.op == "get_attr"}
     kept = {
-        name: parameter
-        for name, parameter in stage.parameters.items()
-        if name in used or not name.rpartition(".")[2].startswith("lifted_tensor_")
+        name: parameter for name, parameter in stage.parameters.items() if name in used or not is_lifted(name)
     }
     size = sum(p.bytes for p in made.values())
     before, after = len(stage.graph.nodes), len(graph.nodes)
     entry = f"fold_constants {before} -> {after} nodes, {len(made)} constants of {size} bytes"
     proofs = "".join(f"; {count} attention masks {verdict}" for verdict, count in sorted(verdicts.items()))
-    return program.replace_stages((Stage(graph, {**kept, **made}, constants),), entry + proofs)
+    stages = (Stage(graph, {**kept, **made}, constants),)
+    return program.replace_stages(stages, entry + proofs, proved=folder.proved)
 
 
 class _Folder:
@@ -78,6 +77,7 @@ class _Folder:
         self.graph = fx.Graph()
         self.constant: set[fx.Node] = set()
         self.made: dict[str, Parameter] = {}
+        self.proved: frozenset[str] = frozenset()
         self._copy(stage.graph)
 
     def _copy(self, graph: fx.Graph) -> None:
@@ -110,6 +110,7 @@ class _Folder:
             counts[verdict] += 1
             if verdict in ("causal", "open"):
                 _drop_mask(node, verdict == "causal")
+                self.proved |= buffers_under(mask)
         return counts
 
     def slice_indices(self) -> None:
@@ -118,6 +119,8 @@ class _Folder:
             if node.target is aten.index.Tensor and node not in self.constant:
                 found = self._consecutive(node)
                 if found is not None:
+                    (index,) = (i for i in node.args[1] if i is not None)
+                    self.proved |= buffers_under(index)
                     node.target, node.args = aten.slice.Tensor, (node.args[0], *found)
 
     def _consecutive(self, node: fx.Node) -> tuple[int, int, int] | None:

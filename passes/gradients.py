@@ -28,7 +28,9 @@ WHOLE_BACKWARD = (
 )  # replicated results with whole gradients
 
 Component = list[fx.Node]
-Shape = tuple[tuple[int, bool, bool, tuple[int, ...]], ...]  # price, source?, sink?, readers inside
+Shape = tuple[
+    tuple[int, bool, bool, bool, tuple[int, ...]], ...
+]  # price, source?, forced?, sink?, readers inside
 
 
 def place_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], int]:
@@ -166,7 +168,8 @@ class _Region:
         for node in component:
             inner = tuple(sorted(place[n] for n in self.partial_readers(node) if n in self.partial))
             sink = any(n in self.divided and n not in self.forced for n in self.partial_readers(node))
-            shape.append((self._price(node), node not in self.partial, sink, inner))
+            forced = node in self.forced
+            shape.append((self._price(node), node not in self.partial, forced, sink, inner))
         key = tuple(shape)
         if key not in solved:
             solved[key] = _minimum_cut(key)
@@ -206,18 +209,20 @@ class _Region:
 
 def _minimum_cut(shape: Shape) -> tuple[frozenset[int], frozenset[int]]:
     """Positions of the cheapest nodes between sources and sinks, and of those on the sources' side of them."""
-    if not any(source for _, source, _, _ in shape):
+    if not any(source for _, source, *_ in shape):
         return frozenset(), frozenset()
     if len(shape) == 1:
         return frozenset([0]), frozenset([0])
     network = nx.DiGraph()
-    for i, (price, source, sink, inner) in enumerate(shape):
+    for i, (price, source, forced, sink, inner) in enumerate(shape):
         if price:
             network.add_edge((i, "in"), (i, "out"), capacity=price)
         else:
             network.add_edge((i, "in"), (i, "out"))
         if source:
             network.add_edge("source", (i, "in"))
+        if forced:
+            network.add_edge((i, "in"), "sink")  # its gradient may not be whole
         if sink:
             network.add_edge((i, "out"), "sink")
         for reader in inner:

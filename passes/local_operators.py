@@ -199,11 +199,20 @@ def _lower_severed(low: Lowering, node: fx.Node) -> fx.Node:
                 node,
                 name=f"{tensor.name}_repeated",
             )
+            whole = _with_heads(low, node, tensor, dim)
+            value.meta["sizes"] = low.letters.shape(whole, {}, value.meta["val"].shape)
         own[tensor] = low.add(collectives.take_own, (low.rank, value, dim), node, name=f"{tensor.name}_own")
         own[tensor].meta["divided"] = dim
+        low.write_sizes(own[tensor], (_with_heads(low, node, tensor, dim),))
     args = fx.node.map_arg(node.args, lambda n: own.get(n) or low.whole(n))
     kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
     return low.copy(node, args=args, kwargs=fx.node.map_arg(kwargs, low.whole))
+
+
+def _with_heads(low: Lowering, node: fx.Node, tensor: fx.Node, dim: int) -> Axes:
+    """The axes of keys or values that have the attention's heads."""
+    own = low.analysis.of(tensor)
+    return (*own[:dim], low.analysis.of(node)[-3], *own[dim + 1 :])
 
 
 def lower_dropout(low: Lowering, node: fx.Node) -> fx.Node:

@@ -11,8 +11,8 @@ from torch import fx
 from autoptd.passes.calls import argument, shape_of
 from autoptd.passes.patterns import RESHAPES, Call, Match, is_call, is_single
 from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.precision import HALF
 
-HALF = (torch.float16, torch.bfloat16)
 REDUCTIONS = {1: "mean", 2: "sum"}
 
 

@@ -14,7 +14,8 @@ from autoptd.passes import axes as ax
 from autoptd.passes.analysis import Analysis
 from autoptd.passes.axes import Axes, Axis
 from autoptd.passes.choice import divided_leaf
-from autoptd.passes.program import Program, Stage
+from autoptd.passes.letters import Letters
+from autoptd.passes.program import Program
 from autoptd.passes.propagation import Propagation
 from autoptd.runtime import collectives
 from autoptd.runtime.placement import Parameter, Placement, Segment
@@ -26,10 +27,17 @@ class Lowering:
     """The rewrite of one graph to one tensor rank's; `value` maps an old node to what now stands for it."""
 
     def __init__(
-        self, stage: Stage, program: Program, analysis: Analysis, divided: dict[Axis, int], batch: set[Axis]
+        self,
+        program: Program,
+        analysis: Analysis,
+        letters: Letters,
+        divided: dict[Axis, int],
+        batch: set[Axis],
     ) -> None:
+        (stage,) = program.stages
         self.old = stage.graph
         self.analysis = analysis
+        self.letters = letters
         self.divided = divided
         self.batch = batch
         self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
@@ -53,6 +61,9 @@ class Lowering:
                 self.values[node] = lower(self, node)
             else:
                 self.values[node] = self.copy(node)
+            if node.op == "get_attr":
+                whole = self.letters.shape(self.analysis.of(node), {}, node.meta["val"].shape)
+                self.values[node].meta["whole_sizes"] = whole
         return self.graph
 
     # Values
@@ -89,6 +100,7 @@ class Lowering:
         changed = self.tensor > 1 and (not plain or any(divided_leaf(a, self.divided) for a in axes))
         if not changed:
             new.meta.update(divided=None, partial=False)
+            self.write_sizes(new, axes)
         elif node.op == "call_function":
             new.meta["val"] = self.propagation.run(new)
             self._mark(new, node, axes)
@@ -104,6 +116,10 @@ class Lowering:
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         new.meta = {"path": like.meta.get("path", ""), "line": like.meta.get("line", "")}
         new.meta.update(divided=None, partial=partial, val=self.propagation.run(new))
+        if like in self.analysis.axes:
+            self.write_sizes(new, self.analysis.all_of(like))
+        else:
+            new.meta["sizes"] = like.meta["sizes"]
         return new
 
     def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
@@ -113,6 +129,16 @@ class Lowering:
         )
         several = isinstance(node.meta.get("val"), (tuple, list))
         new.meta.update(divided=dims if several else dims[0], partial=False)
+        self.write_sizes(new, axes)
+
+    def write_sizes(self, new: fx.Node, axes: tuple[Axes, ...]) -> None:
+        """Say in letters what shape of its `axes`, one for each result, one rank holds."""
+        value = new.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            new.meta["sizes"] = self.letters.shape(axes[0], self.divided, value.shape)
+        elif value is not None:
+            pairs = zip(axes, value, strict=True)
+            new.meta["sizes"] = tuple(self.letters.shape(a, self.divided, v.shape) for a, v in pairs)
 
     def _empty(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]

@@ -24,6 +24,9 @@ class Stage:
     - ``val``: a meta tensor (or tuple of them) with the shape ONE rank holds;
     - ``path``: the module path the user knows ("h.0.attn"), ``line``: "gpt.py:52" (either may be "");
     - ``divided``: the dimension divided over the tensor ranks, or None; ``partial``: True for a partial sum;
+    - ``sizes``: the shape of ``val`` in letters (see `letters`), as sympy expressions, where they are known;
+      of a parameter ``whole_sizes`` that of all ranks;
+    - ``layer``: the stack of layers that a call is of, and which layer of it, where it is of one;
     - ``recompute``: the label of the group that the backward computes again; not there for what is kept.
     """
 
@@ -37,7 +40,9 @@ class Program:
     """The model on its way through the compiler: frozen, each pass makes the next one.
 
     `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
-    the meta device are absent. `uninitialized` says why no one knows how the weights begin, where they have none.
+    the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
+    holds for these values only. `letters`: the sizes of the model's axes. `uninitialized` says why no one knows how
+    the weights begin, where they have none.
     """
 
     mesh: Mesh
@@ -47,11 +52,15 @@ class Program:
     aliases: Mapping[str, str] = field(default_factory=dict)
     log: tuple[str, ...] = ()
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    proved: frozenset[str] = frozenset()
     uninitialized: str = ""
+    letters: Mapping[str, int] = field(default_factory=dict, repr=False)
 
-    def replace_stages(self, stages: tuple[Stage, ...], entry: str) -> Program:
-        """The same program with other stages and one more log line."""
-        return replace(self, stages=stages, log=(*self.log, entry))
+    def replace_stages(
+        self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()
+    ) -> Program:
+        """The same program with other stages, one more log line, and what these were `proved` of."""
+        return replace(self, stages=stages, log=(*self.log, entry), proved=self.proved | proved)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

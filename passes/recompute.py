@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import ceil
-from typing import Any
 
 import torch
 from torch import fx
 
 from autoptd.passes.calls import operator_name, values_taken
-from autoptd.passes.cost import COLLECTIVES, GEMMS
 from autoptd.passes.layers import Layer, find_stacks
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.naming import find_containers, short_path
-from autoptd.passes.program import Program
+from autoptd.passes.product_work import find_factors
+from autoptd.passes.program import Program, recomputed_groups
+from autoptd.passes.work import forward_work
 from autoptd.runtime import aten, collectives
 
 MODES = ("none", "selective", "full", "optimal")
@@ -75,6 +75,14 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     )
     memory = _describe_memory(ledgers, groups)
     return program.replace_stages(stages, f"recompute_activations {recompute}: {entry}, {memory}")
+
+
+def find_recomputed(program: Program, recompute: str | int) -> list[list[fx.Node]]:
+    """The groups of nodes that `recompute_activations` would mark in the one stage of an uncut `program`."""
+    (stage,) = program.stages
+    (marked,) = recompute_activations(program, recompute=recompute).stages
+    nodes = {node.name: node for node in stage.graph.nodes}
+    return [[nodes[copy.name] for copy in group] for group in recomputed_groups(marked.graph)]
 
 
 # Layers
@@ -164,14 +172,8 @@ def _walk(softmax: fx.Node, step: Callable[[fx.Node], Sequence[fx.Node]]) -> set
 
 def _is_product(node: fx.Node) -> bool:
     """Whether it multiplies two activations."""
-    if node.target is aten.einsum.default:
-        operands: Any = node.args[1]
-    elif node.target in GEMMS:
-        first = GEMMS[node.target]
-        operands = node.args[first : first + 2]
-    else:
-        return False
-    return all(isinstance(n, fx.Node) and n.op == "call_function" for n in operands)
+    factors = find_factors(node)
+    return bool(factors) and all(factor.op == "call_function" for factor in factors)
 
 
 def _between(starts: Iterable[fx.Node], ends: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
@@ -271,6 +273,6 @@ def _describe_memory(ledgers: Sequence[Ledger], groups: Sequence[Sequence[Group]
         whole += count_bytes(ledger.kept(()))
         kept += count_bytes(ledger.kept(recomputed))
         repeated += [node for nodes in recomputed for node in ledger.repeated(nodes)]
-    sums = [COLLECTIVES[n.target](n) for n in repeated if n.target is collectives.reduce_from_tensor]
+    sums = [forward_work(n).reduced for n in repeated if n.target is collectives.reduce_from_tensor]
     text = f"{sum(map(len, groups))} groups; a microbatch keeps {kept:,} of {whole:,} bytes of activations"
     return text + (f", and repeats {len(sums)} all-reduces of {sum(sums):,} bytes" if sums else "")

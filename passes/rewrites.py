@@ -121,6 +121,26 @@ def _expand(call: Call) -> fx.Node | None:
     return call.emit(aten.expand.default, call.source, list(call.val.shape))
 
 
+def _repeat(call: Call) -> fx.Node | None:
+    """Tiles as an expanded dimension outside each that is repeated, merged into it where it has a size."""
+    own, times = call.given.shape, [int(n) for n in call.args[1]]
+    if call.given.numel() == 0 or 0 in times:
+        return None
+    sizes = [1] * (len(times) - len(own)) + list(own)
+    opened = [[size] if 1 in (size, n) else [1, size] for size, n in zip(sizes, times, strict=True)]
+    tiled = [[size * n] if 1 in (size, n) else [n, size] for size, n in zip(sizes, times, strict=True)]
+    whole = [[size * n] for size, n in zip(sizes, times, strict=True)]
+    x = call.source
+    for target, groups in (
+        (aten.reshape.default, opened),
+        (aten.expand.default, tiled),
+        (aten.reshape.default, whole),
+    ):
+        shape = [size for group in groups for size in group]
+        x = _derive(call, target, x, shape) if shape != list(x.meta["val"].shape) else x
+    return x
+
+
 def _slice(call: Call) -> fx.Node | None:
     extent = call.given.shape
     if extent == call.val.shape:
@@ -266,6 +286,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.expand.default, aten.expand_as.default), _expand),
     **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
     **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
+    aten.repeat.default: _repeat,
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
     aten.detach.default: _detach,

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import fx
+from torch import UntypedStorage, fx
 
-from autoptd.passes.cost import Device, is_free, transfer_nanoseconds
+from autoptd.passes.calls import values_taken
+from autoptd.passes.durations import Durations
+from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
 from autoptd.passes.sequence import Memory
 from autoptd.runtime import aten
+from autoptd.runtime.mesh import Mesh
 
 # Bytes of a trainable element with Adam in mixed precision: weight, gradient, float32 weight, two moments.
 STATE_BYTES = 16
@@ -90,38 +93,40 @@ class Row:
             for number, bad in zip(accumulate(live[:count]), accumulate(unfit[:count]), strict=True)
         ]
 
-    def boundary_costs(self, tensor: int, device: Device) -> list[int | None]:
+    def boundary_costs(self, durations: Durations) -> list[int | None]:
         """Nanoseconds to transfer what lives before each item; None where no cut may stand."""
         changes = [0] * (len(self.items) + 2)
         for defined, node in enumerate(self.items):
             value = node.meta["val"]
             if self.last_use[node] > defined and isinstance(value, torch.Tensor):
-                time = transfer_nanoseconds(
-                    value,
-                    divided=node.meta.get("divided") is not None,
-                    gradient=node in self.trained,
-                    tensor=tensor,
-                    device=device,
-                )
+                divided, gradient = node.meta.get("divided") is not None, node in self.trained
+                time = durations.of_transfer(value, divided=divided, gradient=gradient)
                 changes[defined + 1] += time
                 changes[self.last_use[node] + 1] -= time
         times = accumulate(changes[: len(self.items)])
         return [time if fit else None for time, fit in zip(times, self.allowed(), strict=True)]
 
-    def memory(self, in_flight: Sequence[int], *, once: bool) -> Memory:
-        """Bytes of each item: its parameters with their state, and its result, kept for the backward.
+    def memory(
+        self, in_flight: Sequence[int], mesh: Mesh, recomputed: Sequence[Sequence[fx.Node]], *, once: bool
+    ) -> Memory:
+        """Bytes of each item: its parameters with their state, and what is kept for the backward on its behalf.
 
-        A tied parameter counts where it is used, each time; `once`: only the first.
+        The first item that saves a tensor has it; of a `recomputed` group the first has all that the group takes,
+        the others nothing. A tied parameter counts where it is used, each time; `once`: only the first.
         """
+        ledger = Ledger(self.stage, mesh)
+        taken = {group[0]: values_taken(group) for group in recomputed}
+        inside = {node for group in recomputed for node in group}
         static, activation = [], []
         seen: set[fx.Node] = set()
+        counted: set[UntypedStorage] = set()
         for node in self.items:
             owned = [s for s in node.all_input_nodes if self._is_parameter(s) and not (once and s in seen)]
             seen.update(owned)
             static.append(sum(self._state_bytes(source) for source in owned))
-            value = node.meta["val"]
-            kept = isinstance(value, torch.Tensor) and node in self.trained and not is_free(node)
-            activation.append(tensor_bytes(value) if kept else 0)
+            kept = ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])
+            activation.append(count_bytes(kept - counted))
+            counted |= kept
         return Memory(static, activation, in_flight)
 
     def _state_bytes(self, node: fx.Node) -> int:

@@ -26,9 +26,13 @@ def broadcast(analysis: Analysis, node: fx.Node) -> Axes:
         own = analysis.axes[source]
         for back in range(1, len(own) + 1):
             axis = own[-back]
-            if ax.find(axis).size == 1:
+            if ax.vanishes(axis):
                 continue
-            if ax.find(result[-back]).size == 1:
+            if ax.vanishes(result[-back]):
+                result[-back] = axis
+            elif ax.find(axis).size == 1:
+                continue
+            elif ax.find(result[-back]).size == 1:
                 result[-back] = axis
             else:
                 ax.unify(result[-back], axis)

@@ -22,6 +22,7 @@ from autoptd.passes.axis_rules import Rule
 from autoptd.passes.choice import choose_axes, replicated_heads
 from autoptd.passes.contraction_rules import ATTENTION, OF_ACTIVATIONS, RUNS
 from autoptd.passes.gradients import place_copies
+from autoptd.passes.letters import Letters
 from autoptd.passes.local_operators import lower_operator
 from autoptd.passes.lowering import Lowering
 from autoptd.passes.program import Program
@@ -45,7 +46,9 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
         analysis = Analysis(stage.graph, stage.parameters, tensor=tensor, rules=table, sever=severed)
     inputs, batch = find_batch(program.inputs, analysis)
     divided, notes = choose_axes(stage.graph, analysis)
-    lowering = Lowering(stage, program, analysis, divided, batch)
+    program = replace(program, inputs=inputs)
+    letters = Letters(program, analysis)
+    lowering = Lowering(program, analysis, letters, divided, batch)
     graph = lowering.run(lower_operator)
     parameters, copies = place_copies(graph, lowering.parameters)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
@@ -54,7 +57,8 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
         f"{reductions} all-reduces forward, {copies} backward"
     )
     whole = replace(stage, graph=graph, parameters=parameters)
-    return replace(program, stages=(whole,), inputs=inputs, log=(*program.log, entry, *notes))
+    values = {str(symbol): size for symbol, size in letters.values.items()}
+    return replace(program, stages=(whole,), letters=values, log=(*program.log, entry, *notes))
 
 
 def _check_used(rules: Mapping[str, Rule], operators: set[str]) -> None:
@@ -69,7 +73,7 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
     """The batch dimension of each input, and its axis where the batch is more than one.
 
     The captured guess stands unless some operator needs that axis whole (attention, the sequence of a sequence-first
-    model); then it is the first axis that none needs whole, or a dimension of size 1.
+    model); then it is the first axis that none, or at least no attention, needs whole, or a dimension of size 1.
     """
     nodes = {str(n.target): n for n in analysis.inputs}
     dims = {i.name: [ax.find(a) for a in analysis.of(nodes[i.name])] for i in inputs if i.name in nodes}
@@ -80,6 +84,9 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
     if all(_is_sequence(axis) for axis in guessed):
         every = [axis for i in split for axis in dims[i.name]]
         free = [axis for axis in every if axis.size > 1 and not axis.blocked]
+        if not free and all(_is_attended(axis) for axis in guessed):
+            # The mean of an auxiliary loss needs the batch whole, too.
+            free = [axis for axis in every if axis.size > 1 and not _is_sequence(axis)]
         batch = (free or [axis for axis in every if axis.size == 1] or guessed)[0]
     else:
         batch = next(axis for axis in guessed if not _is_sequence(axis))
@@ -99,6 +106,10 @@ def find_batch(inputs: tuple[Input, ...], analysis: Analysis) -> tuple[tuple[Inp
     return tuple(place(entry) for entry in inputs), {batch} if batch.size > 1 else set()
 
 
+def _is_attended(axis: Axis) -> bool:
+    return any(reason in axis.blocked for reason in (ATTENTION, OF_ACTIVATIONS))
+
+
 def _is_sequence(axis: Axis) -> bool:
-    """Does attention run over it?"""
-    return any(reason in axis.blocked for reason in (ATTENTION, OF_ACTIVATIONS, RUNS))
+    """Does attention, or a cumulative sum, run over it?"""
+    return _is_attended(axis) or RUNS in axis.blocked

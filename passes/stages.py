@@ -13,10 +13,13 @@ from itertools import accumulate
 
 from torch import fx
 
-from autoptd.passes.cost import REFERENCE, Device, is_free, node_nanoseconds
+from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import Cut, cut_sequence
+from autoptd.passes.durations import Durations, Precision
 from autoptd.passes.program import Program, Stage
+from autoptd.passes.recompute import find_recomputed
 from autoptd.passes.row import Row
+from autoptd.passes.work import backward_work, forward_work
 from autoptd.runtime.manifest import Boundary
 
 
@@ -26,7 +29,8 @@ def cut_stages(
     num_stages: int,
     memory_limit: int | None = None,
     in_flight: Sequence[int] | None = None,
-    device: Device = REFERENCE,
+    recompute: str | int = "none",
+    cluster: Cluster | None = None,
 ) -> Program:
     """Cut the one stage of `program` into `num_stages`, stage k for pipeline rank k mod p.
 
@@ -37,26 +41,33 @@ def cut_stages(
     Args:
         memory_limit: bytes per rank for parameters, gradients, Adam's state and activations in flight.
         in_flight: microbatches that each stage holds at its peak; by default those of (interleaved) 1F1B.
-        device: the rates that costs are weighed by.
+        recompute: what `recompute_activations` is to do after the cut: activations count as it keeps them. What a
+            backward computes again, one group at a time, is not counted; nor the time of it, so that a program has
+            the same stages, and gradients bit for bit, with and without it.
+        cluster: whose times costs are; default the paper's, "dgx-a100".
 
     Raises ValueError if there are fewer cuttable units than stages, or no cut fits in memory.
     """
     (stage,) = program.stages
-    pipeline, tensor = program.mesh.pipeline, program.mesh.tensor
+    pipeline = program.mesh.pipeline
     row = Row(stage)
-    costs = [node_nanoseconds(node, tensor=tensor, device=device) for node in row.items]
+    described = cluster or Cluster.load("dgx-a100")
+    durations = Durations(described, program.mesh, Precision.of(program.stages).dtype)
+    costs = [durations.of_node(node) for node in row.items]
     memory = None
     if memory_limit is not None:
-        memory = row.memory(in_flight or peak_in_flight(pipeline, num_stages), once=pipeline == 1)
+        held = in_flight or peak_in_flight(pipeline, num_stages)
+        groups = find_recomputed(program, recompute)
+        memory = row.memory(held, program.mesh, groups, once=pipeline == 1)
     cut = cut_sequence(
         costs,
-        row.boundary_costs(tensor, device),
+        row.boundary_costs(durations),
         memory,
         num_stages=num_stages,
         num_pipeline_ranks=pipeline,
         memory_limit=memory_limit,
     )
-    return program.replace_stages(_build_stages(row, cut.positions), _describe(cut, pipeline))
+    return program.replace_stages(_build_stages(row, cut.positions), _describe(cut, pipeline, described.name))
 
 
 def count_units(program: Program) -> int:
@@ -64,15 +75,19 @@ def count_units(program: Program) -> int:
     (stage,) = program.stages
     row = Row(stage)
     allowed = row.allowed()
-    busy = [0, *accumulate(not is_free(node) for node in row.items)]
+    busy = [0, *accumulate(_works(node) for node in row.items)]
     inside = {busy[i] for i in range(1, len(row.items)) if allowed[i]} - {0, busy[-1]}
     return len(inside) + 1
+
+
+def _works(node: fx.Node) -> bool:
+    return bool(forward_work(node)) or bool(backward_work(node))
 
 
 def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
     """What each stage receives from the one before it, in the order of its arguments."""
     return tuple(
-        tuple(_boundary(node) for node in stage.graph.nodes if node.meta.get("role") == "boundary")
+        tuple(make_boundary(node) for node in stage.graph.nodes if node.meta.get("role") == "boundary")
         for stage in program.stages
     )
 
@@ -196,7 +211,7 @@ def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
     return (first, *stages[1:])
 
 
-def _boundary(node: fx.Node) -> Boundary:
+def make_boundary(node: fx.Node) -> Boundary:
     value = node.meta["val"]
     gradient = bool(node.meta.get("requires_grad", value.is_floating_point()))
     return Boundary(
@@ -204,11 +219,11 @@ def _boundary(node: fx.Node) -> Boundary:
     )
 
 
-def _describe(cut: Cut, pipeline: int) -> str:
+def _describe(cut: Cut, pipeline: int, name: str) -> str:
     stages = len(cut.stage_costs)
     mean = sum(cut.stage_costs) / pipeline
     return (
         f"cut_stages {stages} stages on {pipeline} pipeline ranks, the slowest {cut.bottleneck / 1e6:.3g} ms "
-        f"a microbatch on the reference device: {cut.bottleneck / mean:.3f} of the mean, "
+        f"a microbatch on {name}: {cut.bottleneck / mean:.3f} of the mean, "
         f"{cut.gap:.1%} above the lower bound ({cut.method})"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from autoptd.runtime import kernels
 from samples.gpt import GPT, GPTConfig
@@ -15,6 +15,7 @@ from tests.passes.test_sharding import (
     GPT2,
     LLAMA,
     SIZES,
+    SequenceFirst,
     join_gradients,
     largest_error,
     prepare,
@@ -82,3 +83,21 @@ def test_each_row_has_the_mask_of_its_sample_whatever_the_microbatch_size() -> N
         n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout
     ]
     assert {k["sample"] for k in keyed} == {0}
+
+
+class DroppingSequenceFirst(SequenceFirst):
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(idx, targets) + self.drop(idx)
+
+    def drop(self, idx: Tensor) -> Tensor:
+        return nn.functional.dropout(self.embed(idx), 0.3, self.training).square().mean()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_samples_of_a_sequence_first_model_are_its_second_dimension(batch: int) -> None:
+    """One sequence, too, of which nothing but attention tells which dimension is the batch."""
+    ids = {name: torch.zeros((8, batch), dtype=torch.long) for name in ("idx", "targets")}
+    program = prepare(DroppingSequenceFirst(), 2, ids)
+    (dropout,) = (n for n in program.stages[0].graph.nodes if n.target is kernels.dropout)
+    assert dropout.meta["val"].shape == (8, batch, 16)
+    assert dropout.kwargs["sample"] == 1

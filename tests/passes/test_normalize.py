@@ -301,3 +301,18 @@ def test_refusals(body: Forward, words: list[str]) -> None:
         program_of(body)
     for word in words:
         assert word in str(found.value)
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 2, 1), (2, 1, 3), (3, 1, 1, 1), (2, 2, 2, 2)])
+def test_tiles_are_expanded(times: tuple[int, ...]) -> None:
+    """``repeat`` has no sharding rule; what it is made of has. Its result is memory of its own."""
+
+    def body(m: Any, x: Tensor) -> Any:
+        tiled = x.repeat(*times)
+        tiled.mul_(torch.arange(tiled.numel()).view(tiled.shape).cos())
+        return tiled.sum() * x
+
+    model, inputs, program = program_of(body)
+    assert aten.repeat.default not in operators(program)
+    weights = dict(model.named_parameters())
+    torch.testing.assert_close(run_graph(program, weights, inputs), model(**inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,10 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture import capture
 from autoptd.passes.constants import fold_constants
+from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.normalize import normalize
-from autoptd.passes.program import Program, Stage
+from autoptd.passes.program import Program, Stage, recomputed_groups
+from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.sharding import shard_tensors
 from autoptd.passes.stages import boundaries, count_units, cut_stages, peak_in_flight
 from autoptd.runtime import aten, collectives
@@ -213,8 +216,8 @@ def start(sketch: Sketch) -> fx.Node:
 
 def test_a_value_needed_later_is_passed_on() -> None:
     sketch = Sketch()
-    first = sketch.linears(start(sketch), 2, "a")
-    rest = sketch.linears(first, 6, "b")
+    first = sketch.linears(start(sketch), 1, "a")
+    rest = sketch.linears(first, 7, "b")
     loss = sketch.call(aten.sum.default, sketch.call(aten.add.Tensor, rest, first))
     cut = sketch.check(sketch.program(loss, 4), 4)
     names = [[boundary.name for boundary in received] for received in boundaries(cut)]
@@ -323,6 +326,37 @@ def test_stages_within_memory() -> None:
         ValueError, match=r"no cut fits in 0\.00 GB a rank: .* stage \d holds .*; use a larger"
     ):
         cut_stages(program, num_stages=4, memory_limit=limit // 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_memory_is_what_the_stages_keep(recompute: str) -> None:
+    """A limit that is just enough for what the cut stages' own ledgers count is enough for the cut."""
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=8, n_embd=32, n_head=4, dropout=0.1))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    program = prepare(model, 1, {"idx": ids, "targets": ids.clone()})
+    (whole,) = recompute_activations(program, recompute=recompute).stages
+    kept = count_bytes(Ledger(whole, program.mesh).kept(recomputed_groups(whole.graph)))
+    states = 16 * sum(p.numel() for p in model.parameters())
+    in_flight = 100
+    limits: dict[str, Any] = {"num_stages": 1, "in_flight": [in_flight], "recompute": recompute}
+    cut_stages(program, memory_limit=states + in_flight * kept, **limits)
+    with pytest.raises(ValueError, match=r"no cut fits"):
+        cut_stages(program, memory_limit=states + in_flight * kept - 1, **limits)
+
+
+def test_recomputation_leaves_room() -> None:
+    """What only fits with the layers recomputed is cut with it, and refused without."""
+    model = GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=8, n_embd=32, n_head=4))
+    ids = torch.zeros(4, 64, dtype=torch.long)
+    program = prepare(model, 4, {"idx": ids, "targets": ids.clone()})
+    limit = 10**6
+    with pytest.raises(ValueError, match=r"no cut fits in 0\.00 GB a rank"):
+        cut_stages(program, num_stages=4, memory_limit=limit)
+    cut = cut_stages(program, num_stages=4, memory_limit=limit, recompute="full")
+    for stage, count in zip(recompute_activations(cut, recompute="full").stages, (4, 3, 2, 1), strict=True):
+        held = count_bytes(Ledger(stage, cut.mesh).kept(recomputed_groups(stage.graph)))
+        states = 16 * sum(math.prod(p.shape) for p in stage.parameters.values() if p.kind == "parameter")
+        assert states + count * held <= limit
 
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (4, 1), (2, 2), (4, 3), (8, 2)])

@@ -1,0 +1,230 @@
+"""A training step of a compiled program on a described cluster, without the cluster: time, memory, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoptd.passes.cluster import ITEM_BYTES, Cluster
+from autoptd.passes.durations import Precision
+from autoptd.passes.program import Stage
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.schedule import Action, Schedule
+from autoptd.runtime.schedule_check import execution_order
+from autoptd.simulator import ActionTimes, Phase, TimelineEntry, walk
+from autoptd.stage_times import StageTimes, time_stages
+from autoptd.step_memory import Owned, count_owned, optimizer_bytes, state_bytes, trace_memory
+from autoptd.timeline import write_svg, write_trace
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One simulated training step. Times are in seconds, memory in bytes.
+
+    `tflops_per_device` counts GEMMs and attention's products in all passes, recomputation included, as SC21 §5.1
+    does by its equation (3); `mfu` without recomputation, over the device's peak. `bubble_fraction` is the idle time
+    of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's step:
+    compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble. `memory_bytes`
+    is the peak of each pipeline rank, `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the
+    fullest rank holds at its peak.
+    """
+
+    cluster: Cluster
+    dtype: str
+    step_seconds: float
+    tflops_per_device: float
+    mfu: float
+    bubble_fraction: float
+    critical_rank: int
+    breakdown: Mapping[str, float]
+    memory_bytes: tuple[int, ...]
+    held_bytes: Mapping[str, int]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+    timeline: tuple[tuple[TimelineEntry, ...], ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its device's memory."""
+        return max(self.memory_bytes) <= self.cluster.device.memory_bytes
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a chrome trace that Perfetto opens; a `path` that ends in .gz is packed."""
+        about = {"step": "predicted", "cluster": self.cluster.name, "dtype": self.dtype}
+        write_trace(path, self.timeline, self.phases, self.memory, about)
+
+    def save_svg(self, path: str | Path) -> None:
+        """Write a picture of the step, a row per pipeline rank, as SC21 Figure 4."""
+        write_svg(path, self.timeline, self.phases)
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()
+        )
+        fullest = max(self.memory_bytes)
+        return (
+            f"{self.cluster.name}, {self.dtype}: {self.step_seconds:.4g} s a step, {self.tflops_per_device:.1f} "
+            f"TFLOP/s per device, {self.mfu:.1%} of its peak without recomputation\n"
+            f"rank {self.critical_rank}: {parts}\n"
+            f"memory: at most {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
+            f"{'within' if self.fits else 'more than'} {self.cluster.device.memory_bytes / 1e9:.3g} GB"
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the step is run beyond what the program says.
+
+    `overlap_transfers`: sending does not hold up the sender, as in our runtime; Megatron-LM of 2021 waited.
+    `overlap_data`: a stage's gradients are reduced while its last microbatch's backward runs. `zero` 1: the
+    replicas divide the optimizer's states among them.
+    """
+
+    overlap_transfers: bool = True
+    overlap_data: bool = False
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1):
+            raise ValueError(f"zero={self.zero!r}: expected 0 or 1 (ZeRO's first stage)")
+
+
+def simulate_program(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    cluster: Cluster,
+    dtype: str | None,
+    training: Training,
+) -> Simulation:
+    """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
+    precision = Precision.of(stages, dtype)
+    times = time_stages(manifest, stages, cluster, precision)
+    order = list(execution_order(schedule))
+    return simulate_times(manifest, times, schedule, order, cluster, precision, training)
+
+
+def simulate_times(
+    manifest: Manifest,
+    times: Sequence[StageTimes],
+    schedule: Schedule,
+    order: Sequence[tuple[int, Action]],
+    cluster: Cluster,
+    precision: Precision,
+    training: Training,
+) -> Simulation:
+    """Walk a schedule of `manifest` whose stages have `times`, in its `execution_order`."""
+    p, m = manifest.mesh.pipeline, manifest.num_microbatches
+    rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
+    for entry in walk(order, p, action_times(times, blocking=not training.overlap_transfers)):
+        rows[entry[0]].append(TimelineEntry._make(entry))
+    timeline = tuple(map(tuple, rows))
+    least = max(end for _, _, _, end in walk(order, p, action_times(times, messages=False)))
+    owned = [count_owned(manifest, rank) for rank in range(p)]
+    phases = tuple(_finish(manifest, timeline, owned, cluster, precision, training))
+    pipelined = max(row[-1].end for row in timeline)
+    step = max([pipelined, *(phase.end for phase in phases)])
+    spent = [_add_up(times[rank::p], m) for rank in range(p)]
+    critical = max(range(p), key=lambda rank: sum(spent[rank].values()))
+    work = sum(spent[critical].values())
+    breakdown = {**spent[critical], "pipeline": spent[critical]["pipeline"] + pipelined - least}
+    for phase in phases:
+        if phase.rank == critical:
+            begin = max(phase.start, pipelined)
+            breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
+    breakdown["bubble"] = step - sum(breakdown.values())
+    shards = manifest.mesh.data if training.zero else 1
+    static = [state_bytes(own, precision, shards) for own in owned]
+    courses = [list(trace_memory(*row, times)) for row in zip(schedule, timeline, strict=True)]
+    peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
+    memory = [
+        {**state, "activations": activations, "buffers": buffers}
+        for state, (_, activations, buffers) in zip(static, peaks, strict=True)
+    ]
+    totals = [round(sum(held.values())) for held in memory]
+    return Simulation(
+        cluster,
+        precision.dtype,
+        step_seconds=step,
+        tflops_per_device=sum(time.flops for time in times) * m / p / step / 1e12,
+        mfu=sum(time.model_flops for time in times) * m / p / step / cluster.device.peak(precision.dtype),
+        bubble_fraction=(pipelined - work) / work,
+        critical_rank=critical,
+        breakdown=breakdown,
+        memory_bytes=tuple(totals),
+        held_bytes={name: round(size) for name, size in memory[totals.index(max(totals))].items()},
+        memory=tuple(
+            tuple(
+                (at, round(sum(state.values()) + activations + buffers))
+                for at, activations, buffers in course
+            )
+            for state, course in zip(static, courses, strict=True)
+        ),
+        timeline=timeline,
+        phases=phases,
+    )
+
+
+def action_times(
+    times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
+) -> ActionTimes:
+    """What arrives in pieces is put together before a stage begins."""
+    sending = {
+        (index, f"SEND_{kind}"): time.send[kind] * messages
+        for index, time in enumerate(times)
+        for kind in ("F", "B")
+    }
+    return ActionTimes(
+        [time.forward.total + time.gather["F"] for time in times],
+        [time.backward.total + time.gather["B"] for time in times],
+        sending,
+        blocking and messages,
+    )
+
+
+def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:
+    """What the stages of a rank do in the schedule, by kind."""
+    directions = [side for time in times for side in (time.forward, time.backward)]
+    return {
+        "compute": microbatches * sum(side.compute for side in directions),
+        "tensor": microbatches * sum(side.tensor for side in directions),
+        "pipeline": microbatches * sum(sum(time.gather.values()) for time in times),
+    }
+
+
+def _finish(
+    manifest: Manifest,
+    timeline: Sequence[Sequence[TimelineEntry]],
+    owned: Sequence[Owned],
+    cluster: Cluster,
+    precision: Precision,
+    training: Training,
+) -> Iterator[Phase]:
+    """After the schedule: the sums of gradients, in the runtime's order, then the optimizer on all ranks at once."""
+    mesh, item = manifest.mesh, ITEM_BYTES[precision.dtype]
+    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+    shards = mesh.data if training.zero else 1
+    ends = []
+    for rank, own in enumerate(owned):
+        here = mesh.rank_of(0, rank, 0)
+        start = end = timeline[rank][-1].end
+        end += cluster.all_reduce_seconds(own.partial * item, mesh.tensor_group(here))
+        for owners, elements in own.tied.items():
+            ready = max(timeline[owner][-1].end for owner in owners)
+            ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
+            end = max(end, ready) + cluster.all_reduce_seconds(elements * item, ranks)
+        reducing = cluster.all_reduce_seconds(own.trained * item, mesh.data_group(here))
+        if training.overlap_data:
+            end = max(end, _last_backward(timeline[rank]).start + reducing)
+        else:
+            end += reducing
+        ends.append(end)
+        yield Phase(rank, "data", start, end)
+    ready = max(ends)  # the norm of all gradients needs all ranks
+    for rank, own in enumerate(owned):
+        yield Phase(rank, "optimizer", ready, ready + optimizer_bytes(own, precision, shards) / rate)
+
+
+def _last_backward(entries: Sequence[TimelineEntry]) -> TimelineEntry:
+    return next(entry for entry in reversed(entries) if entry.action.kind == "B")

@@ -1,0 +1,266 @@
+"""What each stage of a program takes on a cluster: time and memory of one microbatch, on one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from autoptd.passes.calls import values_taken
+from autoptd.passes.cluster import Cluster
+from autoptd.passes.durations import Precision
+from autoptd.passes.ledger import Ledger, count_bytes
+from autoptd.passes.program import Stage, recomputed_groups
+from autoptd.passes.work import Work, backward_work, find_trained, forward_work
+from autoptd.runtime.manifest import Boundary, Manifest
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.transfer import is_scattered
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group."""
+
+    compute: float
+    tensor: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One stage on one microbatch.
+
+    `gather` and `send` are by direction, "F" and "B": the all-gather of what arrives in pieces (SC21 §4.1), and the
+    message that leaves. `kept` bytes wait for the backward, `working` more live while it runs, and `arriving` is
+    what a posted receive holds, by direction. `flops` are those of GEMMs and attention's products, all their
+    passes, `model_flops` without those that recomputation repeats.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    gather: Mapping[str, float]
+    send: Mapping[str, float]
+    kept: float
+    working: float
+    arriving: Mapping[str, float]
+    flops: float
+    model_flops: float
+
+
+def time_stages(
+    manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, precision: Precision
+) -> tuple[StageTimes, ...]:
+    """The times of all stages, on the first replica's ranks. ValueError for a dtype that the device has not."""
+    known: dict[object, StageWork] = {}
+    found = []
+    for index, stage in enumerate(stages):
+        signature = _sign(stage)
+        if signature not in known:
+            known[signature] = _join(divide_work(stage, manifest.mesh).values())
+        ranks = manifest.mesh.tensor_group(manifest.mesh.rank_of(0, index % manifest.mesh.pipeline, 0))
+        times = time_work(known[signature], cluster, ranks, precision)
+        found.append(time_stage(manifest, index, times, cluster, precision))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage, or a call of it, does and holds in the program's own dtype.
+
+    `forward` and `backward` count equal works, as equal layers have them; `again` is what recomputation repeats in
+    the backward.
+    """
+
+    forward: Counter[Work]
+    backward: Counter[Work]
+    again: Counter[Work]
+    kept: int
+    working: int
+    flops: float
+    model_flops: float
+
+
+def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
+    """The work of each call of a stage. A storage is kept by the first call that saves it, or group that takes it;
+    what a group's backward holds is written at the group's first call."""
+    ledger = Ledger(stage, mesh)
+    groups = recomputed_groups(stage.graph)
+    first = {group[0]: group for group in groups}
+    inside = {node for group in groups for node in group}
+    repeated = {node for group in groups for node in ledger.repeated(group)}
+    trained = find_trained(stage)
+    seen: set[torch.UntypedStorage] = set()
+    found = {}
+    for node in ledger.nodes:
+        forward = forward_work(node)
+        kept = ledger.storages(values_taken(first[node])) if node in first else set()
+        kept = (kept if node in inside else ledger.saved([node])) - seen
+        seen |= kept
+        once = _product_flops(forward)
+        found[node] = StageWork(
+            Counter([forward]),
+            Counter([backward_work(node, trained)]),
+            Counter([forward] * (node in repeated)),
+            count_bytes(kept),
+            count_bytes(ledger.saved(first[node])) if node in first else 0,
+            once * (4 if node in inside else 3),
+            3 * once,
+        )
+    return found
+
+
+def _join(works: Collection[StageWork]) -> StageWork:
+    forward, backward, again = Counter[Work](), Counter[Work](), Counter[Work]()
+    for work in works:
+        forward.update(work.forward)
+        backward.update(work.backward)
+        again.update(work.again)
+    return StageWork(
+        forward,
+        backward,
+        again,
+        sum(work.kept for work in works),
+        max((work.working for work in works), default=0),
+        sum(work.flops for work in works),
+        sum(work.model_flops for work in works),
+    )
+
+
+def _sign(stage: Stage) -> object:
+    """Equal for stages that cost the same: their operators, values and groups, whatever their names.
+
+    Whole numbers among the arguments are dimensions and shapes, which the values show, or an operator's own number.
+    """
+    place = {node: index for index, node in enumerate(stage.graph.nodes)}
+
+    def read(argument: object) -> object:
+        if isinstance(argument, fx.Node):
+            return place[argument]
+        if isinstance(argument, (tuple, list)):
+            return tuple(map(read, argument))
+        return None if type(argument) is int else argument
+
+    groups = {node: index for index, group in enumerate(recomputed_groups(stage.graph)) for node in group}
+    rows = []
+    for node in stage.graph.nodes:
+        value = node.meta.get("val")
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        shapes = tuple((v.shape, v.stride(), v.dtype) for v in tensors if isinstance(v, torch.Tensor))
+        own = stage.parameters[str(node.target)].requires_grad if node.op == "get_attr" else node.target
+        role = (node.meta.get("role"), node.meta.get("requires_grad"))
+        arguments = (read(node.args), tuple((key, read(a)) for key, a in node.kwargs.items()))
+        rows.append((node.op, own if node.op != "placeholder" else role, shapes, arguments, groups.get(node)))
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class WorkTimes:
+    """A `StageWork` on a cluster: seconds by direction, `again` beside `backward`; bytes in its dtype."""
+
+    forward: Seconds
+    backward: Seconds
+    again: Seconds
+    kept: float
+    working: float
+    flops: float
+    model_flops: float
+
+
+def time_work(work: StageWork, cluster: Cluster, ranks: Sequence[int], precision: Precision) -> WorkTimes:
+    """Time a work on the tensor group `ranks`. ValueError for a dtype that the device has not."""
+    cluster.device.peak(precision.dtype)
+    return WorkTimes(
+        _add_up(work.forward, cluster, ranks, precision),
+        _add_up(work.backward, cluster, ranks, precision),
+        _add_up(work.again, cluster, ranks, precision),
+        work.kept * precision.scale,
+        work.working * precision.scale,
+        work.flops,
+        work.model_flops,
+    )
+
+
+def time_stage(
+    manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
+) -> StageTimes:
+    """A stage of that work with its messages."""
+    crossing = {kind: _cross(manifest, index, kind, cluster, precision) for kind in ("F", "B")}
+    backward = Seconds(work.backward.compute + work.again.compute, work.backward.tensor + work.again.tensor)
+    return StageTimes(
+        forward=work.forward,
+        backward=backward,
+        gather={kind: one.gather_seconds for kind, one in crossing.items()},
+        send={kind: one.send_seconds for kind, one in crossing.items()},
+        kept=work.kept,
+        working=work.working,
+        arriving={kind: one.received_bytes for kind, one in crossing.items()},
+        flops=work.flops,
+        model_flops=work.model_flops,
+    )
+
+
+def _add_up(
+    works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision
+) -> Seconds:
+    device, dtype, scale = cluster.device, precision.dtype, precision.scale
+    compute = sum(count * device.seconds(work, dtype, scale) for work, count in works.items())
+    tensor = sum(
+        count * cluster.all_reduce_seconds(work.reduced * scale, ranks) for work, count in works.items()
+    )
+    return Seconds(compute, tensor)
+
+
+def _product_flops(work: Work) -> float:
+    return float(sum(product.flops for product in work.products))
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """One direction of a stage's boundaries: the message it sends, and what it receives."""
+
+    send_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    received_bytes: float = 0.0
+
+
+def _cross(manifest: Manifest, index: int, kind: str, cluster: Cluster, precision: Precision) -> _Crossing:
+    mesh, interface = manifest.mesh, manifest.stages[index]
+    if mesh.pipeline == 1:  # handed over on the spot
+        return _Crossing()
+    sends, receives = (interface.sends, interface.receives)[:: 1 if kind == "F" else -1]
+    whole, scattered = _bytes(sends, manifest, kind, precision)
+    received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
+    ranks = mesh.tensor_group(mesh.rank_of(0, index % mesh.pipeline, 0))
+    return _Crossing(
+        _send_seconds(
+            whole + scattered / mesh.tensor, mesh, index, index + (1 if kind == "F" else -1), cluster
+        ),
+        cluster.all_gather_seconds(received_scattered, ranks),
+        received_whole + received_scattered,
+    )
+
+
+def _bytes(
+    boundaries: Sequence[Boundary], manifest: Manifest, kind: str, precision: Precision
+) -> tuple[float, float]:
+    """Bytes of boundary values, or of their gradients: of those that cross whole, and of those in pieces."""
+    sizes = [0.0, 0.0]
+    for boundary in boundaries:
+        if kind == "F" or boundary.requires_grad:
+            size = prod(boundary.shape) * boundary.dtype.itemsize * precision.scale
+            sizes[is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)] += size
+    return sizes[0], sizes[1]
+
+
+def _send_seconds(count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster) -> float:
+    """The slowest of all replicas' messages between two stages' ranks, its tensor peers sending too."""
+    here, there = source % mesh.pipeline, destination % mesh.pipeline
+    pairs = {(mesh.rank_of(data, here, 0), mesh.rank_of(data, there, 0)) for data in range(mesh.data)}
+    return max(cluster.send_seconds(count, *pair, senders=mesh.tensor) for pair in pairs)

@@ -1,0 +1,105 @@
+"""What a pipeline rank holds in the course of a simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autoptd.passes.cluster import ITEM_BYTES
+from autoptd.passes.durations import Precision
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.schedule import Action
+from autoptd.simulator import TimelineEntry
+from autoptd.stage_times import StageTimes
+
+MOMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements of the parameters of one rank: all, the trained ones, and those whose gradients are partial sums.
+
+    `tied` has the trained ones that other pipeline ranks own too, by the ranks.
+    """
+
+    elements: int
+    trained: int
+    partial: int
+    tied: Mapping[tuple[int, ...], int]
+
+
+def count_owned(manifest: Manifest, rank: int) -> Owned:
+    """What pipeline rank `rank` owns; a parameter of several of its stages once."""
+    names = {name for stage in manifest.stages[rank :: manifest.mesh.pipeline] for name in stage.parameters}
+    elements = trained = partial = 0
+    tied: dict[tuple[int, ...], int] = {}
+    for name in sorted(names):
+        parameter = manifest.parameters[name]
+        size = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
+        elements += size
+        if parameter.kind == "parameter" and parameter.requires_grad:
+            trained += size
+            partial += size * parameter.partial_gradient
+            owners = manifest.owners(name)
+            if len(owners) > 1:
+                tied[owners] = tied.get(owners, 0) + size
+    return Owned(elements, trained, partial, tied)
+
+
+def state_bytes(owned: Owned, precision: Precision, shards: int) -> dict[str, float]:
+    """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1).
+
+    Adam has two moments of each element and, of half-precision weights, a float32 copy.
+    """
+    item = ITEM_BYTES[precision.dtype]
+    moment = max(MOMENT_BYTES, item)
+    states = 2 * moment + (MOMENT_BYTES if item < MOMENT_BYTES else 0)
+    return {
+        "parameters": owned.elements * item,
+        "gradients": owned.trained * item,
+        "optimizer": owned.trained * states / shards,
+    }
+
+
+def optimizer_bytes(owned: Owned, precision: Precision, shards: int) -> float:
+    """Bytes that clipping by the global norm and an Adam step read and write.
+
+    The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. In half
+    precision the gradient is made float32 first, and the new weights half.
+    """
+    item = ITEM_BYTES[precision.dtype]
+    wide = max(MOMENT_BYTES, item)
+    each = item + 7 * wide
+    if item < wide:
+        each += (item + wide) + (wide + item)
+    return owned.trained * each / shards
+
+
+def trace_memory(
+    actions: Sequence[Action], entries: Sequence[TimelineEntry], times: Sequence[StageTimes]
+) -> Iterator[tuple[float, float, float]]:
+    """Yield (seconds, activation bytes, buffer bytes) at every change.
+
+    A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
+    backward what it computes again.
+    """
+    computed = (entry for entry in entries if entry.action.kind in ("F", "B"))
+    activations = buffers = 0.0
+    now = 0.0
+    for stage, kind, _ in actions:
+        own = times[stage]
+        if kind.startswith("RECV"):
+            buffers += own.arriving[kind[-1]]
+            yield now, activations, buffers
+        elif kind in ("F", "B"):
+            entry = next(computed)
+            if kind == "F":
+                activations += own.kept
+                yield entry.start, activations, buffers
+            else:
+                yield entry.start, activations + own.working, buffers
+                activations -= own.kept
+            buffers -= own.arriving[kind]
+            now = entry.end
+            yield now, activations, buffers

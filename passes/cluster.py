@@ -1,0 +1,283 @@
+"""A cluster in numbers, read from a TOML file: devices, nodes and network, and how long they take for some work."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from autoptd.passes.work import Product, Work
+
+SHIPPED = Path(__file__).parent / "clusters"
+ITEM_BYTES: Mapping[str, float] = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "fp4": 0.5,
+}
+SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not worth their loads
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link of one device (in a node), or of one network card.
+
+    `bandwidth` is the maker's, in bytes/s. Large messages reach the share `message_efficiency` of it, collectives,
+    which all devices run at once, `collective_efficiency`. The smallest message takes `latency_seconds`.
+    """
+
+    bandwidth: float
+    message_efficiency: float
+    collective_efficiency: float
+    latency_seconds: float
+
+    @property
+    def message_rate(self) -> float:
+        """Bytes/s of a large message."""
+        return self.bandwidth * self.message_efficiency
+
+    @property
+    def collective_rate(self) -> float:
+        """Bytes/s over a link of a large ring."""
+        return self.bandwidth * self.collective_efficiency
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    `peak_flops` is by dtype; `memory_bandwidth` in bytes/s; both as the maker gives them. `gemm_efficiency` and
+    `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
+    A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
+    `multiprocessors` at a time.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    gemm_efficiency: float
+    memory_efficiency: float
+    multiprocessors: int
+    tile_rows: int
+    tile_columns: int
+    launch_seconds: float
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in `dtype`. ValueError where the device computes in no such type."""
+        if dtype not in self.peak_flops:
+            raise ValueError(f"{self.name} has no {dtype}: expected one of {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+    def seconds(self, work: Work, dtype: str, scale: float = 1.0) -> float:
+        """Time of `work` on this device alone; its all-reduces are the cluster's matter.
+
+        GEMMs take what their tiles or their memory traffic takes, whichever is longer; what else is moved comes on
+        top. Products that move less than their factors are one fused kernel. `scale` converts the bytes of `work`
+        to `dtype`.
+        """
+        moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
+        time = work.launches * self.launch_seconds
+        if not work.products:
+            return float(time + moved / rate)
+        computing = [self._product_seconds(product, dtype) for product in work.products]
+        traffic = [_product_bytes(product, dtype) for product in work.products]
+        if sum(traffic) > moved * 1.01:
+            return float(time + max(sum(computing), moved / rate))
+        own = sum(max(seconds, size / rate) for seconds, size in zip(computing, traffic, strict=True))
+        return float(time + own + max(0.0, moved - sum(traffic)) / rate)
+
+    def _product_seconds(self, product: Product, dtype: str) -> float:
+        rounded = _round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
+        return rounded / (self.peak(dtype) * self.gemm_efficiency)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of `devices_per_node` devices and `nics_per_node` network cards; rank r is in node r // devices_per_node.
+
+    `node` is each device's link to the others of its node, `network` one card's link to other nodes.
+    """
+
+    name: str
+    device: Device
+    devices_per_node: int
+    nics_per_node: int
+    node: Link
+    network: Link
+
+    @classmethod
+    def load(cls, name: Cluster | str | Path) -> Cluster:
+        """A cluster by its shipped name ("dgx-a100"), or from a TOML file of your own by path; a cluster is itself.
+
+        Raises ValueError for an unknown name, and for a file with missing, unknown or impossible values, all named.
+        """
+        if isinstance(name, Cluster):
+            return name
+        path = Path(name)
+        if path.suffix != ".toml":
+            known = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+            if str(name) not in known:
+                raise ValueError(
+                    f"cluster {str(name)!r} is not shipped{_suggest(str(name), known)}: expected one of "
+                    f"{', '.join(known)}, or the path of a .toml file"
+                )
+            path = SHIPPED / f"{name}.toml"
+        try:
+            table = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"cluster file {path} is no TOML: {error}") from None
+        return _read_cluster(table, str(path))
+
+    def nodes(self, ranks: Sequence[int]) -> Counter[int]:
+        """How many of `ranks` are in each node."""
+        return Counter(rank // self.devices_per_node for rank in ranks)
+
+    def ring_rate(self, ranks: Sequence[int]) -> float:
+        """Bytes/s over the slowest link of a ring through `ranks`, while all other devices are in like rings.
+
+        A node's cards are shared evenly: a ring with k of its devices has k shares.
+        """
+        nodes = self.nodes(ranks)
+        if len(nodes) < 2:
+            return self.node.collective_rate
+        cards = min(nodes.values()) * self.nics_per_node / self.devices_per_node
+        return min(self.node.collective_rate, cards * self.network.collective_rate)
+
+    def all_reduce_seconds(self, count: float, ranks: Sequence[int]) -> float:
+        """All-reduce of `count` bytes by a ring: 2 (n - 1) steps of 1/n each (SC21 §3.3.1)."""
+        return 2 * self.all_gather_seconds(count, ranks)
+
+    def all_gather_seconds(self, count: float, ranks: Sequence[int]) -> float:
+        """All-gather to `count` bytes, or reduce-scatter of them: n - 1 steps of 1/n each."""
+        number = len(ranks)
+        if number < 2 or not count:
+            return 0.0
+        return (number - 1) * count / number / self.ring_rate(ranks) + self.ring_latency(ranks)
+
+    def ring_latency(self, ranks: Sequence[int]) -> float:
+        """What of an all-gather's time no smaller size takes away."""
+        slowest = self.node if len(self.nodes(ranks)) < 2 else self.network
+        return (len(ranks) - 1) * slowest.latency_seconds
+
+    def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
+        """One message of `count` bytes, while `senders` devices of the node send like ones."""
+        if not count:
+            return 0.0
+        if len(self.nodes((source, destination))) < 2:
+            return count / self.node.message_rate + self.node.latency_seconds
+        share = min(1.0, self.nics_per_node / min(senders, self.devices_per_node))
+        return count / (self.network.message_rate * share) + self.network.latency_seconds
+
+
+def _product_bytes(product: Product, dtype: str) -> float:
+    """What a GEMM reads and writes at least."""
+    m, n, k = product.rows, product.columns, product.inner
+    return float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
+
+
+@lru_cache(maxsize=4096)
+def _round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
+    """A product's FLOPs with those that its best tiling wastes.
+
+    Tiles run in waves over all multiprocessors, and a wave takes its time whether it is full or not. A tile of
+    r x c loads r + c elements for every r c products: smaller tiles are slower in proportion.
+    """
+    best = math.inf
+    for rows, columns in _tiles(tile_rows, tile_columns):
+        tiles = product.batch * ceil(product.rows / rows) * ceil(product.columns / columns)
+        slowness = _intensity(tile_rows, tile_columns) / _intensity(rows, columns)
+        best = min(best, ceil(tiles / multiprocessors) * rows * columns * slowness)
+    return float(2 * best * product.inner * multiprocessors)
+
+
+def _intensity(rows: int, columns: int) -> float:
+    return rows * columns / (rows + columns)
+
+
+@lru_cache
+def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """The largest tile, its halves and theirs, either way round."""
+    found: set[tuple[int, int]] = set()
+    pending = [(rows, columns), (columns, rows)]
+    while pending:
+        tile = pending.pop()
+        if tile in found or (found and tile[0] * tile[1] < min(SMALLEST_TILE, rows * columns)):
+            continue
+        found.add(tile)
+        pending += [(max(1, tile[0] // 2), tile[1]), (tile[0], max(1, tile[1] // 2))]
+    return tuple(sorted(found))
+
+
+# Reading
+
+
+def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
+    values = _read_table(table, Cluster, source, "")
+    device = _read_table(values["device"], Device, source, "device.")
+    device["peak_flops"] = {
+        key: _read_number(value, float, source, f"device.peak_flops.{key}")
+        for key, value in device["peak_flops"].items()
+    }
+    unknown = [key for key in device["peak_flops"] if key not in ITEM_BYTES]
+    if unknown or not device["peak_flops"]:
+        found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
+        raise ValueError(f"{source}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
+    for name in ("node", "network"):
+        values[name] = Link(**_read_table(values[name], Link, source, f"{name}."))
+    return Cluster(**{**values, "device": Device(**device)})
+
+
+def _read_table(table: Mapping[str, Any], kind: type, source: str, place: str) -> dict[str, Any]:
+    """The values of a table by the fields of `kind`: all of them, and no others."""
+    types = {field.name: str(field.type) for field in fields(kind)}
+    for key in table:
+        if key not in types:
+            raise ValueError(
+                f"{source}: unknown key {place}{key}{_suggest(key, types)}: expected {', '.join(types)}"
+            )
+    missing = [place + key for key in types if key not in table]
+    if missing:
+        raise ValueError(f"{source}: {', '.join(missing)} missing: expected a value for each")
+    values: dict[str, Any] = {}
+    for key, wanted in types.items():
+        if wanted in ("int", "float"):
+            values[key] = _read_number(table[key], int if wanted == "int" else float, source, place + key)
+        else:
+            expected = str if wanted == "str" else dict
+            if not isinstance(table[key], expected):
+                noun = "a text" if expected is str else "a table"
+                raise ValueError(f"{source}: {place}{key} = {table[key]!r}: expected {noun}")
+            values[key] = table[key]
+    return values
+
+
+LARGEST = 1e30  # of a value in a file
+
+
+def _read_number(value: object, kind: type, source: str, name: str) -> Any:
+    share = name.endswith("efficiency")
+    fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not fits or not 0 < value <= (1 if share else LARGEST):  # type: ignore[operator]
+        noun = "a share above 0 and at most 1" if share else "a number above 0"
+        raise ValueError(
+            f"{source}: {name} = {value!r}: expected {'a whole number above 0' if kind is int else noun}"
+        )
+    return kind(value)
+
+
+def _suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    near = get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

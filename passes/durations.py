@@ -1,0 +1,88 @@
+"""What the cut weighs stages by: nanoseconds of operators and of boundary values on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import ceil, prod
+
+import torch
+from torch import fx
+
+from autoptd.passes.cluster import ITEM_BYTES, Cluster
+from autoptd.passes.program import Stage, tensor_bytes
+from autoptd.passes.work import Work, backward_work, forward_work
+from autoptd.runtime.mesh import Mesh
+
+NANOSECONDS = 10**9
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is computed in: `dtype`, and how many of its bytes the program has for one of its own (`scale`)."""
+
+    dtype: str
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, stages: Iterable[Stage], dtype: str | None = None) -> Precision:
+        """`dtype`, by default the one that most elements of the program's parameters have."""
+        counts: dict[torch.dtype, int] = {}
+        for stage in stages:
+            for parameter in stage.parameters.values():
+                if parameter.dtype in DTYPES:
+                    counts[parameter.dtype] = counts.get(parameter.dtype, 0) + prod(parameter.shape)
+        own = DTYPES[max(counts, key=counts.__getitem__)] if counts else "fp32"
+        wanted = own if dtype is None else dtype
+        if wanted not in ITEM_BYTES:
+            raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
+        return cls(wanted, ITEM_BYTES[wanted] / ITEM_BYTES[own])
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Whole nanoseconds of nodes and transfers on the ranks of `mesh`; equal works are timed once."""
+
+    cluster: Cluster
+    mesh: Mesh
+    dtype: str
+    _known: dict[Work, int] = field(default_factory=dict, repr=False)
+
+    def of_node(self, node: fx.Node) -> int:
+        """Forward and backward of one microbatch; what does no work takes none."""
+        return self._of_work(forward_work(node)) + self._of_work(backward_work(node))
+
+    def of_transfer(self, value: torch.Tensor, *, divided: bool, gradient: bool) -> int:
+        """To send one tensor to the next stage, and its `gradient` back.
+
+        Of an undivided tensor each tensor rank sends 1/t, all-gathered on arrival (SC21 §4.1).
+        """
+        size = tensor_bytes(value)
+        share = size if divided else size / self.mesh.tensor
+        here, there = self._slowest_pair()
+        seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)
+        if not divided:
+            seconds += self.cluster.all_gather_seconds(size, self.mesh.tensor_group(here))
+        return ceil(seconds * NANOSECONDS) * (2 if gradient else 1)
+
+    def _of_work(self, work: Work) -> int:
+        if not work:
+            return 0
+        if work not in self._known:
+            ranks = self.mesh.tensor_group(self.mesh.rank_of(0, 0, 0))
+            seconds = self.cluster.device.seconds(work, self.dtype)
+            seconds += self.cluster.all_reduce_seconds(work.reduced, ranks)
+            self._known[work] = ceil(seconds * NANOSECONDS)
+        return self._known[work]
+
+    def _slowest_pair(self) -> tuple[int, int]:
+        """Neighbours on the pipeline in different nodes, if there are any."""
+        row = self.mesh.pipeline_group(self.mesh.rank_of(0, 0, 0))
+        pairs = list(zip(row, (*row[1:], row[0]), strict=True))
+        return max(pairs, key=lambda pair: len(self.cluster.nodes(pair)))

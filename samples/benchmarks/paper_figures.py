@@ -1,0 +1,135 @@
+"""The orderings of SC21's figures 12 to 18, from simulated steps, with no further calibration.
+
+python -m samples.benchmarks.paper_figures [--write] [figure ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from autoptd.passes.cluster import Cluster
+from samples.benchmarks.paper_rows import CLUSTER, PaperRow, compile_row, simulate_row
+from samples.benchmarks.report import publish
+
+Cells = Sequence[object]
+GPT_175B = PaperRow("175B", 96, 12288, 96, 8, 12, 96, 1, 12, 0)
+GPT_162B = PaperRow("162B", 128, 20480, 32, 8, 8, 64, 1, 32, 0)
+GPT_6B = PaperRow("5.9B", 32, 3840, 32, 1, 2, 64, 1, 32, 0)
+GPT_91B = PaperRow("91B", 80, 10240, 72, 8, 8, 64, 1, 128, 0)  # sizes not given: 72 x 10240 are 91 billion
+
+
+def compare_schedules(cluster: Cluster) -> Iterator[Cells]:
+    """Figures 12 and 18: 1F1B, interleaved with scatter/gather and without, over the batch; v = 4, two layers each."""
+    default, interleaved = (compile_row(replace(GPT_175B, chunks=v)) for v in (1, 4))
+    for batch in (12, 24, 36, 48, 60, 120, 240):  # the paper stops at 60
+        row = replace(GPT_175B, batch=batch)
+        found = [
+            simulate_row(program, cluster, row, scatter_gather=pieces).tflops_per_device
+            for program, pieces in (
+                (default, True),
+                (interleaved, True),
+                (default, False),
+                (interleaved, False),
+            )
+        ]
+        yield batch, *(f"{one:.1f}" for one in found), f"{found[1] / found[3] - 1:+.1%}"
+
+
+def compare_tensor_with_pipeline(cluster: Cluster) -> Iterator[Cells]:
+    """Figure 13: 64 devices as (p, t); b = 1."""
+    for tensor in (2, 4, 8, 16, 32):
+        own = replace(GPT_162B, tensor=tensor, pipeline=64 // tensor)
+        program = compile_row(own)
+        rows = [replace(own, batch=batch) for batch in (32, 128)]
+        yield (
+            f"{own.pipeline}, {tensor}",
+            *(f"{simulate_row(program, cluster, row).tflops_per_device:.1f}" for row in rows),
+        )
+
+
+def compare_pipeline_with_data(cluster: Cluster) -> Iterator[Cells]:
+    """Figure 14: 64 devices as (p, d); b = 1."""
+    for pipeline in (2, 4, 8, 16, 32):
+        own = replace(GPT_6B, pipeline=pipeline)
+        program = compile_row(own)
+        rows = [replace(own, batch=batch) for batch in (32, 128, 512)]
+        yield (
+            f"{pipeline}, {own.data}",
+            *(f"{simulate_row(program, cluster, row).tflops_per_device:.1f}" for row in rows),
+        )
+
+
+def compare_tensor_with_data(cluster: Cluster) -> Iterator[Cells]:
+    """Figure 15: 64 devices as (t, d); b = 1."""
+    for tensor in (2, 4, 8, 16, 32):
+        own = replace(GPT_6B, pipeline=1, tensor=tensor)
+        program = compile_row(own)
+        rows = [replace(own, batch=batch) for batch in (32, 128, 512)]
+        yield (
+            f"{tensor}, {own.data}",
+            *(f"{simulate_row(program, cluster, row).tflops_per_device:.1f}" for row in rows),
+        )
+
+
+def compare_microbatches(cluster: Cluster) -> Iterator[Cells]:
+    """Figure 16: (t, p) = (8, 8)."""
+    for microbatch in (1, 2, 4, 8):
+        own = replace(GPT_91B, microbatch=microbatch)
+        program = compile_row(own)
+        rows = [replace(own, batch=batch) for batch in (128, 512)]
+        yield microbatch, *(f"{simulate_row(program, cluster, row).tflops_per_device:.1f}" for row in rows)
+
+
+FIGURES: Mapping[str, tuple[str, Sequence[str], Callable[[Cluster], Iterator[Cells]]]] = {
+    "12": (
+        "175 billion parameters on 96 devices: schedules and scatter/gather (SC21 figures 12 and 18)",
+        ["batch", "1F1B", "interleaved", "1F1B, whole", "interleaved, whole", "scatter/gather gains"],
+        compare_schedules,
+    ),
+    "13": (
+        "162 billion parameters on 64 devices: tensor and pipeline (SC21 figure 13)",
+        ["p, t", "batch 32", "batch 128"],
+        compare_tensor_with_pipeline,
+    ),
+    "14": (
+        "5.9 billion parameters on 64 devices: pipeline and data (SC21 figure 14)",
+        ["p, d", "batch 32", "batch 128", "batch 512"],
+        compare_pipeline_with_data,
+    ),
+    "15": (
+        "5.9 billion parameters on 64 devices: tensor and data (SC21 figure 15)",
+        ["t, d", "batch 32", "batch 128", "batch 512"],
+        compare_tensor_with_data,
+    ),
+    "16": (
+        "91 billion parameters on 64 devices, t = p = 8: the microbatch (SC21 figure 16)",
+        ["b", "batch 128", "batch 512"],
+        compare_microbatches,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("figures", nargs="*", default=list(FIGURES), help=f"of {', '.join(FIGURES)}")
+    parser.add_argument("--write", action="store_true", help="keep the tables in results/")
+    asked = parser.parse_args()
+    cluster = Cluster.load(CLUSTER)
+    for figure in asked.figures:
+        title, columns, compare = FIGURES[figure]
+        notes = ["TFLOP/s per device by equation (3), every layer recomputed."]
+        publish(
+            f"paper_figure_{figure}",
+            title,
+            columns,
+            list(compare(cluster)),
+            notes,
+            asked.write,
+            script="paper_figures",
+        )
+
+
+if __name__ == "__main__":
+    main()

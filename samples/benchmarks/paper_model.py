@@ -1,0 +1,40 @@
+"""The GPT of SC21 as Megatron-LM of 2021 ran it: attention written out, its dropout a kernel of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samples.gpt import GPT, GPTConfig, SelfAttention
+
+VOCABULARY, SEQUENCE, DROPOUT = 51_200, 2_048, 0.1  # SC21 §5
+
+
+class WrittenAttention(SelfAttention):
+    """Product, scale and mask and softmax, dropout, product: SC21 §4.2, before fused attention was known.
+
+    The dropout sees the weights turned: so the compiler leaves it out of the softmax's kernel, as theirs did.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (y.view(b, s, self.n_head, h // self.n_head).transpose(1, 2) for y in (q, k, v))
+        future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
+        scores = q @ k.transpose(2, 3) * (h // self.n_head) ** -0.5
+        weights = scores.masked_fill(future, torch.finfo(scores.dtype).min).softmax(dim=3)
+        weights = F.dropout(weights.transpose(2, 3), self.dropout, self.training).transpose(2, 3)
+        y = (weights @ v).transpose(1, 2).contiguous().view(b, s, h)
+        out: Tensor = self.resid_dropout(self.c_proj(y))
+        return out
+
+
+def build_paper_model(layers: int, heads: int, hidden: int) -> GPT:
+    """The GPT of that size on the meta device, in half precision."""
+    config = GPTConfig(VOCABULARY, SEQUENCE, layers, heads, hidden, DROPOUT)
+    with torch.device("meta"):
+        model = GPT(config)
+        for block in model.h:
+            block.attn = WrittenAttention(config)
+    return model.to(torch.bfloat16)

@@ -1,0 +1,295 @@
+"""A program's step on a described cluster: times against closed forms, memory against the ledger."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import autoptd
+from autoptd import Cluster
+from autoptd.passes.cluster import Link
+from autoptd.passes.ledger import Ledger, count_bytes
+from autoptd.passes.program import Stage, recomputed_groups
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.schedule import make_schedule
+from autoptd.runtime.schedule_check import execution_order
+from autoptd.simulator import ActionTimes, walk
+from autoptd.timeline import box_colours, write_svg
+from samples.gpt import GPT, GPTConfig
+
+LAYERS, HIDDEN, VOCABULARY, LENGTH, B = 8, 256, 512, 128, 2
+SELENE = Cluster.load("dgx-a100")
+# Messages and all-reduces that take no time, and no launches: only work is left.
+FREE = Link(1e30, 1.0, 1.0, 1e-30)
+STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30))
+
+
+def compile_gpt(
+    mesh: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> autoptd.CompiledProgram:
+    config = GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)
+    with torch.device("meta"):
+        model = GPT(config)
+    return autoptd.compile(model.to(dtype), mesh=mesh, microbatch_size=B, **options)
+
+
+@pytest.mark.parametrize(("t", "recompute"), [(1, "none"), (1, "full"), (2, "full")])
+def test_flops_are_equation_3(t: int, recompute: str) -> None:
+    """SC21 equation (3), and without recomputation three passes in place of the layers' four."""
+    program = compile_gpt((t, 1, 2), num_microbatches=3, recompute=recompute)
+    simulated = program.simulate(SELENE)
+    batch, s, h, layers = B * 3 * 2, LENGTH, HIDDEN, LAYERS
+    model = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + VOCABULARY / (12 * layers * h))
+    again = 24 * batch * s * layers * h**2 * (1 + s / (6 * h))
+    whole = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h))
+    assert model + again == pytest.approx(whole)
+    time = simulated.step_seconds * 2 * t
+    assert simulated.mfu * 312e12 * time == pytest.approx(model)
+    assert simulated.tflops_per_device * 1e12 * time == pytest.approx(whole if recompute == "full" else model)
+
+
+def test_one_rank_works_through_its_microbatches() -> None:
+    one, four = (compile_gpt((1, 1, 1), num_microbatches=m).simulate(SELENE) for m in (1, 4))
+    assert four.breakdown["compute"] == pytest.approx(4 * one.breakdown["compute"])
+    assert four.bubble_fraction == pytest.approx(0, abs=1e-12)
+    assert four.breakdown["optimizer"] == pytest.approx(one.breakdown["optimizer"]) != 0
+    assert {four.breakdown[kind] for kind in ("tensor", "pipeline", "data")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 1, 1), {}),
+        ((2, 2, 2), {"num_microbatches": 4, "num_model_chunks": 2}),
+        ((1, 4, 1), {"num_microbatches": 4, "num_model_chunks": 1, "recompute": "full"}),
+        ((2, 1, 4), {"scatter_gather": False}),
+    ],
+    ids=str,
+)
+def test_the_breakdown_is_the_step(mesh: tuple[int, int, int], options: dict[str, Any]) -> None:
+    simulated = compile_gpt(mesh, **options).simulate(SELENE)
+    assert sum(simulated.breakdown.values()) == pytest.approx(simulated.step_seconds)
+    assert min(simulated.breakdown.values()) >= -1e-12
+    t, p, d = mesh
+    assert (simulated.breakdown["tensor"] > 0) == (t > 1)
+    assert (simulated.breakdown["pipeline"] > 0) == (p > 1)
+    assert (simulated.breakdown["data"] > 0) == (d > 1 or p > 1)  # the tied table
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 8), (4, 1, 8), (2, 2, 8), (4, 2, 16)])
+def test_the_bubble_is_the_closed_form_for_even_stages(p: int, v: int, m: int) -> None:
+    """(p - 1)/(v m), as far as the stages are even: each rank's time is within 3 % of the mean, and messages
+    take none."""
+    simulated = compile_gpt((1, p, 1), num_microbatches=m, num_model_chunks=v).simulate(STILL)
+    rows = simulated.timeline
+    busy = [sum(e.end - e.start for e in row if e.action.kind in ("F", "B")) for row in rows]
+    uneven = max(busy) * p / sum(busy)
+    pipelined = max(row[-1].end for row in rows)
+    # Equation (1) with the mean stage is a lower bound, with the slowest rank an upper one.
+    mean = sum(busy) / p / m
+    assert (m + (p - 1) / v) * mean * (2 - uneven) <= pipelined <= (m + (p - 1) / v) * mean * uneven * 1.02
+    assert simulated.bubble_fraction == pytest.approx((p - 1) / (v * m), abs=0.5 * (uneven - 1) + 0.02)
+
+
+def test_a_blocking_sender_waits_for_its_message() -> None:
+    """Two ranks, 1F1B: either sends once a microbatch, so the period is tf + tb + the message's time."""
+    m, forward, backward, message = 12, 3, 5, 2
+    messages = {(stage, kind): message for stage in (0, 1) for kind in ("SEND_F", "SEND_B")}
+    order = list(execution_order(make_schedule("1f1b", 2, m, 1)))
+
+    def step(blocking: bool) -> float:
+        times = ActionTimes([forward] * 2, [backward] * 2, messages, blocking)
+        return max(end for _, _, _, end in walk(order, 2, times))
+
+    assert step(True) == (m + 1) * (forward + backward + message)
+    assert step(False) < step(True)
+
+
+def test_blocking_messages_are_exposed() -> None:
+    program = compile_gpt((1, 2, 1), num_microbatches=8)
+    overlapped, waiting = (program.simulate(SELENE, overlap_transfers=kept) for kept in (True, False))
+    assert overlapped.step_seconds < waiting.step_seconds
+    assert overlapped.breakdown["pipeline"] < waiting.breakdown["pipeline"]
+
+
+def test_scatter_gather_sends_less() -> None:
+    def longest(scatter_gather: bool) -> float:
+        program = compile_gpt((4, 2, 1), scatter_gather=scatter_gather)
+        assert max(len(stage.sends) for stage in program.manifest.stages) == 2
+        simulated = program.simulate(nodes_of_four)
+        return max(e.end - e.start for row in simulated.timeline for e in row if e.action.kind == "SEND_F")
+
+    nodes_of_four = replace(SELENE, devices_per_node=4)
+    size, latency = 2 * 2 * B * LENGTH * HIDDEN, SELENE.network.latency_seconds
+    assert longest(False) == pytest.approx(size / SELENE.network.message_rate + latency)
+    assert longest(True) == pytest.approx(size / 4 / SELENE.network.message_rate + latency)
+
+
+def test_gradients_are_reduced_after_the_step_or_beside_it() -> None:
+    program = compile_gpt((1, 1, 16), num_microbatches=2)
+    after, beside = (program.simulate(SELENE, overlap_data=kept) for kept in (False, True))
+    elements = sum(p.numel() for p in GPT(GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)).parameters())
+    expected = SELENE.all_reduce_seconds(2 * elements, range(16))
+    assert after.breakdown["data"] == pytest.approx(expected)
+    assert 0 <= beside.breakdown["data"] < after.breakdown["data"]
+
+
+def kept(program: autoptd.CompiledProgram) -> list[int]:
+    return [
+        count_bytes(Ledger(stage, program.mesh).kept(recomputed_groups(stage.graph)))
+        for stage in program.stages
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
+    """1F1B holds p - r microbatches on rank r, GPipe all m (SC21 §2.2)."""
+    p, m = 4, 8
+    program = compile_gpt((1, p, 1), num_microbatches=m, num_model_chunks=1, schedule=schedule)
+    simulated = program.simulate(SELENE)
+    boundary = 2 * B * LENGTH * HIDDEN
+    for rank, own in enumerate(kept(program)):
+        static = sum(
+            (16 if program.manifest.parameters[n].kind == "parameter" else 2)
+            * torch.Size(program.manifest.parameters[n].shape).numel()
+            for n in program.manifest.stages[rank].parameters
+        )
+        flying = (p - rank if schedule == "1f1b" else m) * own
+        least = static + flying
+        # Beside it at most the buffers of receives that are posted early.
+        assert least <= simulated.memory_bytes[rank] <= least + 4 * boundary + own * 0.01
+        course = simulated.memory[rank]
+        assert course[-1][1] == static  # all is freed
+        assert all(one[0] <= other[0] for one, other in pairwise(course))
+
+
+def test_recomputation_holds_one_group_at_a_time() -> None:
+    program = compile_gpt((1, 1, 1), num_microbatches=2, recompute="full")
+    ledger = Ledger(program.stages[0], program.mesh)
+    groups = recomputed_groups(program.stages[0].graph)
+    largest = max(count_bytes(ledger.saved(group)) for group in groups)
+    simulated = program.simulate(SELENE)
+    assert simulated.held_bytes["activations"] == kept(program)[0] + largest
+    assert sum(simulated.held_bytes.values()) == simulated.memory_bytes[0]
+
+
+def test_zero_divides_the_optimizers_states() -> None:
+    program = compile_gpt((1, 1, 4))
+    plain, sharded = program.simulate(SELENE), program.simulate(SELENE, zero=1)
+    assert sharded.held_bytes["optimizer"] == plain.held_bytes["optimizer"] / 4
+    assert sharded.breakdown["optimizer"] == pytest.approx(plain.breakdown["optimizer"] / 4)
+    assert sharded.breakdown["data"] == pytest.approx(plain.breakdown["data"])
+
+
+def test_what_does_not_fit_is_said() -> None:
+    program = compile_gpt((1, 1, 1))
+    small = replace(SELENE, device=replace(SELENE.device, memory_bytes=1e6))
+    assert program.simulate(SELENE).fits
+    assert not program.simulate(small).fits
+    assert "more than 0.001 GB" in str(program.simulate(small))
+
+
+def test_another_dtype_than_the_programs() -> None:
+    wide, half = (compile_gpt((1, 2, 1), dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert wide.simulate(SELENE).dtype == "fp32"
+    assert half.simulate(SELENE).dtype == "bf16"
+    as_half = wide.simulate(SELENE, "bf16")
+    assert as_half.step_seconds == pytest.approx(half.simulate(SELENE).step_seconds, rel=0.1)
+    assert wide.simulate(SELENE).step_seconds > 1.5 * as_half.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dgx-a100", "bf61"), "dtype='bf61': expected one of fp64, fp32"),
+        (("dgx-1-v100", "bf16"), "V100-SXM2-32GB has no bf16: expected one of fp16, fp32, fp64"),
+        (("dgx-b100",), "cluster 'dgx-b100' is not shipped"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match="expected") as refusal:
+        compile_gpt((1, 1, 1)).simulate(*arguments)
+    assert message in str(refusal.value)
+
+
+def test_zero_has_one_stage_here() -> None:
+    with pytest.raises(ValueError, match="zero=3: expected 0 or 1"):
+        compile_gpt((1, 1, 1)).simulate(SELENE, zero=3)
+
+
+def test_equal_layers_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger is taken once for all equal stages, and says the same for each."""
+    program = compile_gpt((1, 4, 1), num_model_chunks=2, num_microbatches=4, recompute="full")
+    taken = []
+
+    def take(stage: Stage, mesh: Mesh) -> Ledger:
+        taken.append(stage)
+        return Ledger(stage, mesh)
+
+    monkeypatch.setattr("autoptd.stage_times.Ledger", take)
+    simulated = program.simulate(SELENE)
+    assert len(taken) < len(program.stages)
+    assert simulated.held_bytes["activations"] >= max(kept(program))
+
+
+def test_a_traces_events_nest(tmp_path: Path) -> None:
+    """What is on one thread of a trace never overlaps; the messages of a rank to both its neighbours may."""
+    simulated = compile_gpt((1, 4, 1), num_microbatches=4, num_model_chunks=2).simulate(SELENE)
+    simulated.save_trace(tmp_path / "step.json")
+    trace = json.loads((tmp_path / "step.json").read_text())
+    assert trace["otherData"] == {"step": "predicted", "cluster": SELENE.name, "dtype": "bf16"}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            span = event["ts"], event["ts"] + event["dur"]
+            threads.setdefault((event["pid"], event["tid"]), []).append(span)
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert set(threads) == named
+    assert len(threads) == 4 + 2 * 4
+    for spans in threads.values():
+        for before, after in pairwise(sorted(spans)):
+            assert after[0] >= before[1] - 1e-6
+
+
+def test_a_picture_of_a_long_step_stays_small(tmp_path: Path) -> None:
+    """Boxes thinner than a pixel are columns in their mean colour; what is idle stays white."""
+    step = autoptd.simulate_schedule("gpipe", p=4, m=800, forward_seconds=1.0, backward_seconds=2.0)
+    write_svg(tmp_path / "step.svg", step.timeline, ())
+    assert (tmp_path / "step.svg").stat().st_size < 10_000
+    paths = [e for e in ElementTree.parse(tmp_path / "step.svg").iter() if e.tag.endswith("path")]
+    (forward, _), (backward, _) = box_colours(1)
+    fills = {
+        "".join(f"{min(255, 8 * round(part / 8)):02x}" for part in bytes.fromhex(c[1:]))
+        for c in (forward, backward)
+    }
+    assert {path.attrib["fill"][1:] for path in paths} >= fills
+    area = sum(float(w) for path in paths for w in re.findall(r"h(\d+)v", path.attrib["d"]))
+    assert area == pytest.approx(4 * 1144 * 800 / 803, rel=0.01)
+
+
+def test_files_to_look_at(tmp_path: Path) -> None:
+    program = compile_gpt((1, 2, 2), num_microbatches=4, num_model_chunks=2)
+    simulated = program.simulate(SELENE)
+    simulated.save_trace(tmp_path / "step.json.gz")
+    trace = json.loads(gzip.decompress((tmp_path / "step.json.gz").read_bytes()))["traceEvents"]
+    spans = [event for event in trace if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(simulated.step_seconds * 1e6)
+    names = [str(action) for row in program.schedule for action in row if action.kind in ("F", "B")]
+    assert sorted(e["name"] for e in spans if e["tid"] == 0) == sorted(
+        names + 2 * ["sums of gradients", "optimizer"]
+    )
+    simulated.save_svg(tmp_path / "step.svg")
+    picture = ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert picture.tag.endswith("svg")
+    words = {element.text for element in picture.iter() if element.tag.endswith("text")}
+    assert {"rank 0", "rank 1", "forward", "backward"} <= words
