@@ -1,0 +1,194 @@
+"""What a step of a model takes on a mesh of a cluster, without compiling it for that mesh.
+
+The model is captured once for each microbatch size, with few of its equal layers; divided once for each number of
+tensor ranks. What its calls take is then cut into stages and walked by the schedule as a compiled program's would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autoptd.capture import capture
+from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.cost_row import CostRow
+from autoptd.example_inputs import read_examples
+from autoptd.passes.cluster import Cluster
+from autoptd.passes.durations import Precision
+from autoptd.passes.program import Program
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.schedule import Action, Schedule, make_schedule
+from autoptd.runtime.schedule_check import execution_order
+from autoptd.shortened import shorten_model
+from autoptd.simulation import Training, action_times, simulate_times
+from autoptd.simulator import walk
+from autoptd.stage_times import StageTimes
+from autoptd.watch import Watch
+
+
+class Candidate(NamedTuple):
+    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, and what is computed again."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    microbatch_size: int
+    num_microbatches: int
+    num_model_chunks: int
+    recompute: str
+    schedule: str
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.tensor, self.pipeline, self.data)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
+            f"{self.num_model_chunks} chunks, recompute {self.recompute}"
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step in seconds, what it is made of on the busiest rank (see `Simulation`), and each rank's peak in bytes."""
+
+    step_seconds: float
+    breakdown: Mapping[str, float]
+    memory_bytes: tuple[int, ...]
+
+
+class Estimator:
+    """Estimates of one model on one cluster. `options` are those of `autoptd.compile` that are the same for all."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        dtype: str | None = None,
+        *,
+        example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        scatter_gather: bool = True,
+        fuse: bool = True,
+        layout: str = "sbh",
+        rules: Mapping[Any, str] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self._dtype = dtype
+        self._model, self._short = model, shorten_model(model)
+        self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
+        self._scatter_gather, self._fuse, self._layout, self._rules = scatter_gather, fuse, layout, rules
+        self._captured: dict[int | None, tuple[Program, int]] = {}
+        self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
+        self._rows: dict[tuple[int, int | None, str], CostRow] = {}
+        self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
+
+    @property
+    def example_size(self) -> int | None:
+        """Sequences of the examples that were given."""
+        if self._given["example_inputs"] is None:
+            return None
+        examples = read_examples(self._model, self._given["example_inputs"], self._given["loss_fn"], None)
+        return min((i.shape[i.batch_dim] for i in examples.inputs if i.batch_dim is not None), default=1)
+
+    def measure(self, tensor: int, microbatch_size: int | None, recompute: str) -> CostRow:
+        """What the calls take. ValueError where the model does not divide by `tensor`, or cannot be recomputed so."""
+        key = tensor, microbatch_size, recompute
+        if key not in self._rows:
+            try:
+                self._rows[key] = self._measure(*key)
+            except ValueError:
+                if not self._short[1]:
+                    raise
+                self._short = self._model, 0  # the whole says whether it is the model that is wrong
+                self._captured.clear()
+                self._divided.clear()
+                self._rows[key] = self._measure(*key)
+        return self._rows[key]
+
+    def pipeline_seconds(self, candidate: Candidate) -> float:
+        """A step but for what comes after the schedule. ValueError for what cannot be."""
+        p, m = candidate.pipeline, candidate.num_microbatches
+        return sum(share * self._walk(candidate, count) for count, share in _shares(p, m))
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """A step, and what it is made of. ValueError for what cannot be."""
+        p, m = candidate.pipeline, candidate.num_microbatches
+        row, (manifest, times) = self._divide_stages(candidate)
+        count = _shares(p, m)[0][0]
+        schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
+        manifest = replace(manifest, num_microbatches=count)
+        short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, Training())
+        seconds = short.step_seconds + self.pipeline_seconds(candidate) - self._walk(candidate, count)
+        repeated = ("compute", "tensor", "pipeline")
+        breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
+        breakdown["bubble"] += seconds - sum(breakdown.values())
+        return Estimate(seconds, breakdown, short.memory_bytes)
+
+    def _walk(self, candidate: Candidate, microbatches: int) -> float:
+        """Seconds of the schedule with so many microbatches."""
+        _, (_, times) = self._divide_stages(candidate)
+        p = candidate.pipeline
+        _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
+        return max(end for _, _, _, end in walk(order, p, action_times(times)))
+
+    def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
+        row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
+        if candidate not in self._stages:
+            cut = row.divide(candidate.mesh, candidate.num_model_chunks, self._scatter_gather)
+            self._stages[candidate] = cut
+        return row, self._stages[candidate]
+
+    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str) -> CostRow:
+        divided, repeats = self._divide(tensor, microbatch_size)
+        with Watch("plan") as watch:
+            program = run_passes(passes_from_the_cut(recompute, self._fuse), divided, watch)
+        return CostRow(program, repeats, self.cluster, Precision.of(program.stages, self._dtype))
+
+    def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
+        if microbatch_size not in self._captured:
+            model, repeats = self._short
+            program = capture(model, mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
+            with Watch("plan") as watch:
+                program = run_passes(passes_to_the_division(self._layout), program, watch)
+            self._captured[microbatch_size] = program, repeats
+        captured, repeats = self._captured[microbatch_size]
+        key = tensor, microbatch_size
+        if key not in self._divided:
+            try:
+                with Watch("plan") as watch:
+                    program = replace(captured, mesh=Mesh(tensor, 1, 1))
+                    self._divided[key] = run_passes(passes_to_the_cut(self._rules), program, watch)
+            except ValueError as error:
+                self._divided[key] = error
+        divided = self._divided[key]
+        if isinstance(divided, ValueError):
+            raise divided
+        return divided, repeats
+
+
+def _shares(p: int, m: int) -> Sequence[tuple[int, float]]:
+    """Counts of microbatches whose steps, times the shares, add up to one of m.
+
+    A long step's middle repeats itself every p microbatches: it is on the line through two short ones.
+    """
+    if m <= 2 * p:
+        return ((m, 1.0),)
+    more = (m - 2 * p) / p
+    return (2 * p, 1 + more), (p, -more)
+
+
+@lru_cache(maxsize=16)
+def _schedule(
+    name: str, pipeline: int, microbatches: int, chunks: int
+) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
+    """A schedule and its order of execution."""
+    schedule = make_schedule(name, pipeline, microbatches, chunks)
+    return schedule, list(execution_order(schedule))

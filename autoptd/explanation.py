@@ -1,0 +1,196 @@
+"""Why a program's step takes what it takes on a cluster, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autoptd.estimation import Candidate, Estimator
+from autoptd.passes.cluster import Cluster
+from autoptd.passes.durations import NANOSECONDS, Durations, Precision
+from autoptd.passes.program import Stage
+from autoptd.runtime.manifest import Manifest
+from autoptd.simulation import Simulation
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
+
+    `seconds_per_sequence` is relative to the program's own: below 1 is faster. `refused` says why it cannot be.
+    """
+
+    what: str
+    step_seconds: float = 0.0
+    memory_bytes: int = 0
+    seconds_per_sequence: float = 0.0
+    refused: str = ""
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.what}: cannot be, {self.refused}"
+        faster = 1 - self.seconds_per_sequence
+        return (
+            f"{self.what}: {abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence, "
+            f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank"
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`bubble_ideal` is (p - 1)/(v m); `exposed` the seconds of communication in the critical rank's step, by kind.
+
+    `work_seconds` are those of every pipeline rank's work in a step. `moves` say what the slowest stage's neighbours
+    would take if the cut moved by one operator; `changes` what other settings would do.
+    """
+
+    simulation: Simulation
+    modules: str
+    bubble_ideal: float
+    exposed: Mapping[str, float]
+    work_seconds: tuple[float, ...]
+    moves: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        sim, work = self.simulation, self.work_seconds
+        mean = sum(work) / len(work)
+        bubble = sim.breakdown["bubble"]
+        exposed = ", ".join(
+            f"{name} {s:.3g} s ({s / sim.step_seconds:.1%})" for name, s in self.exposed.items()
+        )
+        lines = [
+            str(sim),
+            f"critical is pipeline rank {sim.critical_rank} ({self.modules}): {max(work):.4g} s of work, "
+            f"{max(work) / mean - 1:.1%} more than the mean rank",
+            f"its bubble costs {bubble:.3g} s, {bubble / sim.step_seconds:.1%} of the step; idle over work is "
+            f"{sim.bubble_fraction:.1%}, and (p - 1)/(v m) is {self.bubble_ideal:.1%}",
+            f"communication that nothing hides: {exposed}",
+            *(f"cut: {move}" for move in self.moves),
+            *(f"with {change}" for change in self.changes),
+        ]
+        return "\n".join(lines)
+
+
+def explain_program(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    simulation: Simulation,
+    model: nn.Module | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    recompute: str,
+) -> Explanation:
+    """See `CompiledProgram.explain`. Without the `model` there are no `changes`."""
+    p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
+    work = tuple(
+        sum(entry.end - entry.start for entry in row if entry.action.kind in ("F", "B"))
+        for row in simulation.timeline
+    )
+    kinds = ("tensor", "pipeline", "data")
+    changes: tuple[Change, ...] = ()
+    if model is not None:
+        examples = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
+        estimator = Estimator(
+            model,
+            simulation.cluster,
+            simulation.dtype,
+            example_inputs=examples,
+            loss_fn=loss_fn,
+            scatter_gather=manifest.scatter_gather,
+        )
+        changes = tuple(_change(manifest, recompute, estimator))
+    return Explanation(
+        simulation,
+        ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
+        (p - 1) / (v * m),
+        {kind: simulation.breakdown[kind] for kind in kinds},
+        work,
+        tuple(_move_cuts(manifest, stages, simulation.cluster)),
+        changes,
+    )
+
+
+def _name_modules(stage: Stage) -> str:
+    paths = [str(n.meta["path"]) for n in stage.graph.nodes if n.op == "call_function" and n.meta.get("path")]
+    return f"{paths[0]} to {paths[-1]}" if paths else "no named module"
+
+
+# The cut
+
+
+def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster) -> Iterator[str]:
+    """What the cuts before and behind the slowest rank's longest stage would do one operator further in."""
+    p = manifest.mesh.pipeline
+    if len(stages) == 1:
+        return
+    durations = Durations(cluster, manifest.mesh, Precision.of(stages).dtype)
+    costs = [[(node, durations.of_node(node)) for node in stage.graph.nodes] for stage in stages]
+    sums = [sum(cost for _, cost in own) for own in costs]
+    ranks = [sum(sums[rank::p]) for rank in range(p)]
+    slowest = max(ranks)
+    at = max(range(ranks.index(slowest), len(stages), p), key=lambda index: sums[index])
+    for other, ends in ((at - 1, costs[at]), (at + 1, costs[at][::-1])):
+        moved = next(((node, cost) for node, cost in ends if cost), None)
+        if moved is None or not 0 <= other < len(stages):
+            continue
+        node, cost = moved
+        after = list(ranks)
+        after[at % p] -= cost
+        after[other % p] += cost
+        gain = (slowest - max(after)) / NANOSECONDS
+        verdict = f"saves {gain * 1e6:.3g} us" if gain > 0 else f"costs {-gain * 1e6:.3g} us"
+        yield (
+            f"moving {node.name} of stage {at} to stage {other} {verdict} a microbatch on the slowest rank, "
+            "wider messages aside"
+        )
+
+
+# Other settings
+
+
+def _change(manifest: Manifest, recompute: str, estimator: Estimator) -> Iterator[Change]:
+    mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
+    own = Candidate(
+        mesh.tensor,
+        mesh.pipeline,
+        mesh.data,
+        manifest.microbatch_size,
+        m,
+        v,
+        recompute,
+        "1f1b" if manifest.schedule == "interleaved_1f1b" and v == 1 else manifest.schedule,
+    )
+    now = estimator.estimate(own).step_seconds / (m * mesh.data)
+    for what, candidate in _neighbours(own):
+        if isinstance(candidate, str):
+            yield Change(what, refused=candidate)
+            continue
+        try:
+            found = estimator.estimate(candidate)
+        except ValueError as error:
+            yield Change(what, refused=str(error))
+            continue
+        each = found.step_seconds / (candidate.num_microbatches * candidate.data)
+        yield Change(what, found.step_seconds, max(found.memory_bytes), each / now)
+
+
+def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
+    """One more chunk, microbatch, and tensor rank, or the next that can be."""
+    p, m, v, t, d = own.pipeline, own.num_microbatches, own.num_model_chunks, own.tensor, own.data
+    chunk = own._replace(num_model_chunks=v + 1, schedule="interleaved_1f1b")
+    if p > 1:
+        reason = f"{m} microbatches are no multiple of {p} pipeline ranks"
+        yield f"{v + 1} model chunks for {v}", chunk if m % p == 0 else reason
+    more = p if v > 1 else 1
+    yield f"{m + more} microbatches for {m} (a larger batch)", own._replace(num_microbatches=m + more)
+    if d % 2 == 0:
+        twice = own._replace(tensor=2 * t, data=d // 2, num_microbatches=2 * m)
+        yield f"{2 * t} tensor ranks for {t}, and half the replicas", twice
+    elif p % 2 == 0:
+        yield (
+            f"{2 * t} tensor ranks for {t}, and half the pipeline",
+            own._replace(tensor=2 * t, pipeline=p // 2),
+        )

@@ -1,0 +1,350 @@
+"""plan: the mesh, the model chunks, the microbatches and the recomputation that make a step fastest on a cluster.
+
+A search over all candidates, best bound first (branch and bound): what a bound rules out is not simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.estimation import Candidate, Estimate, Estimator
+from autoptd.options import check_counts, check_known, check_modes
+from autoptd.passes.cluster import ITEM_BYTES, Cluster
+from autoptd.ranking import Plan, explain_rank, make_plan
+from autoptd.runtime.mesh import Mesh
+from autoptd.step_memory import optimizer_bytes, state_bytes
+
+RECOMPUTE = ("none", "selective", "full")
+MOST_CHUNKS = 8  # more save little bubble and send as much again
+SLACK = 0.95  # of a bound that is an extrapolation
+TRIED = 4  # of those that need least memory, where nothing fits
+
+
+def plan(
+    model: nn.Module,
+    *,
+    world_size: int,
+    global_batch: int,
+    cluster: Cluster | str | Path,
+    dtype: str | None = None,
+    max_tensor: int | None = None,
+    microbatch_size: int | None = None,
+    num_model_chunks: int | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    scatter_gather: bool = True,
+    fuse: bool = True,
+    layout: str = "sbh",
+    rules: Mapping[Any, str] | None = None,
+    **unknown: object,
+) -> tuple[Plan, ...]:
+    """Find the fastest way to train `model` on `world_size` devices that fits in their memory.
+
+    Considered are all meshes (t, p, d) of that size, microbatches of 1, 2, 4, … sequences, up to 8 model chunks a
+    pipeline rank (no more stages than layers), and recomputation of nothing, the attention weights or all layers.
+    GPipe takes as long as 1F1B and more memory, and is considered only when asked for.
+
+    Args:
+        model: as for `autoptd.compile`; its weights may be on the meta device.
+        world_size: devices.
+        global_batch: sequences in a step, of all replicas.
+        cluster: see `Cluster.load`, which takes a name or path too.
+        dtype: computes in this type; default the model's own.
+        max_tensor: tensor ranks at most; default what one node holds.
+        microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
+            `example_inputs` the microbatch size is their own.
+
+    The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
+    model and the batch, the best first, and those that do not fit at the end.
+
+    Raises TypeError or ValueError for what the user gave, for a world size that no mesh divides, and where no plan
+    fits: then the one that needs least, its fullest rank and the bytes that it is over.
+    """
+    check_known(plan, unknown)
+    check_modes(schedule=schedule or "1f1b", recompute=recompute or "none", layout=layout, fuse=fuse)
+    if recompute not in (None, *RECOMPUTE):
+        raise ValueError(
+            f"recompute={recompute!r}: plans know {', '.join(map(repr, RECOMPUTE))}, or None for any"
+        )
+    check_counts(
+        world_size=world_size,
+        global_batch=global_batch,
+        max_tensor=max_tensor,
+        microbatch_size=microbatch_size,
+        num_model_chunks=num_model_chunks,
+    )
+    described = Cluster.load(cluster)
+    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "rules": rules}
+    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
+    estimator = Estimator(model, described, dtype, **given)
+    size = microbatch_size or estimator.example_size
+    space = Space(
+        world_size, global_batch, described, max_tensor, size, num_model_chunks, schedule, recompute
+    )
+    return Search(estimator, space).run()
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is considered; None is free."""
+
+    world_size: int
+    global_batch: int
+    cluster: Cluster
+    max_tensor: int | None = None
+    microbatch_size: int | None = None
+    num_model_chunks: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+
+    def meshes(self) -> Iterator[tuple[int, int, int]]:
+        """All (t, p, d) whose replicas divide the batch; no tensor group beyond a node unless it is asked for."""
+        for t in _divisors(self.world_size):
+            if t <= self.max_tensor if self.max_tensor else self._in_node(t):
+                for p in _divisors(self.world_size // t):
+                    d = self.world_size // t // p
+                    if self.global_batch % d == 0:
+                        yield t, p, d
+
+    def _in_node(self, t: int) -> bool:
+        size = self.cluster.devices_per_node
+        return t <= size and (size % t == 0 or self.world_size <= size)
+
+    def candidates(self, layers: int, units: int) -> Iterator[Candidate]:
+        """All ways to train a model that has so many layers and can be cut into so many stages."""
+        recomputes = [self.recompute] if self.recompute else RECOMPUTE
+        for t, p, d in self.meshes():
+            share = self.global_batch // d
+            sizes = [2**k for k in range(share.bit_length())]
+            for b in [self.microbatch_size] if self.microbatch_size else sizes:
+                if share % b == 0:
+                    for v, schedule in self._chunks(p, share // b, layers, units):
+                        for recompute in recomputes:
+                            yield Candidate(t, p, d, b, share // b, v, recompute, schedule)
+
+    def _chunks(self, p: int, m: int, layers: int, units: int) -> Iterator[tuple[int, str]]:
+        """Model chunks with their schedule: chunks of unequal layers wait for each other, and are not considered."""
+        for v in [self.num_model_chunks] if self.num_model_chunks else range(1, MOST_CHUNKS + 1):
+            schedule = self.schedule or ("1f1b" if v == 1 else "interleaved_1f1b")
+            even = v == 1 or (p > 1 and layers % (p * v) == 0) or v == self.num_model_chunks
+            grouped = schedule != "interleaved_1f1b" or m % p == 0
+            if p * v <= (layers or units) and grouped and even and not (schedule == "1f1b" and v > 1):
+                yield v, schedule
+
+
+class Search:
+    """Best bound first: a candidate is bounded by what is known, then measured, then simulated."""
+
+    def __init__(self, estimator: Estimator, space: Space) -> None:
+        self._estimator, self._space = estimator, space
+        self._limit = space.cluster.device.memory_bytes
+        self._recompute = space.recompute or RECOMPUTE[0]
+        self._size = space.microbatch_size or 1
+        self._whole = estimator.measure(1, self._size, self._recompute)
+        twice = self._whole if space.microbatch_size else estimator.measure(1, 2, self._recompute)
+        # Seconds of one microbatch of b sequences are at least fixed + b * each.
+        self._each = (twice.seconds - self._whole.seconds) / self._size
+        self._refused: dict[tuple[int, str], str] = {}
+        self._measured: set[tuple[int, int, str]] = set()
+        self._walked: set[Candidate] = set()
+        self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
+        self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
+        self._best = math.inf
+
+    def run(self) -> tuple[Plan, ...]:
+        """All meshes' plans. ValueError where none fits."""
+        candidates = list(self._space.candidates(self._whole.layers, self._whole.units))
+        if not candidates:
+            raise ValueError(self._explain_none())
+        heap: list[tuple[float, int]] = []
+        for index, candidate in enumerate(candidates):
+            if not self._is_too_full(candidate):
+                heapq.heappush(heap, (self._bound(candidate), index))
+        while heap and heap[0][0] <= self._best:
+            bound, index = heapq.heappop(heap)
+            candidate = candidates[index]
+            found = self._found.get(candidate.mesh)
+            if found is not None and found[1].step_seconds <= bound:
+                continue
+            if self._key(candidate) not in self._measured:
+                if self._measure(candidate) and self._cuts(candidate) and not self._is_too_full(candidate):
+                    heapq.heappush(heap, (self._bound(candidate), index))
+            elif candidate not in self._walked:
+                self._walked.add(candidate)
+                if not self._cuts(candidate):
+                    continue
+                pipelined = self._estimator.pipeline_seconds(candidate)
+                heapq.heappush(heap, (pipelined + self._finish(candidate), index))
+            else:
+                self._simulate(candidate)
+        if not self._found:
+            raise ValueError(self._explain_full() if self._full else self._explain_none())
+        return self._rank([(bound, candidates[index]) for bound, index in heap])
+
+    # Bounds
+
+    def _key(self, candidate: Candidate) -> tuple[int, int, str]:
+        return candidate.tensor, candidate.microbatch_size, candidate.recompute
+
+    def _bound(self, candidate: Candidate) -> float:
+        """Seconds that a step takes at least: m microbatches on the slowest rank, the bubble (SC21 §2.2), and what
+        comes after the pipeline."""
+        t, p, v = candidate.tensor, candidate.pipeline, candidate.num_model_chunks
+        if self._key(candidate) in self._measured:
+            row = self._estimator.measure(*self._key(candidate))
+            mean, slowest = row.seconds / p, row.slowest(candidate.mesh, v)
+        else:
+            more = self._each * (candidate.microbatch_size - self._size)
+            mean = slowest = SLACK * (self._whole.seconds + more) / t / p
+        return candidate.num_microbatches * slowest + (p - 1) / v * mean + self._finish(candidate)
+
+    def _finish(self, candidate: Candidate) -> float:
+        """Seconds that gradients and the optimizer take at least, on ranks with equal shares of the parameters."""
+        cluster, precision = self._space.cluster, self._whole.precision
+        share = candidate.tensor * candidate.pipeline
+        group = candidate.mesh.data_group(0)
+        size = self._whole.owned.trained / share * ITEM_BYTES[precision.dtype]
+        moved = optimizer_bytes(self._whole.owned, precision, share)
+        rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+        return cluster.all_reduce_seconds(size, group) + moved / rate
+
+    def _need(self, candidate: Candidate) -> float:
+        """Bytes that the first pipeline rank holds, as if the stages were even; at least, if it is not measured."""
+        t, p, v = candidate.tensor, candidate.pipeline, candidate.num_model_chunks
+        if self._key(candidate) in self._measured:
+            row, share = self._estimator.measure(*self._key(candidate)), 1.0
+            kept = row.kept
+        else:
+            row, share = self._whole, 1.0 / t
+            kept = row.kept * candidate.microbatch_size / self._size / t
+            kept *= candidate.recompute == self._recompute
+        held = candidate.num_microbatches * v
+        if candidate.schedule != "gpipe":
+            held = min(held, p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1)
+        static = sum(state_bytes(row.owned, row.precision, 1).values())
+        return share * static / p + held * kept / (p * v)
+
+    def _is_too_full(self, candidate: Candidate) -> bool:
+        need = self._need(candidate)
+        full = SLACK * need > self._limit
+        if full:
+            self._full.setdefault(candidate.mesh, []).append((need, candidate))
+        return full
+
+    # Steps
+
+    def _measure(self, candidate: Candidate) -> bool:
+        if (candidate.tensor, candidate.recompute) in self._refused:
+            return False
+        try:
+            self._estimator.measure(*self._key(candidate))
+        except ValueError as error:
+            self._refused[candidate.tensor, candidate.recompute] = str(error)
+            return False
+        self._measured.add(self._key(candidate))
+        return True
+
+    def _cuts(self, candidate: Candidate) -> bool:
+        """Whether what is measured has places for so many stages: fewer than t = 1 has, maybe."""
+        return (
+            candidate.pipeline * candidate.num_model_chunks
+            <= self._estimator.measure(*self._key(candidate)).units
+        )
+
+    def _simulate(self, candidate: Candidate) -> None:
+        estimate = self._estimator.estimate(candidate)
+        if max(estimate.memory_bytes) > self._limit:
+            self._full.setdefault(candidate.mesh, []).append((max(estimate.memory_bytes), candidate))
+            return
+        found = self._found.get(candidate.mesh)
+        if found is None or estimate.step_seconds < found[1].step_seconds:
+            self._found[candidate.mesh] = candidate, estimate
+            self._best = min(self._best, estimate.step_seconds)
+
+    # Results
+
+    def _rank(self, left: Sequence[tuple[float, Candidate]]) -> tuple[Plan, ...]:
+        """The best first; then meshes that are too slow to have been simulated; then those that do not fit."""
+        order = sorted(self._found.values(), key=lambda found: found[1].step_seconds)
+        best = order[0]
+        plans = [
+            make_plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), estimate.breakdown)
+            for candidate, estimate in order
+        ]
+        plans = [replace(own, why=explain_rank(own, plans)) for own in plans]
+        seen = set(self._found)
+        for bound, candidate in sorted(left):
+            if candidate.mesh not in seen:
+                seen.add(candidate.mesh)
+                slower = bound / best[1].step_seconds - 1
+                why = (
+                    f"not simulated: at least {slower:.0%} slower, were its stages even and its messages free"
+                )
+                plans.append(replace(make_plan(candidate, bound, round(self._need(candidate))), why=why))
+        for mesh, full in self._full.items():
+            if mesh not in seen:
+                need, candidate = min(full)
+                over = (need - self._limit) / 1e9
+                why = f"does not fit: about {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
+                own = make_plan(candidate, self._bound(candidate), round(need), fits=False)
+                plans.append(replace(own, why=why))
+        return tuple(plans)
+
+    def _explain_full(self) -> str:
+        """The candidate that needs least memory: of each mesh's leanest, by a simulation of the likeliest."""
+        leanest = (
+            min(full, key=lambda pair: (pair[1].microbatch_size, -RECOMPUTE.index(pair[1].recompute), pair))[
+                1
+            ]
+            for full in self._full.values()
+        )
+        measured = [own for own in leanest if self._key(own) in self._measured or self._measure(own)]
+        found = [
+            (self._estimator.estimate(own).memory_bytes, own)
+            for own in sorted(measured, key=self._need)[:TRIED]
+        ]
+        limit = round(self._limit)
+        if not found:
+            return f"no plan fits in {limit:,} bytes a device: {self._list_refusals()}"
+        memory, candidate = min(found, key=lambda pair: max(pair[0]))
+        worst = memory.index(max(memory))
+        return (
+            f"the model fits in the memory of no plan: {candidate} needs least, and its pipeline rank {worst} holds "
+            f"{max(memory):,} bytes, {max(memory) - limit:,} more than a device's {limit:,}; "
+            'use more devices, a smaller microbatch, recompute="full", or devices with more memory'
+        )
+
+    def _explain_none(self) -> str:
+        space, meshes = self._space, list(self._space.meshes())
+        tried = [
+            f"d must divide global_batch={space.global_batch}",
+            f"t may be {', '.join(str(t) for t in sorted({mesh[0] for mesh in meshes})) or 'none'}",
+            f"the model has {self._whole.units} places for p * v stages",
+        ]
+        if space.microbatch_size:
+            tried.append(f"microbatches of {space.microbatch_size} must divide a replica's share")
+        if space.schedule or space.num_model_chunks:
+            tried.append(
+                f"schedule={space.schedule!r} and num_model_chunks={space.num_model_chunks} are fixed"
+            )
+        return (
+            f"world_size={space.world_size} divides into no mesh (tensor, pipeline, data): {'; '.join(tried)}"
+            f"{self._list_refusals()}; change world_size or global_batch"
+        )
+
+    def _list_refusals(self) -> str:
+        return "".join(f"; t={t}, recompute={how!r}: {why}" for (t, how), why in self._refused.items())
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]

@@ -1,0 +1,217 @@
+"""Plans: the pruned search against all candidates, estimates against whole programs, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoptd
+from autoptd import Cluster
+from autoptd.estimation import Candidate, Estimator
+from autoptd.planner import Space
+from autoptd.runtime.schedule import make_schedule
+from autoptd.runtime.schedule_check import execution_order
+from autoptd.shortened import shorten_model
+from autoptd.simulation import Training, simulate_times
+from samples.gpt import GPT, GPTConfig
+
+SELENE = Cluster.load("dgx-a100")
+
+
+def make_gpt(layers: int = 8, dtype: torch.dtype = torch.bfloat16) -> GPT:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(512, 128, layers, 4, 256))
+    return model.to(dtype)
+
+
+def with_memory(count: float) -> Cluster:
+    return replace(SELENE, device=replace(SELENE.device, memory_bytes=count))
+
+
+@pytest.mark.parametrize("memory", [80e9, 50e6, 30e6], ids=lambda count: f"{count:.3g}")
+def test_the_search_finds_the_best_of_all_candidates(memory: float) -> None:
+    cluster = with_memory(memory)
+    plans = autoptd.plan(make_gpt(), world_size=4, global_batch=16, cluster=cluster)
+    estimator = Estimator(make_gpt(), cluster)
+    row = estimator.measure(1, 1, "none")
+    every = [(estimator.estimate(c), c) for c in Space(4, 16, cluster).candidates(row.layers, row.units)]
+    fitting = [(e.step_seconds, c) for e, c in every if max(e.memory_bytes) <= memory]
+    assert 0 < len(fitting) < len(every) or memory == 80e9
+    seconds, best = min(fitting)
+    assert plans[0].step_seconds == pytest.approx(seconds, rel=1e-9)
+    assert plans[0].options == {
+        "mesh": best.mesh,
+        "schedule": best.schedule,
+        "num_model_chunks": best.num_model_chunks,
+        "microbatch_size": best.microbatch_size,
+        "num_microbatches": best.num_microbatches,
+        "recompute": best.recompute,
+    }
+    for own in plans:  # no bound is above what it bounds
+        of_mesh = [seconds for seconds, c in fitting if c.mesh == own.mesh]
+        assert own.step_seconds <= min(of_mesh, default=own.step_seconds) * (1 + 1e-9)
+    assert {own.mesh for own in plans} == {c.mesh for _, c in every}
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(1, 1, 4, 2, 3, 1, "none", "1f1b"),
+        Candidate(2, 2, 2, 2, 12, 1, "full", "1f1b"),
+        Candidate(2, 4, 1, 1, 16, 2, "full", "interleaved_1f1b"),
+        Candidate(1, 8, 1, 2, 20, 1, "none", "1f1b"),
+        Candidate(4, 2, 2, 1, 4, 1, "none", "gpipe"),
+    ],
+    ids=str,
+)
+def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
+    """Of few layers and few microbatches, against the whole: what differs is where the cut stands."""
+    estimate = Estimator(make_gpt(), SELENE).estimate(candidate)
+    names = ("mesh", "microbatch_size", "num_microbatches", "num_model_chunks", "recompute", "schedule")
+    program = autoptd.compile(make_gpt(), **{name: getattr(candidate, name) for name in names})
+    simulated = program.simulate(SELENE)
+    assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=0.03)
+    assert max(estimate.memory_bytes) == pytest.approx(max(simulated.memory_bytes), rel=0.05)
+    assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_long_step_is_the_line_through_two_short_ones(v: int) -> None:
+    candidate = Candidate(1, 4, 1, 1, 64, v, "none", "interleaved_1f1b")
+    estimate = Estimator(make_gpt(), SELENE).estimate(candidate)
+    row = Estimator(make_gpt(), SELENE).measure(1, 1, "none")
+    manifest, times = row.divide(candidate.mesh, v)
+    schedule = make_schedule(candidate.schedule, 4, 64, v)
+    order = list(execution_order(schedule))
+    manifest = replace(manifest, num_microbatches=64)
+    whole = simulate_times(manifest, times, schedule, order, SELENE, row.precision, Training())
+    assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
+    assert estimate.memory_bytes == whole.memory_bytes
+    for name in ("compute", "data", "optimizer"):
+        assert estimate.breakdown[name] == pytest.approx(whole.breakdown[name], rel=1e-6)
+
+
+def test_auto_compiles_the_best_plan() -> None:
+    size: Any = {"world_size": 4, "global_batch": 8, "cluster": SELENE}
+    best = autoptd.plan(make_gpt(), **size)[0]
+    program = autoptd.compile(make_gpt(), mesh="auto", **size)
+    assert program.mesh == best.mesh
+    assert program.manifest.num_microbatches * program.manifest.microbatch_size * program.mesh.data == 8
+    assert program.recompute == best.recompute
+    assert not autoptd.diff(best, program)
+    fixed = autoptd.compile(make_gpt(), mesh="auto", recompute="full", microbatch_size=2, **size)
+    assert (fixed.recompute, fixed.manifest.microbatch_size) == ("full", 2)
+
+
+def test_no_tensor_group_leaves_its_node_unless_asked() -> None:
+    cluster = replace(SELENE, devices_per_node=2)
+    size: Any = {"world_size": 8, "global_batch": 8, "recompute": "none", "microbatch_size": 1}
+    assert {own.mesh.tensor for own in autoptd.plan(make_gpt(), cluster=cluster, **size)} == {1, 2}
+    asked = autoptd.plan(make_gpt(), cluster=cluster, max_tensor=4, **size)
+    assert {own.mesh.tensor for own in asked} == {1, 2, 4}
+
+
+def test_every_plan_says_why() -> None:
+    plans = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(50e6))
+    assert plans[0].why.startswith("the fastest that fits")
+    kinds = [(not own.fits, not own.breakdown) for own in plans]
+    assert kinds == sorted(kinds)
+    for own in plans:
+        if not own.fits:
+            assert own.memory_bytes > 50e6 * 0.95
+            assert "does not fit" in own.why
+        elif not own.breakdown:
+            assert "not simulated: at least" in own.why
+
+
+# Refused
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() -> None:
+    with pytest.raises(ValueError, match="fits in the memory of no plan") as error:
+        autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(1e6))
+    message = str(error.value)
+    held, over = (int(word.replace(",", "")) for word in re.findall(r"\d[\d,]{3,}", message)[:2])
+    assert "pipeline rank" in message
+    assert held - over == 1_000_000
+    estimator, space = Estimator(make_gpt(), SELENE), Space(4, 8, SELENE)
+    row = estimator.measure(1, 1, "none")
+    every = [estimator.estimate(c).memory_bytes for c in space.candidates(row.layers, row.units)]
+    assert held == min(map(max, every))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"world_size": 7, "global_batch": 8, "microbatch_size": 3},
+            ValueError,
+            "world_size=7 divides into no mesh",
+        ),
+        ({"world_size": 0, "global_batch": 8}, ValueError, "world_size is 0"),
+        ({"world_size": 2, "global_batch": 8, "cluster": "dgx-a10"}, ValueError, "did you mean dgx-a100"),
+        ({"world_size": 2, "global_batch": 8, "recompute": "some"}, ValueError, "recompute"),
+        ({"world_size": 2, "global_batch": 8, "max_tensors": 2}, TypeError, "did you mean 'max_tensor'"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        autoptd.plan(make_gpt(), **{"cluster": SELENE, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": "auto"}, 'mesh="auto" needs world_size=, global_batch=, cluster='),
+        ({"mesh": "auto", "world_size": 8, "global_batch": 8}, 'mesh="auto" needs cluster='),
+        ({"mesh": (1, 1, 1), "world_size": 8}, 'world_size= goes with mesh="auto"'),
+        (
+            {"mesh": "auto", "world_size": 8, "global_batch": 8, "cluster": SELENE, "num_microbatches": 2},
+            "num_microbatches= goes with a given mesh",
+        ),
+    ],
+    ids=["nothing", "cluster", "mesh", "microbatches"],
+)
+def test_auto_is_refused_without_what_it_needs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        autoptd.compile(make_gpt(), **options)
+
+
+# Fewer layers
+
+
+def test_equal_layers_are_left_out_and_the_model_stays_whole() -> None:
+    model = make_gpt(12)
+    copied, left_out = shorten_model(model)
+    short: Any = copied
+    assert (left_out, len(short.h), len(model.h)) == (8, 4, 12)
+    assert short.lm_head.weight is short.wte.weight
+
+
+def test_unlike_layers_are_all_measured() -> None:
+    model: Any = make_gpt(8)
+    model.h[5].mlp.dropout = nn.Dropout(0.5)
+    assert shorten_model(model) == (model, 0)
+    tied: Any = make_gpt(8)
+    tied.h[5].mlp.c_fc.weight = tied.h[4].mlp.c_fc.weight
+    assert shorten_model(tied) == (tied, 0)
+
+
+def test_a_forward_that_counts_its_layers_is_measured_whole() -> None:
+    class Counting(GPT):
+        def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+            assert len(self.h) == self.config.n_layer, "all layers are here"
+            return super().forward(idx, targets)
+
+    with torch.device("meta"):
+        model = Counting(GPTConfig(512, 128, 8, 4, 256)).to(torch.bfloat16)
+    candidate = Candidate(1, 2, 1, 1, 4, 1, "none", "1f1b")
+    whole, short = (Estimator(m, SELENE).estimate(candidate) for m in (model, make_gpt()))
+    assert whole.step_seconds == pytest.approx(short.step_seconds, rel=0.01)
+    assert whole.memory_bytes == short.memory_bytes
