@@ -45,6 +45,9 @@ benchmarks: $(ENVIRONMENT)
 	$(PYTHON) -m samples.benchmarks.launches --write
 	$(PYTHON) -m samples.benchmarks.one_device --write
 	$(PYTHON) -m samples.benchmarks.kernels --write
+	$(PYTHON) -m samples.benchmarks.paper_tables --write
+	$(PYTHON) -m samples.benchmarks.paper_figures --write
+	$(PYTHON) -m samples.benchmarks.planner --write
 
 install: $(ENVIRONMENT)
 

@@ -10,17 +10,38 @@ if TYPE_CHECKING:
     from autoptd.check import ProgramError
     from autoptd.compiled import CompiledProgram
     from autoptd.compiler import compile, load
+    from autoptd.difference import diff
+    from autoptd.passes.cluster import Cluster
+    from autoptd.planner import plan
+    from autoptd.ranking import Plan
+    from autoptd.simulation import Simulation
     from autoptd.simulator import simulate_schedule
 
 _HOMES = {
+    "Cluster": "autoptd.passes.cluster",
+    "Plan": "autoptd.ranking",
+    "diff": "autoptd.difference",
+    "plan": "autoptd.planner",
     "CompiledProgram": "autoptd.compiled",
     "ProgramError": "autoptd.check",
+    "Simulation": "autoptd.simulation",
     "compile": "autoptd.compiler",
     "load": "autoptd.compiler",
     "simulate_schedule": "autoptd.simulator",
 }
 
-__all__ = ["CompiledProgram", "ProgramError", "compile", "load", "simulate_schedule"]
+__all__ = [
+    "Cluster",
+    "CompiledProgram",
+    "Plan",
+    "ProgramError",
+    "Simulation",
+    "compile",
+    "diff",
+    "load",
+    "plan",
+    "simulate_schedule",
+]
 
 
 def __getattr__(name: str) -> object:

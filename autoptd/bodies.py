@@ -47,7 +47,7 @@ class _Writer:
             yield from write_calls(members, self.names, self.tensor, self.device, indent, self.repeated)
 
     def write_group(self, label: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
-        """A function and its call: it takes values and gives values, and knows ``rank`` and ``p`` beside."""
+        """A function and its call: it takes ``rank`` and values and gives values, and knows ``p`` beside."""
         function = self.names.take(label)
         paths = dict.fromkeys(path for node in nodes if (path := node.meta.get("path", "")))
         title = next(iter(paths)) if len(paths) == 1 else self.headings.path_range(paths) or function
@@ -56,7 +56,7 @@ class _Writer:
         results = ", ".join(self.names[node] for node in given)
         shapes = ", ".join(dict.fromkeys(write_value_shape(node, self.tensor) for node in given))
         yield f"{INDENT}# {title}, recomputed in the backward"
-        yield from write_statement(f"def {function}", taken, "", "", INDENT, "):")
+        yield from write_statement(f"def {function}", ["rank", *taken], "", "", INDENT, "):")
         yield from self.write_modules(nodes, 2 * INDENT)
         yield from ("", f"{2 * INDENT}return {results}", "")
         yield from write_statement(f"{results} = recompute", ["rank", function, *taken], shapes, "", INDENT)

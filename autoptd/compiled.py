@@ -7,25 +7,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.archive import program_hash, save_folder
 from autoptd.check import check_program
+from autoptd.cost import Cost
+from autoptd.explanation import Explanation, explain_program
 from autoptd.options import check_backend
+from autoptd.overview import Overview
+from autoptd.page import write_page
+from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
 from autoptd.runtime.connection import connect
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import read_program
+from autoptd.runtime.program_text import compile_stages, read_program
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.weights import check_proved
+from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.summary import summarize
 from autoptd.tracing import program_filename, trace_program
 from autoptd.verify import Report, verify_program
 from autoptd.weights import check_values, read_weights
+from autoptd.zero3 import Zero3Step, simulate_zero3
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +53,7 @@ class CompiledProgram:
     title: str = ""
     model: nn.Module | None = field(default=None, repr=False)
     loss_fn: Callable[..., Tensor] | None = field(default=None, repr=False)
+    letters: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -59,21 +69,32 @@ class CompiledProgram:
 
     def __str__(self) -> str:
         """What was decided and what it costs."""
-        return summarize(self.manifest, self.stages, self.log, self.title)
+        return summarize(self.overview)
+
+    @cached_property
+    def overview(self) -> Overview:
+        """What ``print(program)`` shows, as data."""
+        return Overview.of(self.manifest, self.stages, self.log, self.title)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """What a step computes, moves, communicates and holds, as sympy expressions in the field's letters."""
+        return Cost(self.stages, self.manifest, self.letters)
 
     def rank(self, rank: int) -> RankProgram:
         """The program of one global rank. ValueError outside the mesh."""
         coordinates = self.mesh.coordinates(rank)
         return RankProgram(self.manifest, rank, self.texts[coordinates.pipeline])
 
-    def check(self) -> None:
+    def check(self) -> tuple[str, ...]:
         """Prove over all ranks, without running anything, that the texts do not contradict themselves.
 
-        What is judged is traced from the texts, which are what runs. Raises `ProgramError` naming the first
-        contradiction (autoptd/check.py lists what is proved), ValueError for a text that does not trace.
+        What is judged is traced from the texts, which are what runs. Gives a line for each operator, of an edited
+        text or by `rules`, that the proof does not cover: run `verify` for these. Raises `ProgramError` naming the
+        first contradiction (autoptd/check.py lists what is proved), ValueError for a text that does not trace.
         """
         traced = trace_program(self.texts, self.manifest, buffers=self.buffers)
-        check_program(self.manifest, traced.stages, self.schedule)
+        return check_program(self.manifest, traced.stages, self.schedule)
 
     def verify(
         self,
@@ -101,6 +122,70 @@ class CompiledProgram:
             seed=seed,
         )
 
+    def simulate(
+        self,
+        cluster: Cluster | str | Path,
+        dtype: str | None = None,
+        *,
+        overlap_transfers: bool = True,
+        overlap_data: bool = False,
+        zero: int = 0,
+    ) -> Simulation:
+        """Time one training step on `cluster` and count the memory of every pipeline rank, without any device.
+
+        Every action of the emitted schedule is walked, with times from what the stages' operators compute, move and
+        communicate.
+
+        Args:
+            cluster: see `Cluster.load`, which takes a name or path too.
+            dtype: "bf16", "fp32", …: computes in this type whatever the program was captured in; default its own.
+            overlap_transfers: sending does not hold up the sender, as in the runtime; False: it waits, as
+                Megatron-LM did in SC21.
+            overlap_data: gradients are summed over the replicas while the last backwards run; the runtime does so
+                after them.
+            zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage).
+
+        Raises ValueError for a cluster file that cannot be, and for a dtype its device does not compute in.
+        """
+        described = Cluster.load(cluster)
+        training = Training(overlap_transfers, overlap_data, zero)
+        return simulate_program(self.manifest, self.stages, self.schedule, described, dtype, training)
+
+    def save_report(
+        self, path: str | Path, cluster: Cluster | str | Path, dtype: str | None = None, **training: Any
+    ) -> None:
+        """Write one page that a browser shows without a network: schedule, memory, communication, stages and texts.
+
+        The step is predicted on `cluster`; `dtype` and `training` as `simulate` takes them, and refuses them.
+        """
+        write_page(path, self.overview, self.simulate(cluster, dtype, **training), self.texts)
+
+    def simulate_zero3(
+        self, cluster: Cluster | str | Path, devices: int, dtype: str | None = None
+    ) -> Zero3Step:
+        """Time the same training with ZeRO-3 on `devices` replicas, as a baseline; the mesh must be (1, 1, 1)."""
+        described = Cluster.load(cluster)
+        return simulate_zero3(self.manifest, self.stages, described, devices, dtype)
+
+    def explain(self, cluster: Cluster | str | Path = "dgx-a100", dtype: str | None = None) -> Explanation:
+        """Why a step takes what it takes on `cluster`: print it, or read its fields.
+
+        The critical rank, what the bubble costs, which communication nothing hides, what the slowest stage's cuts
+        would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
+        (see `Estimator`) with fused operators and in the default layout, and need the model, which a loaded program
+        does not know. Raises ValueError as `simulate` does.
+        """
+        simulation = self.simulate(cluster, dtype)
+        return explain_program(
+            self.manifest, self.stages, simulation, self.model, self.loss_fn, self.recompute
+        )
+
+    @property
+    def recompute(self) -> str:
+        """What is computed again, as the log has it."""
+        entries = (entry.split() for entry in self.log if entry.startswith("recompute_activations "))
+        return next((words[1].rstrip(":") for words in entries), "none")
+
     def save(self, folder: str | Path) -> None:
         """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`."""
         save_folder(folder, self.texts, self.manifest, self.schedule, self.buffers)
@@ -122,19 +207,19 @@ class CompiledProgram:
             backend: of ``torch.compile``, applied to each stage of this rank ("inductor"); default: none, the text
                 runs as it is.
 
-        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or torch knows no such backend;
-        RuntimeError where ranks have different programs.
+        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing, torch knows no such backend, or a
+        buffer whose values were compiled into the program (`Manifest.proved`) has other ones; RuntimeError where
+        ranks have different programs.
         """
         if backend is not None:
             check_backend(backend)
         placed = torch.device(device) if device is not None else _default_device()
         tensors = self._own_weights() if weights is None else read_weights(weights, self.buffers)
+        check_proved(self.manifest, tensors)
         connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
         at = connection.rank.coordinates.pipeline
         text = read_program(self.texts[at], program_filename(at, len(self.texts)))
-        stages = dict(text.stages)
-        if backend is not None:
-            stages = {index: torch.compile(stage, backend=backend) for index, stage in stages.items()}
+        stages = text.stages if backend is None else compile_stages(text, backend)
         return Parallel(
             self.manifest,
             connection,

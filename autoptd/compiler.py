@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,24 @@ from autoptd.archive import load_folder
 from autoptd.capture import capture
 from autoptd.check import check_program
 from autoptd.compiled import CompiledProgram
+from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
 from autoptd.initialization import read_initial
-from autoptd.options import check_counts, check_known, check_modes, read_mesh
-from autoptd.passes.attention import recognize_attention
-from autoptd.passes.constants import fold_constants
-from autoptd.passes.cost import node_flops
-from autoptd.passes.fusion import fuse_operators
-from autoptd.passes.layout import rewrite_layout
-from autoptd.passes.normalize import normalize
+from autoptd.labels import describe_labels
+from autoptd.options import check_counts, check_known, check_modes, check_planned, check_seed, read_mesh
+from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program
-from autoptd.passes.recompute import recompute_activations
-from autoptd.passes.sharding import shard_tensors
 from autoptd.passes.stages import boundaries, count_units, cut_stages
-from autoptd.runtime.manifest import Manifest, StageInterface
+from autoptd.passes.work import forward_work
+from autoptd.planner import plan
+from autoptd.runtime.manifest import Manifest, Proved, StageInterface
+from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Schedule, make_schedule
+from autoptd.runtime.weights import hash_values
 from autoptd.tracing import trace_program
 from autoptd.watch import Watch
-
-Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 
 
 def compile(
@@ -46,15 +42,18 @@ def compile(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     microbatch_size: int | None = None,
     num_microbatches: int | None = None,
-    schedule: str = "interleaved_1f1b",
+    schedule: str | None = None,
     num_model_chunks: int | None = None,
     scatter_gather: bool = True,
-    recompute: str | int = "none",
+    recompute: str | int | None = None,
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
     seed: int = 0,
     initializer: Callable[[nn.Module], object] | None = None,
+    world_size: int | None = None,
+    global_batch: int | None = None,
+    cluster: Cluster | str | Path | None = None,
     **unknown: object,
 ) -> CompiledProgram:
     """Compile a plain model into the program that trains it on ``tensor x pipeline x data`` devices.
@@ -63,51 +62,90 @@ def compile(
 
     Args:
         model: an nn.Module or fx.GraphModule that returns its loss (or its output, with `loss_fn`).
-        mesh: (tensor, pipeline, data), or a DeviceMesh with dims "tp", "pp", "dp".
+        mesh: (tensor, pipeline, data), a DeviceMesh with dims "tp", "pp", "dp", or "auto": see `autoptd.plan`, which
+            also chooses what is None of microbatch_size, schedule, num_model_chunks and recompute.
         example_inputs: a dict or tuple for ONE microbatch, for its shapes and dtypes; None: from the model's config
         loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
         microbatch_size: b, sequences; default the example's, else 1.
         num_microbatches: m per pipeline and step; default 8 p. A step takes b * m * d sequences.
-        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2).
+        schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2), the default.
         num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
         scatter_gather: send 1/t of a replicated boundary tensor per tensor rank, all-gather on arrival (SC21 §4.1).
-        recompute: "none", "selective", "full", every k layers, or "optimal" (SC21 §3.5; passes/recompute.py).
+        recompute: "none" (default), "selective", "full", every k layers, or "optimal" (SC21 §3.5; passes/recompute.py).
         fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (passes/axis_rules.py).
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
 
+        world_size, global_batch: devices, and sequences a step, for mesh="auto".
+        cluster: whose times the stages are balanced by (see `Cluster.load`); default "dgx-a100".
+
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
     """
+    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
+    fixed: Any = {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
     check_known(compile, unknown)
-    check_modes(schedule=schedule, recompute=recompute, layout=layout, fuse=fuse)
+    check_seed(seed)
+    check_planned(mesh, world_size, global_batch, cluster, num_microbatches)
+    own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster}
+    if isinstance(mesh, str) and mesh == "auto":
+        free: Any = {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
+        size: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
+        return compile(
+            model, **{**given, **fixed, **own, **plan(model, **size, **given, **fixed, **free)[0].options}
+        )
+    settled: Any = {"schedule": "interleaved_1f1b" if schedule is None else schedule}
+    settled["recompute"] = "none" if recompute is None else recompute
+    check_modes(**settled, layout=layout, fuse=fuse)
     check_counts(
         microbatch_size=microbatch_size, num_microbatches=num_microbatches, num_model_chunks=num_model_chunks
     )
-    placed = read_mesh(mesh)
-    count = num_microbatches or 8 * placed.pipeline
-    given = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
+    return _compile(
+        model, read_mesh(mesh), given, num_microbatches, num_model_chunks, **settled, **fixed, **own
+    )
+
+
+def _compile(
+    model: nn.Module,
+    mesh: Mesh,
+    given: Mapping[str, Any],
+    num_microbatches: int | None,
+    num_model_chunks: int | None,
+    *,
+    schedule: str,
+    recompute: str | int,
+    scatter_gather: bool,
+    fuse: bool,
+    layout: str,
+    rules: Mapping[Any, str] | None,
+    seed: int,
+    initializer: Callable[[nn.Module], object] | None,
+    cluster: Cluster | str | Path | None,
+) -> CompiledProgram:
+    """Walk the corridor with what the user gave and what is settled."""
+    described = None if cluster is None else Cluster.load(cluster)
+    count = num_microbatches or 8 * mesh.pipeline
     with Watch("compile") as watch:
         watch.say("capture")
-        captured = capture(model, mesh=placed, **given)  # type: ignore[arg-type]
+        captured = capture(model, mesh=mesh, **given)
         program = read_initial(captured, model=model, initializer=initializer)
-        program = _run(_passes_to_the_cut(rules, layout), program, watch)
+        program = run_passes(passes_to_the_division(layout) + passes_to_the_cut(rules), program, watch)
         parameters = program.stages[0].parameters
         chunks = num_model_chunks or _default_chunks(program, schedule, count)
-        actions = make_schedule(schedule, placed.pipeline, count, chunks)  # refuses before the cut is solved
+        actions = make_schedule(schedule, mesh.pipeline, count, chunks)  # refuses before the cut is solved
         watch.say("cut stages")
-        program = cut_stages(program, num_stages=placed.pipeline * chunks)
-        program = _run(_passes_from_the_cut(recompute, fuse), program, watch)
+        program = cut_stages(program, num_stages=mesh.pipeline * chunks, cluster=described)
+        program = run_passes(passes_from_the_cut(recompute, fuse), program, watch)
         watch.say("emit and check")
         manifest = replace(
-            _describe(program, parameters, model, loss_fn),
+            _describe(program, parameters, model, given["loss_fn"]),
             schedule=schedule,
             num_microbatches=count,
             scatter_gather=scatter_gather,
             seed=seed,
         )
-        return _emit(program, manifest, actions, model, loss_fn)
+        return _emit(program, manifest, actions, model, given["loss_fn"])
 
 
 def _describe(
@@ -125,7 +163,7 @@ def _describe(
         microbatch_size=_microbatch_size(program),
         scatter_gather=True,
         seed=0,
-        inputs=program.inputs,
+        inputs=describe_labels(program),
         stages=_interfaces(program),
         parameters=parameters,
         aliases=program.aliases,
@@ -133,6 +171,7 @@ def _describe(
         transient=_transient(parameters, model),
         arguments=read_arguments(model, loss_fn),
         uninitialized=program.uninitialized,
+        proved=_proofs(program, parameters),
     )
 
 
@@ -144,14 +183,17 @@ def _emit(
     loss_fn: Callable[..., torch.Tensor] | None,
 ) -> CompiledProgram:
     """Write the texts, and prove what they say."""
-    title = f"{type(model).__name__}, {_count(manifest.parameters):,} parameters"
-    flops = [sum(map(node_flops, stage.graph.nodes)) for stage in program.stages]
+    title = _title(type(model).__name__, manifest.parameters)
+    flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
     texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
     result = CompiledProgram(
-        program.stages, program.log, texts, manifest, program.buffers, title, model, loss_fn
+        program.stages, program.log, texts, manifest, program.buffers, title, model, loss_fn, program.letters
     )
-    result.check()
-    return result
+    uncovered = result.check()
+    if not uncovered:
+        return result
+    entry = f"check does not cover {len(uncovered)} operators, so verify: {uncovered[0]}"
+    return replace(result, log=(*result.log, entry))
 
 
 def load(folder: str | Path) -> CompiledProgram:
@@ -162,34 +204,10 @@ def load(folder: str | Path) -> CompiledProgram:
     """
     texts, manifest, buffers = load_folder(folder)
     program = trace_program(texts, manifest, buffers=buffers)
-    result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, Path(folder).name)
+    title = _title(Path(folder).resolve().name, manifest.parameters)
+    result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, title)
     check_program(manifest, program.stages, result.schedule)
     return result
-
-
-def _run(passes: Passes, program: Program, watch: Watch) -> Program:
-    """Walk the corridor: each pass makes the next program."""
-    for name, step in passes:
-        watch.say(name)
-        program = step(program)
-    return program
-
-
-def _passes_to_the_cut(rules: Mapping[Any, str] | None, layout: str) -> Passes:
-    moving: Passes = (("rewrite layout", rewrite_layout),) if layout == "sbh" else ()
-    return (
-        ("normalize", normalize),
-        ("fold constants", fold_constants),
-        ("recognize attention", recognize_attention),
-        *moving,
-        ("shard tensors", partial(shard_tensors, rules=rules)),
-    )
-
-
-def _passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
-    """Layers are found before a kernel joins the end of one with the begin of the next."""
-    fusing: Passes = (("fuse operators", fuse_operators),) if fuse else ()
-    return (("recompute activations", partial(recompute_activations, recompute=recompute)), *fusing)
 
 
 def _default_chunks(program: Program, schedule: str, num_microbatches: int) -> int:
@@ -225,6 +243,15 @@ def _transient(parameters: Mapping[str, Parameter], model: nn.Module) -> tuple[s
     return tuple(sorted(name for name, p in parameters.items() if p.kind == "buffer" and name not in saved))
 
 
-def _count(parameters: Mapping[str, Parameter]) -> int:
-    """Parameters of the whole model, tied ones once."""
-    return sum(torch.Size(p.shape).numel() for p in parameters.values() if p.kind == "parameter")
+def _proofs(program: Program, parameters: Mapping[str, Parameter]) -> tuple[Proved, ...]:
+    """The buffers that the program was proved of, each with the hash of its values."""
+    return tuple(
+        Proved(name, hash_values(program.buffers[name], parameters[name].dtype))
+        for name in sorted(program.proved)
+    )
+
+
+def _title(name: str, parameters: Mapping[str, Parameter]) -> str:
+    """A name, and the parameters of the whole model, tied ones once."""
+    count = sum(torch.Size(p.shape).numel() for p in parameters.values() if p.kind == "parameter")
+    return f"{name}, {count:,} parameters"

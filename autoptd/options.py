@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.passes.recompute import MODES
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.schedule import SCHEDULES
 
 LAYOUTS = ("sbh", "bsh")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 AXES = ("tensor", "pipeline", "data")
 DEVICE_MESH_DIMS = ("dp", "pp", "tp")
 
@@ -28,11 +28,10 @@ def read_mesh(mesh: object) -> Mesh:
         return mesh
     if isinstance(mesh, DeviceMesh):
         return _read_device_mesh(mesh)
-    if mesh == "auto":
-        raise ValueError('mesh="auto" is not built yet; give (tensor, pipeline, data), e.g. mesh=(2, 2, 2)')
     if isinstance(mesh, str) or not isinstance(mesh, Iterable):
         raise TypeError(
-            f"mesh is {mesh!r}; expected three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), or a DeviceMesh"
+            f"mesh is {mesh!r}; expected three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), a DeviceMesh, "
+            'or "auto"'
         )
     entries = tuple(mesh)
     if len(entries) != len(AXES):
@@ -78,6 +77,14 @@ def check_modes(*, schedule: str, recompute: object, layout: str, fuse: object) 
         raise ValueError(f"fuse is {fuse!r}; expected True or False")
 
 
+def check_seed(seed: object) -> None:
+    """Refuse what is no integer of 64 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed is {seed!r}; expected an integer")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed is {seed}; expected an integer of 64 bits, such as {seed % (1 << 32)}")
+
+
 def check_backend(backend: str) -> None:
     """Raise ValueError for a backend that ``torch.compile`` does not know, with the nearest that it does."""
     known = torch.compiler.list_backends(exclude_tags=())
@@ -95,18 +102,30 @@ def check_counts(**counts: object) -> None:
             raise ValueError(f"{name} is {value!r}; expected a positive integer")
 
 
-def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has.
+def check_planned(
+    mesh: object, world_size: object, global_batch: object, cluster: object, num_microbatches: object
+) -> None:
+    """Raise ValueError where mesh="auto" lacks what a plan needs, or where a plan's arguments are given without it."""
+    auto = isinstance(mesh, str) and mesh == "auto"
+    needed = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
+    missing = [f"{name}=" for name, value in needed.items() if value is None]
+    if auto and missing:
+        raise ValueError(
+            f'mesh="auto" needs {", ".join(missing)}: expected devices, sequences a step, and a cluster'
+        )
+    if auto and num_microbatches is not None:
+        raise ValueError(
+            'num_microbatches= goes with a given mesh; with mesh="auto" it follows from global_batch'
+        )
+    for name in ("world_size", "global_batch"):
+        if not auto and needed[name] is not None:
+            raise ValueError(f'{name}= goes with mesh="auto"; or leave it out with mesh={mesh!r}')
 
-    Raises ValueError for one that is not built yet.
-    """
+
+def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
+    """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name in unknown:
-        if name == "world_size":
-            raise ValueError(
-                'world_size= goes with mesh="auto", which is not built yet; give (tensor, pipeline, data), '
-                "e.g. mesh=(2, 2, 2)"
-            )
         raise TypeError(
             f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}"
         )

@@ -12,8 +12,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime import aten
+from autoptd.runtime.kernels.precision import HALF
 
-LOW = (torch.float32, torch.bfloat16, torch.float16)
+LOW = (torch.float32, *HALF)
 LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 

@@ -125,13 +125,13 @@ class Recorder(GraphAppendingTracer):
         if getattr(rank, "node", None) is None or rank.node.meta.get("role") != "rank":  # type: ignore[attr-defined]
             raise ValueError(f"recompute is given {rank} first; expected recompute(rank, function, *values)")
         if self._group is not None:
-            return function(*values)
+            return function(rank, *values)
         name = function.__name__
         count = self._groups[name]
         self._groups[name] += 1
         self._group = f"{name}_again{count}" if count else name
         try:
-            return function(*values)
+            return function(rank, *values)
         finally:
             self._group = None
 

@@ -113,3 +113,8 @@ class GPT(nn.Module):
             return logits, None
         loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
         return logits, loss
+
+
+def make_model() -> GPT:
+    """The model of the demo, as the command line names it: samples.gpt:make_model."""
+    return GPT(GPTConfig())

@@ -14,7 +14,9 @@ import autoptd
 from samples import corpus, train
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE, EXCERPT, RECOMPUTED = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+EXAMPLE, EXCERPT, RECOMPUTED, SIMULATED = re.findall(
+    r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+)
 
 
 def test_ten_lines_train() -> None:
@@ -45,3 +47,11 @@ def test_commands_exist() -> None:
     assert {"demo", "test"} < targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
+
+
+def test_a_step_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = train.parse_arguments(["--mesh", "2,2,2", "--chunks", "2"])
+    scope = {"program": train.compile_program(train.make_model(args), args)}
+    exec(SIMULATED, scope)
+    assert (tmp_path / "step.json.gz").exists()

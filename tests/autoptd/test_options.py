@@ -32,7 +32,7 @@ def test_a_tuple_is_tensor_pipeline_data() -> None:
         ((2.0, 2, 1), ValueError, r"mesh entry 0 \(tensor\) is 2.0"),
         (8, TypeError, "mesh is 8; expected three integers"),
         ("2,2,2", TypeError, "mesh is '2,2,2'"),
-        ("auto", ValueError, 'mesh="auto" is not built yet'),
+        ("autos", TypeError, 'or "auto"'),
     ],
 )
 def test_a_wrong_mesh_is_refused(mesh: Any, error: type[Exception], message: str) -> None:
@@ -79,7 +79,7 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
             TypeError,
             "unknown option 'num_microbatch'; did you mean 'num_microbatches'",
         ),
-        ({"world_size": 8}, ValueError, 'world_size= goes with mesh="auto", which is not built yet; give '),
+        ({"world_size": 8}, ValueError, 'world_size= goes with mesh="auto"'),
         ({"num_microbatches": 0}, ValueError, "num_microbatches is 0; expected a positive integer"),
         ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
         ({"fuse": 1}, ValueError, "fuse is 1; expected True or False"),
@@ -91,6 +91,8 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
         ),
         ({"recompute": 0}, ValueError, "recompute is 0; expected .*, or a positive number of layers"),
         ({"recompute": True}, ValueError, "recompute is True"),
+        ({"seed": "0"}, TypeError, "seed is '0'; expected an integer"),
+        ({"seed": 1 << 64}, ValueError, "expected an integer of 64 bits"),
         ({"schedule": "1f1b", "num_model_chunks": 2}, ValueError, "1f1b"),
         ({"num_microbatches": 3}, ValueError, "3.*multiple.*2"),
     ],

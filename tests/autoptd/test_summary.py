@@ -10,8 +10,9 @@ import torch
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.overview import Overview
 from autoptd.runtime import collectives
-from autoptd.summary import format_bytes, summarize
+from autoptd.summary import format_bytes, format_seconds, format_teraflops, summarize
 from samples.gpt import GPT, GPTConfig
 
 
@@ -78,7 +79,7 @@ def test_one_rank_sends_nothing() -> None:
     assert "tensor all-reduces" not in text
     assert "tied" not in text
     assert "replicas" not in text
-    bare = summarize(program.manifest, program.stages, (), "a title")
+    bare = summarize(replace(program.overview, title="a title", log=()))
     assert bare.startswith("a title\n")
     assert "passes" not in bare
 
@@ -94,8 +95,27 @@ def test_gradients_summed_over_tensor_ranks_are_named() -> None:
     parameters = dict(program.manifest.parameters)
     for name in list(parameters)[:5]:
         parameters[name] = replace(parameters[name], partial_gradient=True)
-    text = summarize(replace(program.manifest, parameters=parameters), program.stages, (), "")
+    text = summarize(Overview.of(replace(program.manifest, parameters=parameters), program.stages, (), ""))
     assert "once a step: the gradients of wte.weight, wpe.weight, h.0.ln_1.weight and 2 more" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (94.58, "94.6 s"),
+        (1234.5, "1,234 s"),
+        (0.0307, "30.7 ms"),
+        (0.622, "622 ms"),
+        (4.6e-5, "46 µs"),
+        (0, "0 µs"),
+    ],
+)
+def test_seconds_are_written_in_three_digits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_teraflops_of_a_small_device_are_not_none() -> None:
+    assert [format_teraflops(rate) for rate in (176.93, 10, 0.0095)] == ["176.9", "10.0", "0.0095"]
 
 
 @pytest.mark.parametrize(

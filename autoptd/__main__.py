@@ -1,0 +1,9 @@
+"""``python -m autoptd``: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from autoptd.cli import main
+
+sys.exit(main())

@@ -1,0 +1,295 @@
+"""The command line: each command is one call of the Python interface, and prints what that returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autoptd.archive import MANIFEST
+from autoptd.check import ProgramError
+from autoptd.compiled import CompiledProgram
+from autoptd.compiler import compile, load
+from autoptd.naming import make_model, suggest
+from autoptd.page import write_page
+from autoptd.passes.recompute import MODES
+from autoptd.planner import plan
+from autoptd.ranking import Plan
+from autoptd.runtime.schedule import SCHEDULES
+from autoptd.simulation import Simulation
+from autoptd.terminal import open_console, print_lines, print_overview, print_plans, print_simulation
+
+TRAINING = ("overlap_transfers", "overlap_data", "zero")
+BOTH = (
+    "world_size",
+    "global_batch",
+    "cluster",
+    "microbatch_size",
+    "num_model_chunks",
+    "schedule",
+    "recompute",
+)
+PLANNED = (*BOTH, "dtype", "max_tensor")
+COMPILED = (*BOTH, "num_microbatches", "seed")
+FLAG: Any = argparse.BooleanOptionalAction
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0, or 1 where it found something wrong. Under torchrun rank 0 alone does it."""
+    args = make_parser().parse_args(argv)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # models are named from the current folder, as `python -m` finds them
+    try:
+        return int(args.run(args))
+    except (ValueError, TypeError, ProgramError) as error:
+        print(f"autoptd {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+# Commands
+
+
+def _plan(args: argparse.Namespace) -> int:
+    plans = plan(make_model(args.model), **_given(args, PLANNED))
+    if args.json:
+        _print_json([asdict(found) | {"mesh": _entries(found)} for found in plans])
+        return 0
+    console, best = open_console(), plans[0]
+    print_plans(console, plans, args.top)
+    options = {**best.options, "mesh": ",".join(map(str, _entries(best))), "cluster": args.cluster}
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+    print_lines(console, [f"autoptd compile {args.model} {words} -o out/"])
+    return 0
+
+
+def _entries(found: Plan) -> tuple[int, int, int]:
+    return found.mesh.tensor, found.mesh.pipeline, found.mesh.data
+
+
+def _compile(args: argparse.Namespace) -> int:
+    program = compile(make_model(args.model), args.mesh, **_given(args, COMPILED))
+    program.save(args.output)
+    return _print_program(program, args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    return _print_program(_load(args.program), args)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    simulation = _run_simulation(_load(args.program), args)
+    if args.trace:
+        simulation.save_trace(args.trace)
+    if args.svg:
+        simulation.save_svg(args.svg)
+    if args.json:
+        _print_json(_describe_simulation(simulation))
+    else:
+        print_simulation(open_console(), simulation)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    program, model = _load(args.program), make_model(args.model)
+    report = program.verify(model=model, weights="random", seed=args.seed or 0)
+    if args.json:
+        errors = {name: _finite(error) for name, error in report.gradient_errors.items()}
+        numbers = {"passed": report.passed, "loss_error": _finite(report.loss_error)}
+        losses = {name: _finite(getattr(report, name)) for name in ("loss", "reference_loss")}
+        _print_json(numbers | asdict(report) | losses | {"gradient_errors": errors})
+    else:
+        print_lines(open_console(), str(report).splitlines())
+    return 0 if report.passed else 1
+
+
+def _report(args: argparse.Namespace) -> int:
+    program = _load(args.program)
+    simulation = _run_simulation(program, args)
+    write_page(args.output, program.overview, simulation, program.texts)
+    size = args.output.stat().st_size
+    if args.json:
+        _print_json({"path": str(args.output), "bytes": size, "simulation": _describe_simulation(simulation)})
+    else:
+        print_lines(open_console(), [f"{args.output}: {size:,} bytes; open it in a browser"])
+    return 0
+
+
+def _load(folder: Path) -> CompiledProgram:
+    """A saved program; ValueError with the nearest that there is."""
+    if not folder.is_dir():
+        saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
+        raise ValueError(
+            f"there is no folder {folder}{suggest(str(folder), saved)}; expected a program as program.save, or "
+            "autoptd compile, writes it"
+        )
+    return load(folder)
+
+
+def _run_simulation(program: CompiledProgram, args: argparse.Namespace) -> Simulation:
+    return program.simulate(args.cluster, args.dtype, **_given(args, TRAINING))
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a Python call; what was not given has that call's default."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _print_program(program: CompiledProgram, args: argparse.Namespace) -> int:
+    if args.json:
+        _print_json(asdict(program.overview))
+    else:
+        print_overview(open_console(), program.overview)
+    return 0
+
+
+def _describe_simulation(simulation: Simulation) -> dict[str, object]:
+    names = (
+        *(
+            "dtype",
+            "step_seconds",
+            "tflops_per_device",
+            "mfu",
+            "bubble_fraction",
+            "critical_rank",
+            "breakdown",
+        ),
+        *("memory_bytes", "held_bytes", "fits"),
+    )
+    device = {"device_memory_bytes": simulation.cluster.device.memory_bytes}
+    return {"cluster": simulation.cluster.name, **{n: getattr(simulation, n) for n in names}, **device}
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return number if math.isfinite(number) else None
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+# Arguments
+
+
+def _read_mesh(text: str) -> str | tuple[int, ...]:
+    try:
+        return text if text == "auto" else tuple(int(entry) for entry in text.split(","))
+    except ValueError:
+        message = f'{text!r}: expected tensor,pipeline,data, e.g. 2,2,2, or "auto"'
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _read_recompute(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that says the nearest command or option to a wrong one."""
+
+    given: Sequence[str] = ()
+    commands: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what is unknown, where the command's own options are known."""
+        self.given = list(sys.argv[1:] if args is None else args)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"these arguments are too many: {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, as argparse does."""
+        known = self._option_string_actions
+        options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
+        hints = [f"; {word} is unknown{suggest(word, known)}" for word in options if word not in known]
+        if self.commands and self.given and self.given[0] not in self.commands:
+            hints.append(suggest(self.given[0], self.commands))
+        super().error(message + "".join(hints))
+
+
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "model": {"help": "module:callable, e.g. samples.gpt:make_model; made on the meta device"},
+    "program": {"type": Path, "help": "a saved program's folder; loading runs the code in its texts"},
+    "--mesh": {
+        "type": _read_mesh,
+        "metavar": "T,P,D",
+        "help": 'tensor,pipeline,data, or "auto": the best plan\'s',
+    },
+    "--world-size": {"type": int, "help": "devices"},
+    "--global-batch": {"type": int, "help": "sequences in a step, of all replicas"},
+    "--cluster": {"help": "a shipped name, e.g. dgx-a100, or a .toml file"},
+    "--dtype": {"help": "compute in bf16, fp32, …; default the model's own"},
+    "--max-tensor": {"type": int, "help": "tensor ranks at most; default a node's devices"},
+    "--microbatch-size": {"type": int, "help": "sequences"},
+    "--num-microbatches": {"type": int, "help": "of a pipeline and step"},
+    "--num-model-chunks": {"type": int, "help": "stages of a pipeline rank"},
+    "--schedule": {"help": ", ".join(SCHEDULES)},
+    "--recompute": {"type": _read_recompute, "help": f"{', '.join(MODES)}, or a number of layers"},
+    "--seed": {"type": int, "help": "of weights, dropout and batches"},
+    "--top": {"type": int, "default": 10, "help": "how many plans to show"},
+    "--model": {"help": "the plain model, module:callable"},
+    "--overlap-transfers": {"action": FLAG, "default": True, "help": "sending holds up no sender"},
+    "--overlap-data": {"action": FLAG, "default": False, "help": "sum gradients beside the last backwards"},
+    "--zero": {"type": int, "default": 0, "help": "1: the replicas divide the optimizer's states"},
+    "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
+    "--svg": {"type": Path, "help": "write a picture"},
+    "--output": {"type": Path, "help": "what to write: a program's folder, or a page"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+}
+STEP = "--cluster! --dtype --overlap-transfers --overlap-data --zero"
+COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
+    "plan": (
+        _plan,
+        "Find the mesh, model chunks, microbatches and recomputation that train a model fastest.",
+        "model --world-size! --global-batch! --cluster! --dtype --max-tensor --microbatch-size --num-model-chunks "
+        "--schedule --recompute --top",
+    ),
+    "compile": (
+        _compile,
+        "Compile a model and save its program.",
+        "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
+        "--seed --world-size --global-batch --cluster",
+    ),
+    "inspect": (_inspect, "Show a saved program: mesh, schedule, stages, communication.", "program"),
+    "simulate": (
+        _simulate,
+        "Time a training step of a saved program on a described cluster.",
+        f"program {STEP} --trace --svg",
+    ),
+    "verify": (
+        _verify,
+        "Run all ranks here in float64 and compare with the plain model.",
+        "program --model! --seed",
+    ),
+    "report": (
+        _report,
+        "Write a page with the schedule, memory, communication, stages and texts.",
+        f"program {STEP} --output!",
+    ),
+}
+
+
+def make_parser() -> Parser:
+    """All commands and their arguments; those with a ! must be given."""
+    parser = Parser(
+        prog="autoptd", description="Plan, compile, examine, time and prove parallel training programs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (run, words, arguments) in COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        command.set_defaults(run=run)
+        for argument in (*arguments.split(), "--json"):
+            required: dict[str, Any] = {"required": True} if argument.endswith("!") else {}
+            option = argument.rstrip("!")
+            names = ("-o", option) if option == "--output" else (option,)
+            command.add_argument(*names, **ARGUMENTS[option], **required)
+    parser.commands = tuple(COMMANDS)
+    return parser

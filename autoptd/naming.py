@@ -1,0 +1,65 @@
+"""A model by its name on the command line: "package.module:callable", called without arguments on the meta device."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import nn
+
+EXAMPLE = "expected module:callable, e.g. samples.gpt:make_model"
+
+
+def make_model(name: str) -> nn.Module:
+    """Import the module, call the callable on the meta device, and return the model; a module's weights cost nothing.
+
+    Raises ValueError for a name that leads nowhere, with the nearest one, and for a callable that needs arguments;
+    TypeError where no nn.Module comes out.
+    """
+    path, colon, attribute = name.partition(":")
+    if not (path and colon and attribute):
+        raise ValueError(f"model {name!r}: {EXAMPLE}")
+    module = _import(path, name)
+    if not hasattr(module, attribute):
+        known = [own for own in vars(module) if not own.startswith("_")]
+        raise ValueError(f"model {name!r}: {path} has no {attribute!r}{suggest(attribute, known)}; {EXAMPLE}")
+    found = getattr(module, attribute)
+    if callable(found) and not isinstance(found, nn.Module):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ValueError(
+                f"model {name!r} is called without arguments: {error}; name a function that takes none and "
+                "returns the model"
+            ) from None
+        with torch.device("meta"):
+            found = found()
+    if not isinstance(found, nn.Module):
+        raise TypeError(f"model {name!r} gave a {type(found).__name__}; expected an nn.Module")
+    return found
+
+
+def _import(path: str, name: str) -> ModuleType:
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if path != missing and not path.startswith(f"{missing}."):
+            raise  # the module is there; what it imports is not
+        parent = missing.rpartition(".")[0]
+        places = list(import_module(parent).__path__) if parent else ["."]
+        known = [f"{parent}.{found.name}".lstrip(".") for found in pkgutil.iter_modules(places)]
+        raise ValueError(
+            f"model {name!r}: there is no module {missing!r}{suggest(missing, known)}; {EXAMPLE}"
+        ) from None
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean x?)" where one of `known` looks like `name`, else nothing."""
+    near = get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
