@@ -103,15 +103,16 @@ def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
         kept = ledger.storages(values_taken(first[node])) if node in first else set()
         kept = (kept if node in inside else ledger.saved([node])) - seen
         seen |= kept
+        backward = backward_work(node, trained)
         once = _product_flops(forward)
         found[node] = StageWork(
             Counter([forward]),
-            Counter([backward_work(node, trained)]),
+            Counter([backward]),
             Counter([forward] * (node in repeated)),
             count_bytes(kept),
             count_bytes(ledger.saved(first[node])) if node in first else 0,
-            once * (4 if node in inside else 3),
-            3 * once,
+            once + _product_flops(backward) + once * (node in inside),
+            once + _product_flops(backward),
         )
     return found
 
@@ -218,7 +219,8 @@ def _add_up(
 
 
 def _product_flops(work: Work) -> float:
-    return float(sum(product.flops for product in work.products))
+    """Without the scores that a fused attention's backward computes again, as SC21 counts."""
+    return float(sum(product.flops for product in work.products if not product.repeated))
 
 
 @dataclass(frozen=True)

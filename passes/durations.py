@@ -15,6 +15,7 @@ from autoptd.passes.work import Work, backward_work, forward_work
 from autoptd.runtime.mesh import Mesh
 
 NANOSECONDS = 10**9
+LEAST_BYTES = 2  # of an element in memory, whatever its products are computed in
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -32,7 +33,10 @@ class Precision:
 
     @classmethod
     def of(cls, stages: Iterable[Stage], dtype: str | None = None) -> Precision:
-        """`dtype`, by default the one that most elements of the program's parameters have."""
+        """`dtype`, by default the one that most elements of the program's parameters have.
+
+        ValueError for one that is unknown, or narrower than what a step keeps its weights and activations in.
+        """
         counts: dict[torch.dtype, int] = {}
         for stage in stages:
             for parameter in stage.parameters.values():
@@ -40,8 +44,10 @@ class Precision:
                     counts[parameter.dtype] = counts.get(parameter.dtype, 0) + prod(parameter.shape)
         own = DTYPES[max(counts, key=counts.__getitem__)] if counts else "fp32"
         wanted = own if dtype is None else dtype
-        if wanted not in ITEM_BYTES:
-            raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
+        known = [name for name, size in ITEM_BYTES.items() if size >= LEAST_BYTES]
+        if wanted not in known:
+            why = "its weights and activations would not be stored in it; " if wanted in ITEM_BYTES else ""
+            raise ValueError(f"dtype={dtype!r}: {why}expected one of {', '.join(known)}")
         return cls(wanted, ITEM_BYTES[wanted] / ITEM_BYTES[own])
 
 

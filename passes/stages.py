@@ -224,6 +224,6 @@ def _describe(cut: Cut, pipeline: int, name: str) -> str:
     mean = sum(cut.stage_costs) / pipeline
     return (
         f"cut_stages {stages} stages on {pipeline} pipeline ranks, the slowest {cut.bottleneck / 1e6:.3g} ms "
-        f"a microbatch on {name}: {cut.bottleneck / mean:.3f} of the mean, "
+        f"of forward and backward a microbatch on {name}: {cut.bottleneck / mean:.3f} of the mean, "
         f"{cut.gap:.1%} above the lower bound ({cut.method})"
     )

@@ -27,6 +27,12 @@ def compile_small(**options: Any) -> CompiledProgram:
     return program
 
 
+def test_the_cut_is_weighed_by_the_cluster_that_is_given() -> None:
+    logs = ["\n".join(compile_small(**options).log) for options in ({}, {"cluster": "laptop-cpu"})]
+    assert "a microbatch on DGX A100 (Selene)" in logs[0]
+    assert "a microbatch on laptop CPU" in logs[1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_programs_of_a_two_layer_gpt(rank: int, golden: Callable[[str, str], None]) -> None:
     golden(f"gpt_program_{rank:02}.py", compile_small().texts[rank])

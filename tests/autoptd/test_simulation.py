@@ -42,6 +42,19 @@ def compile_gpt(
     return autoptd.compile(model.to(dtype), mesh=mesh, microbatch_size=B, **options)
 
 
+def test_frozen_layers_count_as_what_they_do() -> None:
+    """No gradients of weights; beneath the lowest trained one none at all: as `program.cost` has it."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)).to(torch.bfloat16)
+    whole = autoptd.compile(model, mesh=(1, 1, 1), microbatch_size=B, num_microbatches=2)
+    model.h.requires_grad_(False)
+    program = autoptd.compile(model, mesh=(1, 1, 1), microbatch_size=B, num_microbatches=2)
+    simulated = program.simulate(SELENE)
+    counted = simulated.tflops_per_device * 1e12 * simulated.step_seconds
+    assert counted == pytest.approx(program.cost.evaluate(program.cost.flops))
+    assert counted < 0.9 * whole.cost.evaluate(whole.cost.flops)
+
+
 @pytest.mark.parametrize(("t", "recompute"), [(1, "none"), (1, "full"), (2, "full")])
 def test_flops_are_equation_3(t: int, recompute: str) -> None:
     """SC21 equation (3), and without recomputation three passes in place of the layers' four."""
@@ -210,6 +223,10 @@ def test_another_dtype_than_the_programs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ("dgx-h100", "fp8"),
+            "dtype='fp8': its weights and activations would not be stored in it; expected one",
+        ),
         (("dgx-a100", "bf61"), "dtype='bf61': expected one of fp64, fp32"),
         (("dgx-1-v100", "bf16"), "V100-SXM2-32GB has no bf16: expected one of fp16, fp32, fp64"),
         (("dgx-b100",), "cluster 'dgx-b100' is not shipped"),

@@ -7,8 +7,8 @@ recognize_attention 2 attentions: 2 sdpa causal
 rewrite_layout [b, s, h] -> [s, b, h]: 0 -> 0 bytes copied per microbatch
 shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward
 weight of shape [16, 32] (2,048 bytes) replicated: wpe.weight
-cut_stages 2 stages on 2 pipeline ranks, the slowest 0.437 ms a microbatch on DGX A100 (Selene): 1.000 of the
-    mean, 0.0% above the lower bound (dynamic programme, exact)
+cut_stages 2 stages on 2 pipeline ranks, the slowest 0.437 ms of forward and backward a microbatch on DGX A100
+    (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
 fuse_operators 3 add_layer_norm, 1 bias_dropout_add, 2 linear_gelu
 stage 0: wte, wpe, h.0: 0.000433 GFLOP forward, 34.1 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
