@@ -33,8 +33,8 @@ ROUNDS = 7
 BLOCK = 8  # elements of a counter
 LEVELS = 1 << 16  # numbers an element may draw
 
-# Counters worked on at once: on a CPU few enough to stay in its cache.
-CPU_CHUNK = 1 << 13
+# Counters worked on at once: on a CPU so many that calling numpy, in the cold caches of a step, is a small part.
+CPU_CHUNK = 1 << 16
 DEVICE_CHUNK = 1 << 24
 
 

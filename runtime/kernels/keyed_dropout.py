@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.masking import find_key, keep_factor
+from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
-from autoptd.runtime.randomness import draw_mask
 from autoptd.runtime.rank import Rank
 
 
@@ -87,8 +86,7 @@ def _bias_dropout_add(
         return result
     total = x if bias is None else x + bias
     if key:
-        mask = draw_mask(key, p, x.shape, x.device)
-        total = total * mask if total is x else total.mul_(mask)
+        total = apply_mask(total, p, key)
     out = total if total is not x and total.dtype == dtype else torch.empty_like(x, dtype=dtype)
     factor = keep_factor(p) if key else 1.0
     if residual is None:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.masking import find_key, keep_factor
+from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.precision import cast_widely, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels
-from autoptd.runtime.randomness import draw_mask
 from autoptd.runtime.rank import Rank
 
 
@@ -84,7 +83,7 @@ def _scaled_softmax(
     softmax = exact.to(scores.dtype)
     if not key:
         return softmax, softmax.new_empty(0)
-    weights = (exact * draw_mask(key, p, scores.shape, scores.device)).mul_(keep_factor(p))
+    weights = apply_mask(exact, p, key).mul_(keep_factor(p))
     return weights.to(scores.dtype), softmax
 
 
@@ -96,10 +95,11 @@ def _allocate(
 
 def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """In plain torch, and in float32 for half precision."""
-    scores = scores.contiguous().to(widen(scores.dtype)) * scale
+    scores = scores.contiguous().to(widen(scores.dtype))
     if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        hidden = scores.new_full(scores.shape[-2:], -torch.inf).triu_(1)
+        return torch.add(hidden, scores, alpha=scale).softmax(-1)
+    scores = scores * scale
     if mask is None:
         return scores.softmax(-1)
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf
@@ -139,7 +139,7 @@ def _scaled_softmax_backward(
         return result.mul_(scale).contiguous()
     gradient, share = gradient.to(wide), softmax.to(wide)
     if key:  # weights are rounded, where the mask is exact
-        gradient = (gradient * draw_mask(key, p, gradient.shape, gradient.device)).mul_(keep_factor(p))
+        gradient = apply_mask(gradient, p, key).mul_(keep_factor(p))
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)

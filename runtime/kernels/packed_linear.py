@@ -35,8 +35,21 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, tran
     rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
     parts = _sections(weight, sections, transposed)
     biases = None if bias is None else bias.view(sections, 1, -1)
-    made = torch.bmm(rows, parts) if biases is None else torch.baddbmm(biases, rows, parts)
+    made = _multiply(rows, parts, biases)
     return made.view(sections, *x.shape[:-1], parts.shape[-1])
+
+
+def _multiply(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
+    """A batched product. On a CPU one after another: of a batch of three, one of two threads would get two."""
+    if left.device.type != "cpu":
+        return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right)
+    made = left.new_empty((len(left), left.shape[1], right.shape[2]))
+    for index, out in enumerate(made):
+        if added is None:
+            torch.mm(left[index], right[index], out=out)
+        else:
+            torch.addmm(added[index], left[index], right[index], out=out)
+    return made
 
 
 @_forward.register_fake
@@ -71,7 +84,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         towards_x = total.view(x.shape)
     if ctx.needs_input_grad[1]:
         rows = x.reshape(-1, x.shape[-1]).expand(ctx.sections, -1, -1)
-        towards_weight = torch.bmm(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
+        towards_weight = _multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
         if ctx.transposed:
             towards_weight = towards_weight.t()
     if ctx.has_bias and ctx.needs_input_grad[2]:
