@@ -85,7 +85,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    simulation = _run_simulation(_load(args.program), args)
+    training = _given(args, TRAINING)
+    simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
     if args.trace:
         simulation.save_trace(args.trace)
     if args.svg:
@@ -112,11 +113,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     program = _load(args.program)
-    simulation = _run_simulation(program, args)
-    write_page(args.output, program.overview, simulation, program.texts)
+    explanation = program.explain(args.cluster, args.dtype, **_given(args, TRAINING))
+    write_page(args.output, program.overview, explanation, program.texts)
+    found = _describe_simulation(explanation.simulation)
     size = args.output.stat().st_size
     if args.json:
-        _print_json({"path": str(args.output), "bytes": size, "simulation": _describe_simulation(simulation)})
+        _print_json({"path": str(args.output), "bytes": size, "simulation": found})
     else:
         print_lines(open_console(), [f"{args.output}: {size:,} bytes; open it in a browser"])
     return 0
@@ -131,10 +133,6 @@ def _load(folder: Path) -> CompiledProgram:
             "autoptd compile, writes it"
         )
     return load(folder)
-
-
-def _run_simulation(program: CompiledProgram, args: argparse.Namespace) -> Simulation:
-    return program.simulate(args.cluster, args.dtype, **_given(args, TRAINING))
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

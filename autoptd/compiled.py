@@ -156,9 +156,10 @@ class CompiledProgram:
     ) -> None:
         """Write one page that a browser shows without a network: schedule, memory, communication, stages and texts.
 
-        The step is predicted on `cluster`; `dtype` and `training` as `simulate` takes them, and refuses them.
+        The step is predicted on `cluster` and explained; `dtype` and `training` as `simulate` takes them, and refuses
+        them.
         """
-        write_page(path, self.overview, self.simulate(cluster, dtype, **training), self.texts)
+        write_page(path, self.overview, self.explain(cluster, dtype, **training), self.texts)
 
     def simulate_zero3(
         self, cluster: Cluster | str | Path, devices: int, dtype: str | None = None
@@ -167,15 +168,17 @@ class CompiledProgram:
         described = Cluster.load(cluster)
         return simulate_zero3(self.manifest, self.stages, described, devices, dtype)
 
-    def explain(self, cluster: Cluster | str | Path = "dgx-a100", dtype: str | None = None) -> Explanation:
+    def explain(
+        self, cluster: Cluster | str | Path = "dgx-a100", dtype: str | None = None, **training: Any
+    ) -> Explanation:
         """Why a step takes what it takes on `cluster`: print it, or read its fields.
 
         The critical rank, what the bubble costs, which communication nothing hides, what the slowest stage's cuts
         would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
-        (see `Estimator`) with fused operators and in the default layout, and need the model, which a loaded program
-        does not know. Raises ValueError as `simulate` does.
+        (see `Estimator`) with fused operators, in the default layout and with `simulate`'s defaults, and need the
+        model, which a loaded program does not know. `training` as `simulate` takes it; ValueError as there.
         """
-        simulation = self.simulate(cluster, dtype)
+        simulation = self.simulate(cluster, dtype, **training)
         return explain_program(
             self.manifest, self.stages, simulation, self.model, self.loss_fn, self.recompute
         )

@@ -55,15 +55,16 @@ class Explanation:
     moves: tuple[str, ...]
     changes: tuple[Change, ...]
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What there is to say beside the simulation, a sentence each."""
         sim, work = self.simulation, self.work_seconds
         mean = sum(work) / len(work)
         bubble = sim.breakdown["bubble"]
         exposed = ", ".join(
             f"{name} {s:.3g} s ({s / sim.step_seconds:.1%})" for name, s in self.exposed.items()
         )
-        lines = [
-            str(sim),
+        return (
             f"critical is pipeline rank {sim.critical_rank} ({self.modules}): {max(work):.4g} s of work, "
             f"{max(work) / mean - 1:.1%} more than the mean rank",
             f"its bubble costs {bubble:.3g} s, {bubble / sim.step_seconds:.1%} of the step; idle over work is "
@@ -71,8 +72,10 @@ class Explanation:
             f"communication that nothing hides: {exposed}",
             *(f"cut: {move}" for move in self.moves),
             *(f"with {change}" for change in self.changes),
-        ]
-        return "\n".join(lines)
+        )
+
+    def __str__(self) -> str:
+        return "\n".join((str(self.simulation), *self.lines))
 
 
 def explain_program(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from autoptd.explanation import Explanation
 from autoptd.overview import Overview, StageOverview
 from autoptd.simulation import Simulation
 from autoptd.simulator import Phase, TimelineEntry
@@ -28,14 +29,16 @@ COMMUNICATION = {
 }
 
 
-def write_page(path: str | Path, program: Overview, simulation: Simulation, texts: Sequence[str]) -> None:
-    """Write the page of `program` with its simulated step and its `texts`, one per pipeline rank."""
+def write_page(path: str | Path, program: Overview, explanation: Explanation, texts: Sequence[str]) -> None:
+    """Write the page of `program` with its simulated step, explained, and its `texts`, one per pipeline rank."""
+    simulation = explanation.simulation
     first, *rest = headline(program)
     parts = {
         "title": escape(first),
         "headline": "".join(f"<p>{escape(line)}</p>" for line in rest),
         "tiles": "".join(_tiles(simulation)),
         "breakdown": "".join(_breakdown(simulation)),
+        "explanation": "".join(f"<li>{escape(line)}</li>" for line in explanation.lines),
         "held": "".join(_held(simulation)),
         "communication": "".join(_communication(program)),
         "stages": "".join(map(_stage_row, program.stages)),

@@ -20,7 +20,7 @@ from autoptd.options import check_counts, check_known, check_modes
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
 from autoptd.ranking import Plan, explain_rank, make_plan
 from autoptd.runtime.mesh import Mesh
-from autoptd.step_memory import optimizer_bytes, state_bytes
+from autoptd.step_memory import copied_bytes, optimizer_bytes, state_bytes
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8  # more save little bubble and send as much again
@@ -232,7 +232,8 @@ class Search:
         if candidate.schedule != "gpipe":
             held = min(held, p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1)
         static = sum(state_bytes(row.owned, row.precision, 1).values())
-        return share * static / p + held * kept / (p * v)
+        copied = copied_bytes(row.owned, row.precision, 1)
+        return share * static / p + max(held * kept / (p * v), share * copied / p)
 
     def _is_too_full(self, candidate: Candidate) -> bool:
         need = self._need(candidate)

@@ -14,7 +14,7 @@ from autoptd.runtime.schedule import Action, Schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.simulator import ActionTimes, Phase, TimelineEntry, walk
 from autoptd.stage_times import StageTimes, time_stages
-from autoptd.step_memory import Owned, count_owned, optimizer_bytes, state_bytes, trace_memory
+from autoptd.step_memory import Owned, copied_bytes, count_owned, optimizer_bytes, state_bytes, trace_memory
 from autoptd.timeline import write_svg, write_trace
 
 
@@ -137,6 +137,10 @@ def simulate_times(
     shards = manifest.mesh.data if training.zero else 1
     static = [state_bytes(own, precision, shards) for own in owned]
     courses = [list(trace_memory(*row, times)) for row in zip(schedule, timeline, strict=True)]
+    for phase in phases:
+        if phase.name == "optimizer":
+            copied = copied_bytes(owned[phase.rank], precision, shards)
+            courses[phase.rank] += [(phase.start, 0.0, copied), (phase.end, 0.0, 0.0)]
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [
         {**state, "activations": activations, "buffers": buffers}

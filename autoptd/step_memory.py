@@ -62,6 +62,11 @@ def state_bytes(owned: Owned, precision: Precision, shards: int) -> dict[str, fl
     }
 
 
+def copied_bytes(owned: Owned, precision: Precision, shards: int) -> float:
+    """Bytes that are held besides while the optimizer steps: gradients in half precision are made float32 first."""
+    return owned.trained / shards * (MOMENT_BYTES if ITEM_BYTES[precision.dtype] < MOMENT_BYTES else 0)
+
+
 def optimizer_bytes(owned: Owned, precision: Precision, shards: int) -> float:
     """Bytes that clipping by the global norm and an Adam step read and write.
 
@@ -79,7 +84,7 @@ def optimizer_bytes(owned: Owned, precision: Precision, shards: int) -> float:
 def trace_memory(
     actions: Sequence[Action], entries: Sequence[TimelineEntry], times: Sequence[StageTimes]
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield (seconds, activation bytes, buffer bytes) at every change.
+    """Yield (seconds, activation bytes, buffer bytes) at every change of the schedule.
 
     A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
     backward what it computes again.

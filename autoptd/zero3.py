@@ -10,7 +10,7 @@ from autoptd.passes.durations import Precision
 from autoptd.passes.program import Stage, recomputed_groups
 from autoptd.runtime.manifest import Manifest
 from autoptd.stage_times import time_stages
-from autoptd.step_memory import count_owned, optimizer_bytes, state_bytes
+from autoptd.step_memory import copied_bytes, count_owned, optimizer_bytes, state_bytes
 
 # The share of a ring that DeepSpeed's gathers of 2021 reached, which copied every piece into and out of a flat
 # buffer. Fitted on the six rows of table 2; what the rest of the model says comes from elsewhere.
@@ -62,7 +62,9 @@ def simulate_zero3(
         step,
         times.flops * m / step / 1e12,
         breakdown,
-        round(static + times.kept + times.working + 2 * max(sizes)),
+        round(
+            static + max(times.kept + times.working + 2 * max(sizes), copied_bytes(whole, precision, devices))
+        ),
     )
 
 

@@ -15,8 +15,10 @@ from samples.benchmarks.report import publish
 
 Cells = Sequence[object]
 GPT_175B = PaperRow("175B", 96, 12288, 96, 8, 12, 96, 1, 12, 0)
+GPT_530B = PaperRow("530B", 128, 20480, 105, 8, 35, 280, 1, 280, 0)
 GPT_162B = PaperRow("162B", 128, 20480, 32, 8, 8, 64, 1, 32, 0)
 GPT_6B = PaperRow("5.9B", 32, 3840, 32, 1, 2, 64, 1, 32, 0)
+GPT_145B = PaperRow("145B", 96, 12288, 80, 8, 16, 128, 1, 16, 0)
 GPT_91B = PaperRow("91B", 80, 10240, 72, 8, 8, 64, 1, 128, 0)  # sizes not given: 72 x 10240 are 91 billion
 
 
@@ -82,6 +84,32 @@ def compare_microbatches(cluster: Cluster) -> Iterator[Cells]:
         yield microbatch, *(f"{simulate_row(program, cluster, row).tflops_per_device:.1f}" for row in rows)
 
 
+def compare_recomputation(cluster: Cluster) -> Iterator[Cells]:
+    """Figure 17: (t, p) = (8, 16); b = 1. Each activation is kept, or every layer computed again."""
+    programs = [compile_row(GPT_145B, recompute=mode) for mode in ("none", "full")]
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        row = replace(GPT_145B, batch=batch)
+        kept, again = (simulate_row(program, cluster, row) for program in programs)
+        yield (
+            batch,
+            *(f"{batch / one.step_seconds:.2f}" for one in (kept, again)),
+            f"{kept.step_seconds / again.step_seconds - 1:+.1%}",
+            *(
+                f"{max(one.memory_bytes) / 1e9:.0f} GB" + " (too much)" * (not one.fits)
+                for one in (kept, again)
+            ),
+        )
+
+
+def compare_fusion(cluster: Cluster) -> Iterator[Cells]:
+    """SC21 §5.8: the same steps with the operators of the model as they are, and fused."""
+    for row, paper in ((GPT_175B, "113 to 135, +19%"), (GPT_530B, "133 to 148, +11%")):
+        plain, fused = (
+            simulate_row(compile_row(row, fuse=fuse), cluster).tflops_per_device for fuse in (False, True)
+        )
+        yield row.name, row.batch, f"{plain:.1f}", f"{fused:.1f}", f"{fused / plain - 1:+.1%}", paper
+
+
 FIGURES: Mapping[str, tuple[str, Sequence[str], Callable[[Cluster], Iterator[Cells]]]] = {
     "12": (
         "175 billion parameters on 96 devices: schedules and scatter/gather (SC21 figures 12 and 18)",
@@ -107,6 +135,16 @@ FIGURES: Mapping[str, tuple[str, Sequence[str], Callable[[Cluster], Iterator[Cel
         "91 billion parameters on 64 devices, t = p = 8: the microbatch (SC21 figure 16)",
         ["b", "batch 128", "batch 512"],
         compare_microbatches,
+    ),
+    "17": (
+        "145 billion parameters on 128 devices, (t, p) = (8, 16): recomputation (SC21 figure 17)",
+        ["batch", "sequences/s", "recomputed", "gain", "largest rank", "recomputed"],
+        compare_recomputation,
+    ),
+    "fusion": (
+        "Fused operators (SC21 §5.8)",
+        ["model", "batch", "as written", "fused", "gain", "paper"],
+        compare_fusion,
     ),
 }
 

@@ -97,6 +97,12 @@ def test_the_numbers_are_on_it(page: Path, program: CompiledProgram) -> None:
     assert "tied: wte.weight (also lm_head.weight)" in shown
 
 
+def test_it_says_why(page: Path, program: CompiledProgram) -> None:
+    shown, explained = read(page).text, program.explain("dgx-a100", "bf16")
+    assert explained.changes
+    assert all(line in shown for line in explained.lines)
+
+
 def test_the_texts_are_the_programs(page: Path, program: CompiledProgram) -> None:
     assert unpack(page, "texts") == list(program.texts)
 
@@ -135,27 +141,28 @@ def test_a_users_names_are_no_markup(program: CompiledProgram, tmp_path: Path) -
     hurt = replace(
         program.overview, title=bad, log=(bad,), tied=(tied,), stages=(first, *program.overview.stages[1:])
     )
-    write_page(tmp_path / "page.html", hurt, program.simulate("dgx-a100"), [f"# {bad}"])
+    explained = replace(program.explain("dgx-a100"), moves=(bad,))
+    write_page(tmp_path / "page.html", hurt, explained, [f"# {bad}"])
     elements = read(tmp_path / "page.html")
     assert elements.tags.count("script") == 3  # the page's own
-    assert elements.text.count(bad) == 5  # the title twice
+    assert elements.text.count(bad) == 6  # the title twice
 
 
 def test_64_ranks_stay_small(program: CompiledProgram, tmp_path: Path) -> None:
-    step = program.simulate("dgx-a100")
+    explained = program.explain("dgx-a100")
     rows = autoptd.simulate_schedule(
         "interleaved_1f1b", p=64, m=512, v=2, forward_seconds=0.0123, backward_seconds=0.0371
     )
     course = [tuple((e.start, 10**9 + 10**7 * e.action.microbatch) for e in row) for row in rows.timeline]
     wide = replace(
-        step,
+        explained.simulation,
         step_seconds=rows.step_seconds,
         timeline=rows.timeline,
         memory=tuple(course),
         memory_bytes=(7 * 10**9,) * 64,
     )
     texts = [f"# rank {rank}\n{program.texts[0]}" for rank in range(64)]
-    write_page(tmp_path / "page.html", program.overview, wide, texts)
+    write_page(tmp_path / "page.html", program.overview, replace(explained, simulation=wide), texts)
     assert (tmp_path / "page.html").stat().st_size < 600_000
 
 
