@@ -12,8 +12,8 @@ from pathlib import Path
 
 from autoptd.explanation import Explanation
 from autoptd.overview import Overview, StageOverview
+from autoptd.runtime.trace import Phase, TimelineEntry
 from autoptd.simulation import Simulation
-from autoptd.simulator import Phase, TimelineEntry
 from autoptd.summary import describe_sums, format_bytes, format_seconds, format_teraflops, headline
 from autoptd.timeline import box_code, box_colours
 

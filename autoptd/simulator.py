@@ -6,28 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 from autoptd.runtime.schedule import Action, make_schedule
 from autoptd.runtime.schedule_check import execution_order
-
-
-class TimelineEntry(NamedTuple):
-    """A forward, backward or message of a pipeline rank, from `start` to `end` seconds after the step began."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-class Phase(NamedTuple):
-    """What a pipeline rank does after the schedule: "data" (its gradients are summed) or "optimizer"."""
-
-    rank: int
-    name: str
-    start: float
-    end: float
+from autoptd.runtime.trace import TimelineEntry
 
 
 @dataclass(frozen=True)

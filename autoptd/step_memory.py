@@ -10,7 +10,7 @@ from autoptd.passes.cluster import ITEM_BYTES
 from autoptd.passes.durations import Precision
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.schedule import Action
-from autoptd.simulator import TimelineEntry
+from autoptd.runtime.trace import TimelineEntry
 from autoptd.stage_times import StageTimes
 
 MOMENT_BYTES = 4

@@ -1,82 +1,18 @@
-"""A simulated step as a file to look at: a chrome trace (Perfetto opens it), or a picture as SC21 Figure 4 has it."""
+"""A simulated step as a picture, as SC21 Figure 4 has it."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from autoptd.runtime.schedule import Action
-from autoptd.simulator import Phase, TimelineEntry
+from autoptd.runtime.trace import WORDS, Phase, Rows, TimelineEntry
 
-Rows = Sequence[Sequence[TimelineEntry]]
-
-MICROSECONDS = 1e6
 WIDTH, ROW, GAP, MARGIN = 1200.0, 22.0, 4.0, 56.0
 PHASES = {"data": "#d97a2b", "optimizer": "#8064a2"}
-WORDS = {"F": "forward", "B": "backward", "data": "sums of gradients", "optimizer": "optimizer"}
-
-
-def write_trace(
-    path: str | Path,
-    rows: Rows,
-    phases: Sequence[Phase],
-    memory: Sequence[Sequence[tuple[float, int]]],
-    about: Mapping[str, str],
-) -> None:
-    """Write a chrome trace, packed where `path` ends in .gz: a process per pipeline rank, with its memory's course.
-
-    The ranks' forwards, backwards and phases are on one thread, their messages on one for each rank they go to.
-    `about` says where the times are from: a measured step has the same format.
-    """
-    events = list(_trace_events(rows, phases, memory))
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
-    text = json.dumps(trace, separators=(",", ":"))
-    data = text.encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
-
-
-def _trace_events(
-    rows: Rows, phases: Sequence[Phase], memory: Sequence[Sequence[tuple[float, int]]]
-) -> Iterator[dict[str, Any]]:
-    for rank, row in enumerate(rows):
-        yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        for thread in sorted({0, *(_thread(entry, len(rows)) for entry in row)}):
-            words = f"sends to rank {thread - 1}" if thread else "compute"
-            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
-    for row in rows:
-        for entry in row:
-            stage, kind, microbatch = entry.action
-            arguments = {"stage": stage, "microbatch": microbatch}
-            category = WORDS.get(kind, "send")
-            yield _span(
-                str(entry.action), category, entry.rank, _thread(entry, len(rows)), *entry[2:], arguments
-            )
-    for phase in phases:
-        yield _span(WORDS[phase.name], phase.name, phase.rank, 0, phase.start, phase.end, {})
-    for rank, course in enumerate(memory):
-        for at, held in course:
-            yield {"name": "memory", "ph": "C", "pid": rank, "ts": at * MICROSECONDS, "args": {"bytes": held}}
-
-
-def _thread(entry: TimelineEntry, num_ranks: int) -> int:
-    """0 for what computes; a message is on its channel's, 1 + the rank it goes to: those of one channel queue."""
-    kind = entry.action.kind
-    if not kind.startswith("SEND"):
-        return 0
-    return 1 + (entry.action.stage + (1 if kind == "SEND_F" else -1)) % num_ranks
-
-
-def _span(
-    name: str, category: str, rank: int, thread: int, start: float, end: float, arguments: Mapping[str, int]
-) -> dict[str, Any]:
-    place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "args": arguments}
-    return place | {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
 
 
 def write_svg(path: str | Path, rows: Rows, phases: Sequence[Phase]) -> None:

@@ -18,8 +18,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.manifest import Manifest, StageInterface
+from autoptd.runtime.measured import Measured
 from autoptd.runtime.rank import Rank
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.stopwatch import Stopwatch
 from autoptd.runtime.transfer import Arrival, Departure, Handover
 
 FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
@@ -34,13 +36,20 @@ class StageRun:
     """
 
     def __init__(
-        self, manifest: Manifest, rank: Rank, interface: StageInterface, function: Callable[..., Any]
+        self,
+        manifest: Manifest,
+        rank: Rank,
+        interface: StageInterface,
+        function: Callable[..., Any],
+        measured: Measured,
     ) -> None:
         self.arrival: Arrival | Handover | None = None
         self.departure: Departure | Handover | None = None
         self.gradient_arrival: Arrival | Handover | None = None
         self.gradient_departure: Departure | Handover | None = None
+        self._measured = measured
         self._randomness = rank.randomness
+        self._index = interface.index
         self._function = partial(function, rank)
         self._leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
         self._roots = tuple(i for i, b in enumerate(interface.sends) if b.requires_grad)
@@ -68,6 +77,7 @@ class StageRun:
         """Run the stage on `microbatch`; keep what its backward needs, and put its outputs for departure."""
         self._randomness.sample = self._first_sample + microbatch * self._samples
         received = self.arrival.take(microbatch) if self.arrival is not None else ()
+        begin = self._measured.stopwatch.mark()
         if self._gradients:
             for index in self._leaves:
                 received[index].requires_grad_()
@@ -85,6 +95,7 @@ class StageRun:
             # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
             edges = [get_gradient_edge(outputs[i]) if outputs[i].requires_grad else None for i in roots]
             self._kept[microbatch] = [received[i] for i in self._leaves], edges
+        self._measured.add(Action(self._index, "F", microbatch), begin)
 
     def backward(self, microbatch: int) -> None:
         """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
@@ -95,6 +106,7 @@ class StageRun:
             # Bit for bit the backward of loss / m.
             loss = self.losses[microbatch]
             gradients = [torch.ones_like(loss) / self._num_microbatches]
+        begin = self._measured.stopwatch.mark()
         edges = []
         seeds = []
         for edge, gradient in zip(roots, gradients, strict=True):
@@ -107,12 +119,14 @@ class StageRun:
             self.gradient_departure.put(
                 microbatch, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             )
+        self._measured.add(Action(self._index, "B", microbatch), begin)
 
 
 class Executor:
     """The schedule of this rank, bound to its stages and channels once, run once a step.
 
-    `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients.
+    `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
+    `measured` is when the last step's actions ran.
     """
 
     def __init__(
@@ -123,13 +137,16 @@ class Executor:
         actions: Sequence[Action],
     ) -> None:
         self.sent: Counter[str] = Counter()
+        self.measured = Measured(Stopwatch(connection.rank.device))
         self._connection = connection
         self._manifest = manifest
         self._device = connection.rank.device
         pipeline = manifest.mesh.pipeline
         here = connection.rank.coordinates.pipeline
         self.stages = {
-            interface.index: StageRun(manifest, connection.rank, interface, functions[interface.index])
+            interface.index: StageRun(
+                manifest, connection.rank, interface, functions[interface.index], self.measured
+            )
             for interface in manifest.stages
             if interface.index % pipeline == here
         }
@@ -204,6 +221,7 @@ class Executor:
         `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. Gradients are left in the
         ``.grad`` of `weights`, added up in the order of the backwards; without `gradients`, forwards only.
         """
+        self.measured.spans.clear()
         for index, stage in self.stages.items():
             stage.start(weights[index], inputs[index], gradients)
         # The program's own casts decide: autocast round the call would change what crosses a boundary.

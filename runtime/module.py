@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, reduce_gradients, share_loss
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.measured import gather_measured
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.trace import write_trace
 from autoptd.runtime.weights import (
     Constants,
     check_proved,
@@ -114,6 +117,20 @@ class Parallel(nn.Module):
         dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
+    def save_trace(self, path: str | Path) -> None:
+        """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
+
+        Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
+        where its values have arrived; what is sent is not shown. Times are by the clocks of the ranks' machines.
+        Raises RuntimeError where no step has run.
+        """
+        if not self._executor.measured.spans:
+            raise RuntimeError("no step has run yet: call the parallel model before save_trace")
+        rows, phases = gather_measured(self._executor.measured, self._rank)
+        if self._rank.coordinates == self._rank.mesh.coordinates(0):
+            about = {"step": "measured", "device": self._device.type, "mesh": str(self._manifest.mesh)}
+            write_trace(path, rows, phases, (), about)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
 
@@ -186,7 +203,11 @@ class Parallel(nn.Module):
         if self.training:
             rank.randomness.call += 1
         summed = self._sum_stages(weights, trained) if gradients else {}
+        measured = self._executor.measured
+        begin = measured.stopwatch.mark()
         reduce_gradients(manifest, self._connection, summed)
+        if gradients:
+            measured.spans.append(("data", 0, 0, begin, measured.stopwatch.mark()))
         return pair[0].to(self._loss_dtype), summed
 
     def _sum_stages(

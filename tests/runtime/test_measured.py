@@ -1,0 +1,80 @@
+"""The trace of a step that ran: the schedule's own actions, in the format of the predicted step's."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from samples.gpt import GPT, GPTConfig
+from tests.ranks import run_ranks
+
+MESH = (2, 2, 1)
+
+
+def compile_small() -> autoptd.CompiledProgram:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=4, n_head=4, n_embd=32))
+    return autoptd.compile(model, mesh=MESH, num_microbatches=4, num_model_chunks=2, microbatch_size=1)
+
+
+def take_steps(rank: int, program: autoptd.CompiledProgram, folder: Path) -> str:
+    parallel = program.bind("cpu")
+    with pytest.raises(RuntimeError, match="no step has run yet") as refusal:
+        parallel.save_trace(folder / "none.json")
+    batch = {name: torch.zeros(4, 16, dtype=torch.long) for name in ("idx", "targets")}
+    for _ in range(2):
+        parallel(**batch)[1].backward()
+    parallel.save_trace(folder / "step.json")
+    with torch.no_grad():
+        parallel(**batch)
+    parallel.save_trace(folder / "forwards.json")
+    return str(refusal.value)
+
+
+def read_spans(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    trace = json.loads(path.read_text())
+    return trace, [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
+    program = compile_small()
+    run_ranks(take_steps, 4, program, tmp_path)
+    trace, spans = read_spans(tmp_path / "step.json")
+    assert trace["otherData"]["step"] == "measured"
+    ends = {}
+    for rank, actions in enumerate(program.schedule):
+        own = [span for span in spans if span["pid"] == rank]
+        computed = [str(action) for action in actions if action.kind in ("F", "B")]
+        assert [span["name"] for span in own] == [*computed, "sums of gradients"]
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in pairwise(own))
+        ends |= {span["name"]: span["ts"] + span["dur"] for span in own}
+    assert min(span["ts"] for span in spans) == 0
+    begins = {span["name"]: span["ts"] for span in spans}
+    for stage in range(3):
+        for microbatch in range(4):  # a microsecond is what a float64 of seconds since the epoch tells apart
+            assert begins[f"{stage + 1}F{microbatch}"] >= ends[f"{stage}F{microbatch}"] - 1
+            assert begins[f"{stage}B{microbatch}"] >= ends[f"{stage + 1}B{microbatch}"] - 1
+    _, forwards = read_spans(tmp_path / "forwards.json")
+    assert {span["cat"] for span in forwards} == {"forward"}
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_it_has_the_predicted_steps_format(tmp_path: Path) -> None:
+    program = compile_small()
+    run_ranks(take_steps, 4, program, tmp_path)
+    program.simulate("laptop-cpu").save_trace(tmp_path / "predicted.json")
+    (measured, ran), (predicted, foreseen) = (
+        read_spans(tmp_path / name) for name in ("step.json", "predicted.json")
+    )
+    assert measured.keys() == predicted.keys()
+    assert {frozenset(span) for span in ran} == {frozenset(span) for span in foreseen}
+    assert {span["name"] for span in ran} <= {span["name"] for span in foreseen}
+    names = ("process_name", "thread_name")
+    for rank in range(2):
+        assert {e["name"] for e in measured["traceEvents"] if e["pid"] == rank} >= set(names)
