@@ -48,6 +48,8 @@ benchmarks: $(ENVIRONMENT)
 	$(PYTHON) -m samples.benchmarks.paper_tables --write
 	$(PYTHON) -m samples.benchmarks.paper_figures --write
 	$(PYTHON) -m samples.benchmarks.planner --write
+	$(PYTHON) -m samples.benchmarks.cut --write
+	$(PYTHON) -m samples.benchmarks.cut_measured --write
 
 install: $(ENVIRONMENT)
 

@@ -79,7 +79,7 @@ def compile(
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
 
         world_size, global_batch: devices, and sequences a step, for mesh="auto".
-        cluster: whose times the stages are balanced by (see `Cluster.load`); default "dgx-a100".
+        cluster: balances stages by its times, in its memory if any cut fits; default "dgx-a100", of any memory.
 
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
     """
@@ -135,7 +135,14 @@ def _compile(
         chunks = num_model_chunks or _default_chunks(program, schedule, count)
         actions = make_schedule(schedule, mesh.pipeline, count, chunks)  # refuses before the cut is solved
         watch.say("cut stages")
-        program = cut_stages(program, num_stages=mesh.pipeline * chunks, cluster=described)
+        program = cut_stages(
+            program,
+            num_stages=mesh.pipeline * chunks,
+            schedule=schedule,
+            num_microbatches=count,
+            recompute=recompute,
+            cluster=described,
+        )
         program = run_passes(passes_from_the_cut(recompute, fuse), program, watch)
         watch.say("emit and check")
         manifest = replace(

@@ -205,7 +205,7 @@ class CostRow:
         """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""
         key = num_stages, mesh.pipeline * mesh.tensor > self._cluster.devices_per_node
         if key not in self._cuts:
-            sequence = replace(self._sequence(mesh, key[1]), in_flight=np.zeros(num_stages, np.int64))
+            sequence = replace(self._sequence(mesh, key[1]), in_flight=np.zeros((1, num_stages), np.int64))
             cut = minimize_slowest_stage(sequence, None)
             if cut is None:
                 raise ValueError(f"{num_stages} stages asked, but there are {len(sequence.places) - 1} units")
@@ -216,8 +216,8 @@ class CostRow:
         """The places worth a cut."""
         if apart not in self._sequences:
             durations = Durations(self._cluster, mesh, self.precision.dtype)
-            tolls = self._row.boundary_costs(durations)
-            work = np.ceil(self._table[self._source, :4].sum(1) * NANOSECONDS).astype(np.int64)
+            tolls = self._row.times(durations, ()).tolls
+            work = np.ceil(self._table[self._source, :6].sum(1) * NANOSECONDS).astype(np.int64)
             sequence = fold(work.tolist(), [tolls[i] for i in self._source.tolist()], None, 1, 1)
             self._sequences[apart] = sequence.take(undominated(sequence, np.zeros(0, np.int64)))
         return self._sequences[apart]

@@ -20,6 +20,7 @@ from autoptd.cost_row import CostRow
 from autoptd.example_inputs import read_examples
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
+from autoptd.passes.pipeline import walk
 from autoptd.passes.program import Program
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
@@ -27,7 +28,6 @@ from autoptd.runtime.schedule import Action, Schedule, make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
 from autoptd.simulation import Training, action_times, simulate_times
-from autoptd.simulator import walk
 from autoptd.stage_times import StageTimes
 from autoptd.watch import Watch
 
@@ -137,7 +137,7 @@ class Estimator:
         _, (_, times) = self._divide_stages(candidate)
         p = candidate.pipeline
         _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
-        return max(end for _, _, _, end in walk(order, p, action_times(times)))
+        return float(max(end for _, _, _, end in walk(order, p, action_times(times))))
 
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)

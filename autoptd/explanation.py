@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoptd.estimation import Candidate, Estimator
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
+from autoptd.passes.ledger import find_repeated
 from autoptd.passes.program import Stage
+from autoptd.passes.work import find_trained
 from autoptd.runtime.manifest import Manifest
 from autoptd.simulation import Simulation
 
@@ -130,7 +132,7 @@ def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster) ->
     if len(stages) == 1:
         return
     durations = Durations(cluster, manifest.mesh, Precision.of(stages).dtype)
-    costs = [[(node, durations.of_node(node)) for node in stage.graph.nodes] for stage in stages]
+    costs = [list(_time_nodes(stage, durations)) for stage in stages]
     sums = [sum(cost for _, cost in own) for own in costs]
     ranks = [sum(sums[rank::p]) for rank in range(p)]
     slowest = max(ranks)
@@ -149,6 +151,14 @@ def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster) ->
             f"moving {node.name} of stage {at} to stage {other} {verdict} a microbatch on the slowest rank, "
             "wider messages aside"
         )
+
+
+def _time_nodes(stage: Stage, durations: Durations) -> Iterator[tuple[fx.Node, int]]:
+    """Nanoseconds of each node, forward, backward and what the backward repeats."""
+    trained, repeated = find_trained(stage), find_repeated(stage, durations.mesh)
+    for node in stage.graph.nodes:
+        forward = durations.of_forward(node)
+        yield node, forward + durations.of_backward(node, trained) + forward * (node in repeated)
 
 
 # Other settings

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.durations import Precision
+from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.passes.program import Stage
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.schedule import Action, Schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.trace import Phase, TimelineEntry, write_trace
-from autoptd.simulator import ActionTimes, walk
 from autoptd.stage_times import StageTimes, time_stages
 from autoptd.step_memory import Owned, copied_bytes, count_owned, optimizer_bytes, state_bytes, trace_memory
 from autoptd.timeline import write_svg

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from autoptd.runtime.schedule import Action, make_schedule
+from autoptd.passes.pipeline import ActionTimes, walk
+from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.trace import TimelineEntry
 
@@ -24,20 +24,6 @@ class SimulatedStep:
     bubble_seconds: float
     bubble_fraction: float
     timeline: tuple[tuple[TimelineEntry, ...], ...]
-
-
-@dataclass(frozen=True)
-class ActionTimes:
-    """How long actions take, in one unit: `forward` and `backward` by stage, a message by its stage and kind.
-
-    A sent message occupies its channel (an ordered pair of ranks). `blocking`: and the sending rank too, as in
-    Megatron-LM of 2021; otherwise both ranks compute on, as in our runtime.
-    """
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-    messages: Mapping[tuple[int, str], float]
-    blocking: bool = False
 
 
 def simulate_schedule(
@@ -75,35 +61,6 @@ def simulate_schedule(
         bubble_fraction=(step - ideal) / ideal,
         timeline=tuple(map(tuple, rows)),
     )
-
-
-def walk(
-    order: Iterable[tuple[int, Action]], num_ranks: int, times: ActionTimes
-) -> Iterator[tuple[int, Action, float, float]]:
-    """Yield (rank, action, start, end) of every forward, backward and sent message of a schedule.
-
-    Each is as early as its values allow. `order` is that of `execution_order`. Times are in the unit of `times`,
-    and exact where that is whole.
-    """
-    free: list[float] = [0] * num_ranks
-    channel_free: dict[tuple[int, int], float] = {}
-    arrival: dict[tuple[int, str, int], float] = {}
-    for rank, action in order:
-        stage, kind, microbatch = action
-        if kind == "F" or kind == "B":
-            # On one rank a stage hands its value over on the spot, and the order of actions is enough.
-            start = max(free[rank], arrival.pop(action, 0))
-            end = free[rank] = start + (times.forward if kind == "F" else times.backward)[stage]
-            yield rank, action, start, end
-        elif kind == "SEND_F" or kind == "SEND_B":
-            consumer = stage + (1 if kind == "SEND_F" else -1)
-            channel = rank, consumer % num_ranks
-            start = max(channel_free.get(channel, 0), free[rank])
-            end = channel_free[channel] = start + times.messages[stage, kind]
-            arrival[consumer, kind[-1], microbatch] = end
-            if times.blocking:
-                free[rank] = end
-            yield rank, action, start, end
 
 
 def _whole_ticks(

@@ -9,7 +9,7 @@ themselves get the same cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -20,6 +20,7 @@ from autoptd.passes.sequence import (
     Ints,
     Memory,
     fold,
+    minimize_slowest_rank,
     minimize_slowest_stage,
     place_cuts,
     smooth,
@@ -38,7 +39,8 @@ class Cut:
     """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, with transfers.
 
     `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut, also
-    outside the window and above the ceiling of the search.
+    outside the window and above the ceiling of the search. `overflow` says why memory was not heeded, where no cut
+    was found to fit.
     """
 
     positions: tuple[int, ...]
@@ -46,6 +48,7 @@ class Cut:
     bottleneck: int
     lower_bound: int
     method: str
+    overflow: str = ""
 
     @property
     def gap(self) -> float:
@@ -69,14 +72,14 @@ def cut_sequence(
     Args:
         costs: integers, one per item; their sum below 2**60.
         boundary_costs: what a cut before item i adds to the stages on both sides of it; None forbids it.
-        memory: what items hold; with `memory_limit`, bytes that no rank's stages may exceed together.
-        stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. Ranks
-            balanced out of uneven chunks wait for each other: simulated steps take 15 to 30 % longer. None:
-            any stages.
-        effort: deterministic seconds of each CP-SAT round.
+        memory: what items hold; with `memory_limit`, bytes that no rank's stages may exceed together. Where no cut
+            is found to fit, the result is the one without a limit, and its `overflow` says so.
+        stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. None: any
+            stages. Ranks balanced out of uneven chunks may wait for each other (see `choose_cut`).
+        effort: deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
 
     Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
-    Raises ValueError if the sequence has fewer units than stages, or if no cut fits in memory.
+    Raises ValueError if the sequence has fewer units than stages.
     """
     if num_stages % num_pipeline_ranks:
         raise ValueError(
@@ -96,10 +99,23 @@ def cut_sequence(
         cut, bound, method = start, slowest, "dynamic programme, exact"
     elif sequence.bottleneck(start) == bound and _fits(sequence, start, memory_limit):
         cut, method = start, "dynamic programme, equal to the lower bound"
+    elif not effort:
+        cut, method = start, "dynamic programme"
     else:
         ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
+        shared = minimize_slowest_rank(sequence, start) if stage_ceiling is None else start
+        start = shared if _fits(sequence, shared, memory_limit) else start
         cut, bound, method = _improve(sequence, start, ceiling, memory_limit, bound, effort)
-    _require_fit(sequence, cut, memory_limit)
+    if memory_limit is not None and not _fits(sequence, cut, memory_limit):
+        unlimited = cut_sequence(
+            costs,
+            boundary_costs,
+            num_stages=num_stages,
+            num_pipeline_ranks=num_pipeline_ranks,
+            stage_ceiling=stage_ceiling,
+            effort=effort,
+        )
+        return replace(unlimited, overflow=_describe_overflow(sequence, cut, memory_limit))
     cut = _even(sequence, cut, memory_limit)
     positions = tuple(sequence.places[cut[1:-1]].tolist())
     stage_costs = tuple(sequence.stage_costs(cut).tolist())
@@ -120,7 +136,7 @@ def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
     assert fastest is not None, "there are as many units as stages"
     if memory_limit is None or _fits(sequence, fastest, memory_limit):
         return fastest
-    shares = np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest) + 1
+    shares = np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1
     for share in shares:
         fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, memory_limit))
         if fitting is not None:
@@ -213,20 +229,18 @@ def _fits(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> bool:
     return memory_limit is None or sequence.fullest(cut) <= memory_limit
 
 
-def _require_fit(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> None:
-    """Raise ValueError naming the stage that breaks the limit in the best cut found."""
-    if memory_limit is None or _fits(sequence, cut, memory_limit):
-        return
+def _describe_overflow(sequence: CostSequence, cut: Ints, memory_limit: int) -> str:
+    """Which stage of which rank breaks the limit in the cut that was the best, and a way out."""
     held = sequence.stage_bytes(cut)
     on_rank = sequence.rank_sums(held)
-    rank = int(on_rank.argmax())
-    stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[k]))
+    moment, rank = (int(i) for i in np.unravel_index(on_rank.argmax(), on_rank.shape))
+    stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[moment, k]))
     proved = "no cut fits" if sequence.num_stages == sequence.num_ranks else "found no cut that fits"
-    raise ValueError(
+    return (
         f"{proved} in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
-        f"{held[stage] / GB:.2f} GB and its pipeline rank {rank} is "
-        f"{(on_rank[rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
-        "pipeline axis, a smaller microbatch, or a higher limit"
+        f"{held[moment, stage] / GB:.2f} GB and its pipeline rank {rank} is "
+        f"{(on_rank[moment, rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
+        "pipeline axis, a smaller microbatch, or more recomputation"
     )
 
 
@@ -274,16 +288,19 @@ class _Search:
         model.minimize(bottleneck)
 
     def limit_memory(self, limit: int) -> None:
-        """Hold each rank's stages within `limit` bytes, less what rounding may hide."""
+        """Hold each rank's stages within `limit` bytes at every moment, less what rounding may hide."""
         sequence = self.sequence
         shift = max(0, limit.bit_length() - PRECISION)
         hidden = sequence.num_stages // sequence.num_ranks if shift else 0
-        held = [
-            self._at(sequence.held(k) >> shift, k + 1) - self._at(sequence.held(k) >> shift, k)
-            for k in range(sequence.num_stages)
-        ]
-        for rank in range(sequence.num_ranks):
-            self.model.add(sum(held[rank :: sequence.num_ranks]) <= (limit >> shift) - hidden)
+        held = {}
+        for k, n in sorted({(k, n) for row in sequence.in_flight.tolist() for k, n in enumerate(row)}):
+            bytes_before = sequence.held(n) >> shift
+            held[k, n] = self._at(bytes_before, k + 1) - self._at(bytes_before, k)
+        for row in sequence.in_flight.tolist():
+            for rank in range(sequence.num_ranks):
+                stages = range(rank, sequence.num_stages, sequence.num_ranks)
+                total = sum(held[k, row[k]] for k in stages)
+                self.model.add(total <= (limit >> shift) - hidden)
 
     def _at(self, prefix: Ints, cut: int) -> cp_model.IntVar:
         """The entry of `prefix` at the place of a cut."""

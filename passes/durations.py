@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 
@@ -60,12 +60,16 @@ class Durations:
     dtype: str
     _known: dict[Work, int] = field(default_factory=dict, repr=False)
 
-    def of_node(self, node: fx.Node) -> int:
-        """Forward and backward of one microbatch; what does no work takes none."""
-        return self._of_work(forward_work(node)) + self._of_work(backward_work(node))
+    def of_forward(self, node: fx.Node) -> int:
+        """The forward of one microbatch; what does no work takes none."""
+        return self._of_work(forward_work(node))
 
-    def of_transfer(self, value: torch.Tensor, *, divided: bool, gradient: bool) -> int:
-        """To send one tensor to the next stage, and its `gradient` back.
+    def of_backward(self, node: fx.Node, trained: Container[fx.Node] | None = None) -> int:
+        """The backward of one microbatch, where the values `trained` have a gradient (see `backward_work`)."""
+        return self._of_work(backward_work(node, trained))
+
+    def of_transfer(self, value: torch.Tensor, *, divided: bool) -> int:
+        """To send one tensor to the next stage, or its gradient back.
 
         Of an undivided tensor each tensor rank sends 1/t, all-gathered on arrival (SC21 §4.1).
         """
@@ -75,7 +79,7 @@ class Durations:
         seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)
         if not divided:
             seconds += self.cluster.all_gather_seconds(size, self.mesh.tensor_group(here))
-        return ceil(seconds * NANOSECONDS) * (2 if gradient else 1)
+        return ceil(seconds * NANOSECONDS)
 
     def _of_work(self, work: Work) -> int:
         if not work:

@@ -21,7 +21,7 @@ from autoptd.passes.layers import Layer, find_stacks
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.naming import find_containers, short_path
 from autoptd.passes.product_work import find_factors
-from autoptd.passes.program import Program, recomputed_groups
+from autoptd.passes.program import Program
 from autoptd.passes.work import forward_work
 from autoptd.runtime import aten, collectives
 
@@ -49,10 +49,34 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     if recompute == "none":
         return program
     ledgers = [Ledger(stage, program.mesh) for stage in program.stages]
+    found, entry = _find_groups(program, recompute, ledgers)
+    suffix = "_core" if recompute == "selective" else ""
+    containers = find_containers(node.meta.get("path", "") for ledger in ledgers for node in ledger.nodes)
+    groups = [list(_name_groups(own, containers, suffix)) for own in found]
+    stages = tuple(
+        replace(stage, graph=_mark(stage.graph, own))
+        for stage, own in zip(program.stages, groups, strict=True)
+    )
+    memory = _describe_memory(ledgers, groups)
+    return program.replace_stages(stages, f"recompute_activations {recompute}: {entry}, {memory}")
+
+
+def find_recomputed(program: Program, recompute: str | int, ledger: Ledger) -> list[list[fx.Node]]:
+    """The groups of nodes that `recompute_activations` would mark in the one stage of an uncut `program`."""
+    if recompute == "none":
+        return []
+    ((groups,), _) = _find_groups(program, recompute, [ledger])
+    return [[node for part in group for node in part] for group in groups]
+
+
+def _find_groups(
+    program: Program, recompute: str | int, ledgers: Sequence[Ledger]
+) -> tuple[list[list[Parts]], str]:
+    """The groups of each stage that are worth it, and how they were found."""
     found: list[list[Parts]]
     if recompute == "selective":
         found = [[[core] for core in find_cores(stage.graph)] for stage in program.stages]
-        entry, suffix = _describe_cores(program, found), "_core"
+        entry = _describe_cores(program, found)
     else:
         stacks = find_stacks(program)
         if not stacks:
@@ -63,26 +87,12 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
             [group for stack in stacks for group in _gather(stack, index, size)]
             for index in range(len(program.stages))
         ]
-        entry, suffix = f"{len(layers)} layers found, up to {size} in a group", ""
-    containers = find_containers(node.meta.get("path", "") for ledger in ledgers for node in ledger.nodes)
-    groups = []
-    for ledger, own in zip(ledgers, found, strict=True):
-        worth = [parts for parts in own if _is_worth([node for part in parts for node in part], ledger)]
-        groups.append(list(_name_groups(worth, containers, suffix)))
-    stages = tuple(
-        replace(stage, graph=_mark(stage.graph, own))
-        for stage, own in zip(program.stages, groups, strict=True)
-    )
-    memory = _describe_memory(ledgers, groups)
-    return program.replace_stages(stages, f"recompute_activations {recompute}: {entry}, {memory}")
-
-
-def find_recomputed(program: Program, recompute: str | int) -> list[list[fx.Node]]:
-    """The groups of nodes that `recompute_activations` would mark in the one stage of an uncut `program`."""
-    (stage,) = program.stages
-    (marked,) = recompute_activations(program, recompute=recompute).stages
-    nodes = {node.name: node for node in stage.graph.nodes}
-    return [[nodes[copy.name] for copy in group] for group in recomputed_groups(marked.graph)]
+        entry = f"{len(layers)} layers found, up to {size} in a group"
+    worth = [
+        [parts for parts in own if _is_worth([node for part in parts for node in part], ledger)]
+        for ledger, own in zip(ledgers, found, strict=True)
+    ]
+    return worth, entry
 
 
 # Layers

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import UntypedStorage, fx
 
 from autoptd.passes.calls import values_taken
+from autoptd.passes.candidates import ItemTimes
 from autoptd.passes.durations import Durations
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
-from autoptd.passes.sequence import Memory
+from autoptd.passes.work import find_trained
 from autoptd.runtime import aten
-from autoptd.runtime.mesh import Mesh
 
 # Bytes of a trainable element with Adam in mixed precision: weight, gradient, float32 weight, two moments.
 STATE_BYTES = 16
+
+
+class RowBytes(NamedTuple):
+    """Bytes of each item, `static` for good and `activation` for every microbatch in flight; `working` are what the
+    backward of the largest recomputed group holds besides."""
+
+    static: list[int]
+    activation: list[int]
+    working: int
 
 
 class Row:
@@ -93,28 +103,34 @@ class Row:
             for number, bad in zip(accumulate(live[:count]), accumulate(unfit[:count]), strict=True)
         ]
 
-    def boundary_costs(self, durations: Durations) -> list[int | None]:
-        """Nanoseconds to transfer what lives before each item; None where no cut may stand."""
-        changes = [0] * (len(self.items) + 2)
+    def transfer_times(self, durations: Durations) -> tuple[list[int], list[int]]:
+        """Nanoseconds to send what lives before each item, and the gradients of it back."""
+        ahead, back = ([0] * (len(self.items) + 2) for _ in range(2))
         for defined, node in enumerate(self.items):
             value = node.meta["val"]
             if self.last_use[node] > defined and isinstance(value, torch.Tensor):
-                divided, gradient = node.meta.get("divided") is not None, node in self.trained
-                time = durations.of_transfer(value, divided=divided, gradient=gradient)
-                changes[defined + 1] += time
-                changes[self.last_use[node] + 1] -= time
-        times = accumulate(changes[: len(self.items)])
-        return [time if fit else None for time, fit in zip(times, self.allowed(), strict=True)]
+                time = durations.of_transfer(value, divided=node.meta.get("divided") is not None)
+                for changes in (ahead, back) if node in self.trained else (ahead,):
+                    changes[defined + 1] += time
+                    changes[self.last_use[node] + 1] -= time
+        count = len(self.items)
+        return list(accumulate(ahead[:count])), list(accumulate(back[:count]))
 
-    def memory(
-        self, in_flight: Sequence[int], mesh: Mesh, recomputed: Sequence[Sequence[fx.Node]], *, once: bool
-    ) -> Memory:
+    def times(self, durations: Durations, repeated: Container[fx.Node]) -> ItemTimes:
+        """Nanoseconds of each item, those of `repeated` once more in the backward, and of a cut before it."""
+        trained = find_trained(self.stage)
+        forward = [durations.of_forward(node) for node in self.items]
+        backward = [durations.of_backward(node, trained) for node in self.items]
+        for i, node in enumerate(self.items):
+            backward[i] += forward[i] if node in repeated else 0
+        return ItemTimes(forward, backward, *self.transfer_times(durations), self.allowed())
+
+    def memory(self, ledger: Ledger, recomputed: Sequence[Sequence[fx.Node]], *, once: bool) -> RowBytes:
         """Bytes of each item: its parameters with their state, and what is kept for the backward on its behalf.
 
         The first item that saves a tensor has it; of a `recomputed` group the first has all that the group takes,
         the others nothing. A tied parameter counts where it is used, each time; `once`: only the first.
         """
-        ledger = Ledger(self.stage, mesh)
         taken = {group[0]: values_taken(group) for group in recomputed}
         inside = {node for group in recomputed for node in group}
         static, activation = [], []
@@ -127,7 +143,8 @@ class Row:
             kept = ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])
             activation.append(count_bytes(kept - counted))
             counted |= kept
-        return Memory(static, activation, in_flight)
+        working = max((count_bytes(ledger.saved(group)) for group in recomputed), default=0)
+        return RowBytes(static, activation, working)
 
     def _state_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]

@@ -23,12 +23,13 @@ REACH = 48  # places to either side that `smooth` looks at: wider than a transfo
 class Memory:
     """Bytes that items add to their rank: `static` once, `activation` for every microbatch in flight.
 
-    Both have one entry per item; `in_flight` has the microbatches that each stage holds at its peak.
+    Both have one entry per item. `in_flight` has a row for each moment when a rank may hold most: the microbatches
+    that each stage holds then.
     """
 
     static: Sequence[int]
     activation: Sequence[int]
-    in_flight: Sequence[int]
+    in_flight: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class CostSequence:
 
     A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has
     work in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and
-    `activation` are the bytes of all items before a place. `in_flight` has one entry per stage.
+    `activation` are the bytes of all items before a place. `in_flight` is [moments, stages].
     """
 
     places: Ints
@@ -51,27 +52,29 @@ class CostSequence:
 
     @property
     def num_stages(self) -> int:
-        return len(self.in_flight)
+        return int(self.in_flight.shape[1])
 
     def stage_costs(self, cut: Ints) -> Ints:
         return self.end[cut[1:]] - self.start[cut[:-1]]
 
     def stage_bytes(self, cut: Ints) -> Ints:
+        """Bytes of every stage, at every moment."""
         return np.diff(self.static[cut]) + self.in_flight * np.diff(self.activation[cut])
 
-    def held(self, stage: int) -> Ints:
-        """Bytes of the items before each place, were they all in `stage`."""
-        held: Ints = self.static + self.activation * self.in_flight[stage]
+    def held(self, microbatches: int) -> Ints:
+        """Bytes of the items before each place, were they all in one stage that holds so many microbatches."""
+        held: Ints = self.static + self.activation * microbatches
         return held
 
     def rank_sums(self, per_stage: Ints) -> Ints:
-        """Sum over each pipeline rank's chunks: stage k is on rank k mod p."""
-        sums: Ints = per_stage.reshape(-1, self.num_ranks).sum(0)
+        """Sum over each pipeline rank's chunks, along the last dimension: stage k is on rank k mod p."""
+        sums: Ints = per_stage.reshape(*per_stage.shape[:-1], -1, self.num_ranks).sum(-2)
         return sums
 
     def others(self, per_stage: Ints) -> Ints:
         """For each stage, the sum of the other stages of its rank."""
-        sums: Ints = np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks) - per_stage
+        chunks = self.num_stages // self.num_ranks
+        sums: Ints = np.tile(self.rank_sums(per_stage), chunks) - per_stage
         return sums
 
     def bottleneck(self, cut: Ints) -> int:
@@ -79,7 +82,7 @@ class CostSequence:
         return int(self.rank_sums(self.stage_costs(cut)).max())
 
     def fullest(self, cut: Ints) -> int:
-        """Bytes of the pipeline rank that holds most."""
+        """Bytes of the pipeline rank that holds most, when it does."""
         return int(self.rank_sums(self.stage_bytes(cut)).max())
 
     def take(self, kept: Ints) -> CostSequence:
@@ -107,11 +110,11 @@ def fold(
     count = len(costs)
     work, static, activation = (np.zeros(count + 1, np.int64) for _ in range(3))
     work[1:] = np.cumsum(np.asarray(costs, np.int64))
-    in_flight = np.zeros(num_stages, np.int64)
+    in_flight = np.zeros((1, num_stages), np.int64)
     if memory is not None:
         static[1:] = np.cumsum(np.asarray(memory.static, np.int64))
         activation[1:] = np.cumsum(np.asarray(memory.activation, np.int64))
-        in_flight[:] = memory.in_flight
+        in_flight = np.asarray(memory.in_flight, np.int64)
     keys = list(zip(work.tolist(), static.tolist(), activation.tolist(), strict=True))
     cheapest: dict[tuple[int, int, int], tuple[int, int]] = {}
     for place in range(1, count):
@@ -145,22 +148,24 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
     return np.flatnonzero(keep)
 
 
-def place_cuts(sequence: CostSequence, limit: int, room: Ints | None) -> Ints | None:
-    """A cut whose stages each cost at most `limit` and hold at most their `room` of bytes, near equal shares.
+def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> Ints | None:
+    """A cut whose stages each cost at most their (or one) `limit` and hold at most their `room` of bytes, whenever;
+    near equal shares.
 
     Exact: None means that there is none. Walks the stages and keeps every place where the next may start: a
     stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
     """
+    limits = np.broadcast_to(limit, sequence.num_stages)
     start, end, before = sequence.start, sequence.end, sequence.before
     layers = [np.where(np.arange(len(start)) == 0, start, UNREACHED)]
     floors = []
     for stage in range(sequence.num_stages):
         floor = np.zeros_like(before)
         if room is not None:
-            held = sequence.held(stage)
+            held = sequence.held(int(sequence.in_flight[:, stage].max()))
             floor = np.minimum(np.searchsorted(held, held - room[stage], "left"), before)
         best = _prefix_max(layers[-1], before) if room is None else _range_max(layers[-1], floor, before)
-        layers.append(np.where((best > UNREACHED) & (end - limit <= best), start, UNREACHED))
+        layers.append(np.where((best > UNREACHED) & (end - limits[stage] <= best), start, UNREACHED))
         floors.append(floor)
     if layers[-1][-1] == UNREACHED:
         return None
@@ -168,7 +173,7 @@ def place_cuts(sequence: CostSequence, limit: int, room: Ints | None) -> Ints | 
     cut[-1] = here = len(start) - 1
     work = (start + end) // 2
     for stage in range(sequence.num_stages - 1, 0, -1):
-        floor, least = floors[stage][here], max(int(end[here]) - limit, UNREACHED + 1)
+        floor, least = floors[stage][here], max(int(end[here] - limits[stage]), UNREACHED + 1)
         usable = floor + np.flatnonzero(layers[stage][floor : before[here]] >= least)
         share = int(work[-1]) * stage // sequence.num_stages
         cut[stage] = here = int(usable[np.argmin(np.abs(work[usable] - share))])
@@ -191,11 +196,41 @@ def minimize_slowest_stage(sequence: CostSequence, room: Ints | None) -> Ints | 
     return found
 
 
+def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
+    """A cut whose slowest *rank* costs less than that of `start`, by bisection; `start` where none is found.
+
+    A rank's time is divided evenly over its stages, but no stage gets less than its largest unit, and the slowest
+    none less than it has: `start` has the least possible one, such as a heavy head. Beside it a rank's other stages
+    become small.
+    """
+    units = np.maximum.reduceat(np.diff(sequence.start + sequence.end) // 2, start[:-1])
+    costs = sequence.stage_costs(start)
+    floors = np.where(costs == costs.max(), costs, units).reshape(-1, sequence.num_ranks)
+    found, low, high = start, int(floors.sum(0).max()), sequence.bottleneck(start)
+    while low < high:
+        middle = (low + high) // 2
+        better = place_cuts(sequence, _divide_time(floors, middle), None)
+        if better is None:
+            low = middle + 1
+        else:
+            found, high = better, sequence.bottleneck(better)
+    return found
+
+
+def _divide_time(floors: Ints, time: int) -> Ints:
+    """The limit of every stage where each rank has `time` in all: one level a rank, but at least its floors."""
+    fixed = np.flip(np.cumsum(np.flip(np.sort(floors, axis=0), axis=0), axis=0), axis=0)  # of the largest
+    fixed = np.vstack([fixed[1:], np.zeros_like(fixed[:1])])
+    level = ((time - fixed) // np.arange(1, len(floors) + 1)[:, None]).min(0)
+    limits: Ints = np.maximum(floors, level).reshape(-1)
+    return limits
+
+
 def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints | None) -> Ints:
     """Move the cuts inside stages [first, last) to the least sum of squared stage costs.
 
     That is to even stages and narrow boundaries; in a window round `cut`, and keeping each stage's limit of
-    cost and room of bytes, as `cut` must.
+    cost and room of bytes at every moment, as `cut` must.
     """
     score, starts = np.zeros(1), cut[first : first + 1]
     trail = []
@@ -207,8 +242,9 @@ def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Int
         cost = sequence.end[ends][None, :] - sequence.start[starts][:, None]
         allowed = (cost <= limits[stage]) & (starts[:, None] < sequence.before[ends][None, :])
         if room is not None:
-            held = sequence.held(stage)
-            allowed &= held[ends][None, :] - held[starts][:, None] <= room[stage]
+            for microbatches, most in zip(sequence.in_flight[:, stage].tolist(), room[:, stage], strict=True):
+                held = sequence.held(microbatches)
+                allowed &= held[ends][None, :] - held[starts][:, None] <= most
         total = np.where(allowed, score[:, None] + cost.astype(np.float64) ** 2, np.inf)
         parent = total.argmin(0)
         score = total[parent, np.arange(len(ends))]

@@ -13,24 +13,29 @@ from itertools import accumulate
 
 from torch import fx
 
+from autoptd.passes.candidates import Choice, choose_cut
 from autoptd.passes.cluster import Cluster
-from autoptd.passes.cutting import Cut, cut_sequence
 from autoptd.passes.durations import Durations, Precision
+from autoptd.passes.ledger import Ledger
+from autoptd.passes.pipeline import live_microbatches
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.recompute import find_recomputed
 from autoptd.passes.row import Row
+from autoptd.passes.sequence import Memory
 from autoptd.passes.work import backward_work, forward_work
 from autoptd.runtime.manifest import Boundary
+from autoptd.runtime.schedule import make_schedule
 
 
 def cut_stages(
     program: Program,
     *,
     num_stages: int,
-    memory_limit: int | None = None,
-    in_flight: Sequence[int] | None = None,
+    schedule: str = "interleaved_1f1b",
+    num_microbatches: int | None = None,
     recompute: str | int = "none",
     cluster: Cluster | None = None,
+    memory_limit: int | None = None,
 ) -> Program:
     """Cut the one stage of `program` into `num_stages`, stage k for pipeline rank k mod p.
 
@@ -39,35 +44,55 @@ def cut_stages(
     ``requires_grad``.
 
     Args:
-        memory_limit: bytes per rank for parameters, gradients, Adam's state and activations in flight.
-        in_flight: microbatches that each stage holds at its peak; by default those of (interleaved) 1F1B.
-        recompute: what `recompute_activations` is to do after the cut: activations count as it keeps them. What a
-            backward computes again, one group at a time, is not counted; nor the time of it, so that a program has
-            the same stages, and gradients bit for bit, with and without it.
+        schedule: the one that the stages are for, and `num_microbatches` of it (default 8 p): of several cuts its
+            shortest step decides, and it says how many microbatches a stage holds.
+        recompute: what `recompute_activations` is to do after the cut: activations count as it keeps them, and the
+            backward takes longer by what it repeats.
         cluster: whose times costs are; default the paper's, "dgx-a100".
+        memory_limit: bytes of a rank for parameters, gradients, Adam's state, activations in flight, and what the
+            backward of one recomputed group holds; default what a given `cluster`'s device has, else none. Where no
+            cut is found to fit, the log says so.
 
-    Raises ValueError if there are fewer cuttable units than stages, or no cut fits in memory.
+    Raises ValueError if there are fewer cuttable units than stages.
     """
     (stage,) = program.stages
     pipeline = program.mesh.pipeline
+    m = num_microbatches or 8 * pipeline
     row = Row(stage)
     described = cluster or Cluster.load("dgx-a100")
+    if memory_limit is None and cluster is not None:
+        memory_limit = int(cluster.device.memory_bytes)
     durations = Durations(described, program.mesh, Precision.of(program.stages).dtype)
-    costs = [durations.of_node(node) for node in row.items]
+    groups: list[list[fx.Node]] = []
+    repeated: set[fx.Node] = set()
     memory = None
-    if memory_limit is not None:
-        held = in_flight or peak_in_flight(pipeline, num_stages)
-        groups = find_recomputed(program, recompute)
-        memory = row.memory(held, program.mesh, groups, once=pipeline == 1)
-    cut = cut_sequence(
-        costs,
-        row.boundary_costs(durations),
+    if recompute != "none" or memory_limit is not None:
+        ledger = Ledger(stage, program.mesh)
+        groups = find_recomputed(program, recompute, ledger)
+        repeated = {node for group in groups for node in ledger.repeated(group)}
+        if memory_limit is not None:
+            held = row.memory(ledger, groups, once=pipeline == 1)
+            alive = live_microbatches(
+                make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages
+            )
+            memory = Memory(held.static, held.activation, alive)
+            memory_limit -= held.working
+    choice = choose_cut(
+        row.times(durations, repeated),
         memory,
         num_stages=num_stages,
         num_pipeline_ranks=pipeline,
+        schedule=schedule,
+        num_microbatches=m,
         memory_limit=memory_limit,
     )
-    return program.replace_stages(_build_stages(row, cut.positions), _describe(cut, pipeline, described.name))
+    return cut_at(program, choice.cut.positions, _describe(choice, pipeline, described.name))
+
+
+def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
+    """Cut the one stage of `program` before the items (of its `Row`) at `positions`; `entry` is for the log."""
+    (stage,) = program.stages
+    return program.replace_stages(_build_stages(Row(stage), positions), entry)
 
 
 def count_units(program: Program) -> int:
@@ -90,21 +115,6 @@ def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
         tuple(make_boundary(node) for node in stage.graph.nodes if node.meta.get("role") == "boundary")
         for stage in program.stages
     )
-
-
-def peak_in_flight(pipeline: int, num_stages: int) -> tuple[int, ...]:
-    """Microbatches each stage holds when its rank holds most, under 1F1B (v = 1) or interleaved 1F1B.
-
-    After its warm-up of 2(p - r - 1) + (v - 1)p chunk forwards rank r runs one more before its first
-    backward: they go to its chunks in turns of p microbatches.
-    """
-    chunks = num_stages // pipeline
-    counts = [0] * num_stages
-    for rank in range(pipeline):
-        held = pipeline - rank if chunks == 1 else 2 * (pipeline - rank - 1) + (chunks - 1) * pipeline + 1
-        for forward in range(held):
-            counts[forward // pipeline % chunks * pipeline + rank] += 1
-    return tuple(counts)
 
 
 def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
@@ -219,11 +229,12 @@ def make_boundary(node: fx.Node) -> Boundary:
     )
 
 
-def _describe(cut: Cut, pipeline: int, name: str) -> str:
-    stages = len(cut.stage_costs)
+def _describe(choice: Choice, pipeline: int, name: str) -> str:
+    cut = choice.cut
     mean = sum(cut.stage_costs) / pipeline
     return (
-        f"cut_stages {stages} stages on {pipeline} pipeline ranks, the slowest {cut.bottleneck / 1e6:.3g} ms "
-        f"of forward and backward a microbatch on {name}: {cut.bottleneck / mean:.3f} of the mean, "
-        f"{cut.gap:.1%} above the lower bound ({cut.method})"
+        f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
+        f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
+        f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({choice})"
+        + (f"; {cut.overflow}" if cut.overflow else "")
     )

@@ -1,4 +1,5 @@
-"""Programs that recompute train bit for bit like those that keep everything, on processes and on threads."""
+"""Programs that recompute train bit for bit like those of the same stages that keep everything, on processes and on
+threads. (The cut weighs what is repeated; in other stages a gradient's summands come in another order.)"""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 import autoptd
+from autoptd import compiler
+from autoptd.corridor import passes_from_the_cut
+from autoptd.passes.program import recomputed_groups
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import read_program
@@ -61,9 +65,21 @@ def compile_model(name: str, dtype: torch.dtype, mesh: Any, recompute: str | int
     )
 
 
+def compile_keeping(
+    name: str, dtype: torch.dtype, mesh: Any, recompute: str | int
+) -> autoptd.CompiledProgram:
+    """The stages of `recompute`, with nothing recomputed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "passes_from_the_cut", lambda _, fuse: passes_from_the_cut("none", fuse))
+        program = compile_model(name, dtype, mesh, recompute)
+    assert not any(recomputed_groups(stage.graph) for stage in program.stages)
+    return program
+
+
 @cache
-def train_plainly(name: str, dtype: torch.dtype, mesh: Any) -> Run:
-    return train_compiled(compile_model(name, dtype, mesh, "none"), make_batches(name), Training(lr=0.1))
+def train_keeping(name: str, dtype: torch.dtype, mesh: Any, recompute: str | int) -> Run:
+    program = compile_keeping(name, dtype, mesh, recompute)
+    return train_compiled(program, make_batches(name), Training(lr=0.1))
 
 
 def check_same(found: Run, expected: Run) -> None:
@@ -83,9 +99,8 @@ def check_same(found: Run, expected: Run) -> None:
 )
 def test_processes(name: str, mesh: Any, dtype: torch.dtype, recompute: str | int) -> None:
     program = compile_model(name, dtype, mesh, recompute)
-    check_same(
-        train_compiled(program, make_batches(name), Training(lr=0.1)), train_plainly(name, dtype, mesh)
-    )
+    found = train_compiled(program, make_batches(name), Training(lr=0.1))
+    check_same(found, train_keeping(name, dtype, mesh, recompute))
 
 
 @pytest.mark.slow
@@ -125,8 +140,8 @@ def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Bat
 def test_threads(mesh: Any, recompute: str | int) -> None:
     model, (batch, _) = make_model("gpt2", torch.float64), make_batches("gpt2")
     runs = [
-        train_threads(compile_model("gpt2", torch.float64, mesh, mode), model, batch)
-        for mode in (recompute, "none")
+        train_threads(make("gpt2", torch.float64, mesh, recompute), model, batch)
+        for make in (compile_model, compile_keeping)
     ]
     for own, other in zip(*runs, strict=True):
         assert all(map(torch.equal, own, other))
@@ -143,4 +158,4 @@ def test_a_step_without_gradients_recomputes_nothing() -> None:
     program = compile_model("sample", torch.float64, (1, 1, 1), "full")
     with torch.no_grad():
         loss = loss_of(program.bind()(**make_batches("sample")[0]))
-    assert torch.equal(loss, train_plainly("sample", torch.float64, (1, 1, 1)).steps[0].loss)
+    assert torch.equal(loss, train_keeping("sample", torch.float64, (1, 1, 1), "full").steps[0].loss)

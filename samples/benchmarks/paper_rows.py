@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
 import autoptd
 from autoptd.passes.cluster import Cluster
@@ -16,6 +17,7 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.simulation import Simulation, Training, simulate_program
 from samples.benchmarks.paper_model import build_paper_model
+from samples.benchmarks.uniform_cut import uniform_cuts
 
 Errors = npt.NDArray[np.float64]
 
@@ -87,17 +89,18 @@ TABLE_2_ZERO3 = (
 )
 
 
-def compile_row(row: PaperRow, **options: Any) -> autoptd.CompiledProgram:
-    """The row's program: every layer recomputed, as in both tables."""
-    return autoptd.compile(
-        build_paper_model(row.layers, row.heads, row.hidden),
-        mesh=(row.tensor, row.pipeline, row.data),
-        microbatch_size=row.microbatch,
-        num_microbatches=row.num_microbatches,
-        schedule="1f1b" if row.chunks == 1 else "interleaved_1f1b",
-        num_model_chunks=row.chunks,
-        **{"recompute": "full", **options},
-    )
+def compile_row(row: PaperRow, model: nn.Module | None = None, **options: Any) -> autoptd.CompiledProgram:
+    """The row's program, of another `model` maybe: cut by layers and every layer recomputed, as in both tables."""
+    with uniform_cuts():
+        return autoptd.compile(
+            model or build_paper_model(row.layers, row.heads, row.hidden),
+            mesh=(row.tensor, row.pipeline, row.data),
+            microbatch_size=row.microbatch,
+            num_microbatches=row.num_microbatches,
+            schedule="1f1b" if row.chunks == 1 else "interleaved_1f1b",
+            num_model_chunks=row.chunks,
+            **{"recompute": "full", **options},
+        )
 
 
 def simulate_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def test_the_cut_is_weighed_by_the_cluster_that_is_given() -> None:
     logs = ["\n".join(compile_small(**options).log) for options in ({}, {"cluster": "laptop-cpu"})]
     assert "a microbatch on DGX A100 (Selene)" in logs[0]
     assert "a microbatch on laptop CPU" in logs[1]
+
+
+def test_the_cut_fits_a_cluster_that_is_given() -> None:
+    """Where none fits the log says so; the default cluster, which nobody asked for, limits nothing."""
+    selene = autoptd.Cluster.load("dgx-a100")
+    small = replace(selene, device=replace(selene.device, memory_bytes=1e5))
+    logs = [
+        "\n".join(compile_small(**options).log) for options in ({"cluster": small}, {"cluster": selene}, {})
+    ]
+    assert ["no cut fits in 0.00 GB a rank" in log for log in logs] == [True, False, False]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -70,12 +70,14 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float) -> None:
     ids=str,
 )
 def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
-    """Of few layers and few microbatches, against the whole: what differs is where the cut stands."""
+    """Of few layers and few microbatches, against the whole: what differs is where the cut stands. With several
+    chunks a rank the compiler moves it as long as the step becomes shorter; an estimate does not."""
     estimate = Estimator(make_gpt(), SELENE).estimate(candidate)
     names = ("mesh", "microbatch_size", "num_microbatches", "num_model_chunks", "recompute", "schedule")
     program = autoptd.compile(make_gpt(), **{name: getattr(candidate, name) for name in names})
     simulated = program.simulate(SELENE)
-    assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=0.03)
+    shorter = 0.95 if candidate.num_model_chunks > 1 else 0.97
+    assert shorter * estimate.step_seconds <= simulated.step_seconds <= 1.03 * estimate.step_seconds
     assert max(estimate.memory_bytes) == pytest.approx(max(simulated.memory_bytes), rel=0.05)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
 

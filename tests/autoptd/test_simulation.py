@@ -18,11 +18,11 @@ import autoptd
 from autoptd import Cluster
 from autoptd.passes.cluster import Link
 from autoptd.passes.ledger import Ledger, count_bytes
+from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.passes.program import Stage, recomputed_groups
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
-from autoptd.simulator import ActionTimes, walk
 from autoptd.timeline import box_colours, write_svg
 from samples.gpt import GPT, GPTConfig
 
@@ -121,7 +121,7 @@ def test_a_blocking_sender_waits_for_its_message() -> None:
 
     def step(blocking: bool) -> float:
         times = ActionTimes([forward] * 2, [backward] * 2, messages, blocking)
-        return max(end for _, _, _, end in walk(order, 2, times))
+        return float(max(end for _, _, _, end in walk(order, 2, times)))
 
     assert step(True) == (m + 1) * (forward + backward + message)
     assert step(False) < step(True)

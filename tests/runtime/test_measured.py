@@ -47,7 +47,7 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     run_ranks(take_steps, 4, program, tmp_path)
     trace, spans = read_spans(tmp_path / "step.json")
     assert trace["otherData"]["step"] == "measured"
-    ends = {}
+    ends: dict[str, float] = {}
     for rank, actions in enumerate(program.schedule):
         own = [span for span in spans if span["pid"] == rank]
         computed = [str(action) for action in actions if action.kind in ("F", "B")]

@@ -1,0 +1,171 @@
+"""The cut of stages beside one by layers, and beside the exact dynamic programme of the slowest stage. Predicted.
+
+Run: python -m samples.benchmarks.cut [--write] [--models]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoptd.capture import capture
+from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.passes.candidates import Pipeline, choose_cut
+from autoptd.passes.cluster import Cluster
+from autoptd.passes.cutting import cut_sequence
+from autoptd.passes.durations import Durations, Precision
+from autoptd.passes.ledger import Ledger
+from autoptd.passes.program import Program
+from autoptd.passes.recompute import find_recomputed
+from autoptd.passes.row import Row
+from autoptd.passes.stages import cut_stages
+from autoptd.runtime.mesh import Mesh
+from autoptd.watch import Watch
+from samples.benchmarks.heavy_models import CASES, Case
+from samples.benchmarks.paper_model import build_paper_model
+from samples.benchmarks.paper_rows import CLUSTER, TABLE_1, PaperRow
+from samples.benchmarks.report import publish
+from samples.benchmarks.uniform_cut import uniform_positions
+
+TOKENS, RANKS = 1024, (2, 4, 8)
+LONG_EFFORT = (
+    8.0  # deterministic seconds of CP-SAT for the lightest rank, twenty times what the compiler gives
+)
+COLUMNS = (
+    *("model", "p x v", "cut, s (CPU)"),
+    *("slowest rank: by layers", "even stages", "ours", "lightest"),
+    *("step: by layers", "even stages", "ours", "lightest"),
+)
+
+
+class Uncut:
+    """A model on its way to the cut: times on a cluster, and those of any cut of it."""
+
+    def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
+        (stage,) = program.stages
+        self.program, self.recompute, self.m, self.v = program, recompute, m, v
+        self.p = program.mesh.pipeline
+        self.row = Row(stage)
+        repeated: set[Any] = set()
+        if recompute != "none":
+            ledger = Ledger(stage, program.mesh)
+            groups = find_recomputed(program, recompute, ledger)
+            repeated = {node for group in groups for node in ledger.repeated(group)}
+        durations = Durations(Cluster.load(CLUSTER), program.mesh, Precision.of(program.stages).dtype)
+        self.times = self.row.times(durations, repeated)
+        self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)
+
+    def slowest(self, positions: Sequence[int]) -> int:
+        """Nanoseconds of a microbatch on the slowest rank, transfers included."""
+        return int(self._stages(positions).reshape(self.v, self.p).sum(0).max())
+
+    def _stages(self, positions: Sequence[int]) -> np.ndarray:
+        tolls = np.array([self.times.tolls[at] or 0 for at in positions], np.int64)
+        own = np.add.reduceat(np.array(self.times.costs, np.int64), [0, *positions])
+        own[1:] += tolls
+        own[:-1] += tolls
+        return own
+
+    def step(self, positions: Sequence[int]) -> float:
+        """A step over the work of it divided evenly: 1 + (p - 1) / (v m) for even stages and no messages."""
+        even = sum(self.times.costs) * self.m / self.p
+        return float(self.pipeline.of_cuts(np.array([positions]))[0]) / even
+
+
+def capture_model(model: torch.nn.Module, mesh: Mesh, microbatch: int | None, inputs: Any) -> Program:
+    program = capture(model, mesh=mesh, microbatch_size=microbatch, example_inputs=inputs, loss_fn=None)
+    with Watch("capture") as watch:
+        return run_passes(passes_to_the_division("sbh") + passes_to_the_cut(None), program, watch)
+
+
+def measure_row(row: PaperRow) -> tuple[object, ...]:
+    """One line of the first table: seconds of the cut, and its slowest rank and step beside others'."""
+    model = build_paper_model(row.layers, row.heads, row.hidden)
+    program = capture_model(model, Mesh(row.tensor, row.pipeline, row.data), row.microbatch, None)
+    stages, m = row.pipeline * row.chunks, row.num_microbatches
+    start, busy = time.perf_counter(), time.process_time()
+    cut_stages(program, num_stages=stages, num_microbatches=m, recompute="full")
+    wall, cpu = time.perf_counter() - start, time.process_time() - busy
+    uncut = Uncut(program, "full", m, row.chunks)
+    choice = choose_cut(
+        uncut.times, None, num_stages=stages, num_pipeline_ranks=row.pipeline,
+        schedule="interleaved_1f1b", num_microbatches=m, memory_limit=None,
+    )  # fmt: skip
+    uniform = uniform_positions(uncut.row, stages)
+    even = cut_sequence(
+        uncut.times.costs, uncut.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
+    ).positions
+    lightest = cut_sequence(
+        uncut.times.costs, uncut.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline,
+        stage_ceiling=None, effort=LONG_EFFORT,
+    )  # fmt: skip
+    cut, bound = choice.cut, choice.cut.lower_bound
+    return (
+        row.name,
+        f"{row.pipeline} x {row.chunks}",
+        f"{wall:.1f} ({cpu:.1f})",
+        *(f"{uncut.slowest(positions) / bound:.3f}" for positions in (uniform, even)),
+        f"{cut.bottleneck / bound:.3f}",
+        f"{lightest.bottleneck / bound:.3f}",
+        *(f"{uncut.step(p):.3f}" for p in (uniform, even, cut.positions, lightest.positions)),
+    )
+
+
+def measure_model(case: Case) -> tuple[object, ...]:
+    """One line of the second table: by layers over ours, for each number of ranks."""
+    with torch.device("meta"):
+        model, inputs = case.make().to(torch.bfloat16), case.batch(1, TOKENS)
+    program = capture_model(model, Mesh(1, 1, 1), None, inputs)
+    cells: list[str] = []
+    for p in RANKS:
+        uncut = Uncut(replace(program, mesh=Mesh(1, p, 1)), "none", 8 * p, 1)
+        choice = choose_cut(
+            uncut.times,
+            None,
+            num_stages=p,
+            num_pipeline_ranks=p,
+            schedule="1f1b",
+            num_microbatches=8 * p,
+            memory_limit=None,
+        )
+        uniform = uniform_positions(uncut.row, p)
+        slowest = uncut.slowest(uniform) / choice.cut.bottleneck
+        cells += [f"{slowest:.2f}", f"{uncut.step(uniform) / uncut.step(choice.cut.positions):.2f}"]
+    return (case.name, *cells)
+
+
+ROW_NOTES = (
+    "slowest rank: its forward and backward of a microbatch, with recomputation and transfers, over a lower bound of "
+    "every cut's: for v = 1 the least possible; else the even share of work, or the slowest stage that no cut avoids.",
+    "step: of all microbatches, simulated, over the work divided evenly.",
+    "by layers: l / (p v) layers a stage, the embedding with the first, the head with the last.",
+    "even stages: the dynamic programme's, whose slowest stage is the least possible (exact).",
+    "ours: chosen by its step. lightest: the least slowest rank that CP-SAT finds, given twenty times as long.",
+    "v as in the released scripts; the rows of one pipeline rank have nothing to cut.",
+)
+MODEL_NOTES = (
+    f"As many times as long by layers as by our cut; {CLUSTER}, bf16, 8 p microbatches of one sequence "
+    f"of {TOKENS} tokens, 1F1B; transfers included.",
+    "mT5: the layers of its encoder and its decoder, in their order.",
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    write = "--write" in arguments
+    if "--models" not in arguments:
+        rows = [measure_row(row) for row in TABLE_1 if row.pipeline > 1]
+        publish("cut", "The cut of SC21 table 1's models, predicted", COLUMNS, rows, ROW_NOTES, write)
+    columns = ["model", *(cell for p in RANKS for cell in (f"p = {p}: slowest rank", "step"))]
+    rows = [measure_model(case) for case in CASES]
+    title = "Cut by layers over our cut: slowest rank and step, predicted"
+    publish("cut_models", title, columns, rows, MODEL_NOTES, write, script="cut")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
