@@ -12,6 +12,7 @@ import torch
 import autoptd
 from autoptd import Cluster
 from samples.benchmarks.paper_figures import GPT_6B
+from samples.benchmarks.paper_model import UnfusedAttention, build_paper_model
 from samples.benchmarks.paper_rows import (
     CALIBRATED_ON,
     CLUSTER,
@@ -121,3 +122,27 @@ def test_scatter_gather_decides_for_interleaving() -> None:
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] > 1
     assert whole < simulate_row(default, SELENE, own, scatter_gather=False).tflops_per_device
+
+
+def test_recomputation_costs_a_forward_and_saves_memory() -> None:
+    """Figure 17, its widths and layers a rank: at most a third slower, at every batch."""
+    row = PaperRow("145B", 96, 12288, 20, 8, 4, 32, 1, 4, 0)
+    kept, again = (compile_row(row, recompute=mode) for mode in ("none", "full"))
+    for batch in (1, 4, 16):
+        own = replace(row, batch=batch)
+        steps = [simulate_row(program, SELENE, own) for program in (kept, again)]
+        assert 1.2 < steps[1].step_seconds / steps[0].step_seconds < 4 / 3
+    assert max(steps[1].memory_bytes) < max(steps[0].memory_bytes)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [PaperRow("175B", 96, 12288, 4, 8, 1, 8, 1, 1, 0), PaperRow("530B", 128, 20480, 4, 8, 1, 8, 1, 1, 0)],
+    ids=lambda row: row.name,
+)
+def test_fused_operators_gain(row: PaperRow) -> None:
+    """SC21 §5.8 has 19 and 11 %, of operators that are not all told; here most of it is the attention's."""
+    model = build_paper_model(row.layers, row.heads, row.hidden, UnfusedAttention)
+    programs = compile_row(row, model, fuse=False), compile_row(row)
+    plain, fused = (simulate_row(program, SELENE).tflops_per_device for program in programs)
+    assert 1.03 < fused / plain < 1.19
