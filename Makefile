@@ -50,6 +50,7 @@ benchmarks: $(ENVIRONMENT)
 	$(PYTHON) -m samples.benchmarks.planner --write
 	$(PYTHON) -m samples.benchmarks.cut --write
 	$(PYTHON) -m samples.benchmarks.cut_measured --write
+	$(PYTHON) -m samples.benchmarks.honesty --write
 
 install: $(ENVIRONMENT)
 

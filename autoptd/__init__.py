@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autoptd.calibration import calibrate
     from autoptd.check import ProgramError
     from autoptd.compiled import CompiledProgram
     from autoptd.compiler import compile, load
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Cluster": "autoptd.passes.cluster",
     "Plan": "autoptd.ranking",
+    "calibrate": "autoptd.calibration",
     "diff": "autoptd.difference",
     "plan": "autoptd.planner",
     "CompiledProgram": "autoptd.compiled",
@@ -36,6 +38,7 @@ __all__ = [
     "Plan",
     "ProgramError",
     "Simulation",
+    "calibrate",
     "compile",
     "diff",
     "load",

@@ -19,6 +19,7 @@ from autoptd.example_inputs import Examples, read_examples
 from autoptd.objective import LossError, Objective
 from autoptd.passes.program import Program, Stage
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.module import Parallel
 from autoptd.runtime.placement import Parameter
 from autoptd.skeleton import make_mode, make_skeleton
 from autoptd.source_lines import short_line, user_line
@@ -75,7 +76,7 @@ def _check_model(model: object) -> None:
         )
     if hasattr(model, "_orig_mod"):
         raise TypeError(f"model is a {name} from torch.compile; pass the plain module it was made from")
-    if type(model).__module__.startswith("autoptd."):
+    if isinstance(model, Parallel):
         raise TypeError(f"model is an autoptd {name}, compiled already; pass the plain module it came from")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a torch.jit.ScriptModule; pass the nn.Module it was scripted from")

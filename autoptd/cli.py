@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autoptd.archive import MANIFEST
+from autoptd.calibration import calibrate
 from autoptd.check import ProgramError
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile, load
@@ -23,7 +24,14 @@ from autoptd.planner import plan
 from autoptd.ranking import Plan
 from autoptd.runtime.schedule import SCHEDULES
 from autoptd.simulation import Simulation
-from autoptd.terminal import open_console, print_lines, print_overview, print_plans, print_simulation
+from autoptd.terminal import (
+    open_console,
+    print_cluster,
+    print_lines,
+    print_overview,
+    print_plans,
+    print_simulation,
+)
 
 TRAINING = ("overlap_transfers", "overlap_data", "zero")
 BOTH = (
@@ -121,6 +129,15 @@ def _report(args: argparse.Namespace) -> int:
         _print_json({"path": str(args.output), "bytes": size, "simulation": found})
     else:
         print_lines(open_console(), [f"{args.output}: {size:,} bytes; open it in a browser"])
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    cluster = calibrate(args.output, **_given(args, ("devices", "seconds")))
+    if args.json:
+        _print_json(asdict(cluster))
+    else:
+        print_cluster(open_console(), cluster)
     return 0
 
 
@@ -239,7 +256,15 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--zero": {"type": int, "default": 0, "help": "1: the replicas divide the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
     "--svg": {"type": Path, "help": "write a picture"},
-    "--output": {"type": Path, "help": "what to write: a program's folder, or a page"},
+    "--devices": {
+        "type": int,
+        "help": "processes that will share this machine's cores; default one for each",
+    },
+    "--seconds": {"type": float, "help": "how long to measure, about"},
+    "--output": {
+        "type": Path,
+        "help": "what to write: a program's folder, a page, or a cluster's .toml file",
+    },
     "--json": {"action": "store_true", "help": "print JSON"},
 }
 STEP = "--cluster! --dtype --overlap-transfers --overlap-data --zero"
@@ -266,6 +291,11 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
         _verify,
         "Run all ranks here in float64 and compare with the plain model.",
         "program --model! --seed",
+    ),
+    "calibrate": (
+        _calibrate,
+        "Measure this machine: a cluster for the other commands, in a .toml file.",
+        "--output --devices --seconds",
     ),
     "report": (
         _report,

@@ -20,14 +20,13 @@ from autoptd.cost_row import CostRow
 from autoptd.example_inputs import read_examples
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
-from autoptd.passes.pipeline import walk
 from autoptd.passes.program import Program
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import Action, Schedule, make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
-from autoptd.simulation import Training, action_times, simulate_times
+from autoptd.simulation import Training, action_times, simulate_times, walk_cluster
 from autoptd.stage_times import StageTimes
 from autoptd.watch import Watch
 
@@ -127,7 +126,7 @@ class Estimator:
         manifest = replace(manifest, num_microbatches=count)
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, Training())
         seconds = short.step_seconds + self.pipeline_seconds(candidate) - self._walk(candidate, count)
-        repeated = ("compute", "tensor", "pipeline")
+        repeated = ("compute", "tensor", "pipeline", "sharing")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
         return Estimate(seconds, breakdown, short.memory_bytes)
@@ -136,8 +135,9 @@ class Estimator:
         """Seconds of the schedule with so many microbatches."""
         _, (_, times) = self._divide_stages(candidate)
         p = candidate.pipeline
-        _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
-        return float(max(end for _, _, _, end in walk(order, p, action_times(times))))
+        schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
+        walked = walk_cluster(schedule, order, action_times(times), candidate.mesh, self.cluster)
+        return float(max(end for _, _, _, end in walked))
 
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)

@@ -11,9 +11,11 @@ from autoptd.passes.durations import Precision
 from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.passes.program import Stage
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import Action, Schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.trace import Phase, TimelineEntry, write_trace
+from autoptd.shared_cores import walk_shared
 from autoptd.stage_times import StageTimes, time_stages
 from autoptd.step_memory import Owned, copied_bytes, count_owned, optimizer_bytes, state_bytes, trace_memory
 from autoptd.timeline import write_svg
@@ -26,9 +28,9 @@ class Simulation:
     `tflops_per_device` counts GEMMs and attention's products in all passes, recomputation included, as SC21 §5.1
     does by its equation (3); `mfu` without recomputation, over the device's peak. `bubble_fraction` is the idle time
     of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's step:
-    compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble. `memory_bytes`
-    is the peak of each pipeline rank, `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the
-    fullest rank holds at its peak.
+    compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble; and sharing, by
+    which the schedule is longer where devices share cores. `memory_bytes` is the peak of each pipeline rank,
+    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak.
     """
 
     cluster: Cluster
@@ -118,18 +120,23 @@ def simulate_times(
     """Walk a schedule of `manifest` whose stages have `times`, in its `execution_order`."""
     p, m = manifest.mesh.pipeline, manifest.num_microbatches
     rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
-    for entry in walk(order, p, action_times(times, blocking=not training.overlap_transfers)):
+    taken = action_times(times, blocking=not training.overlap_transfers)
+    for entry in walk_cluster(schedule, order, taken, manifest.mesh, cluster):
         rows[entry[0]].append(TimelineEntry._make(entry))
     timeline = tuple(map(tuple, rows))
+    crowded = cluster.crowding(range(manifest.mesh.size)) > 1
     least = max(end for _, _, _, end in walk(order, p, action_times(times, messages=False)))
     owned = [count_owned(manifest, rank) for rank in range(p)]
     phases = tuple(_finish(manifest, timeline, owned, cluster, precision, training))
     pipelined = max(row[-1].end for row in timeline)
+    alone = max(end for _, _, _, end in walk(order, p, taken)) if crowded else pipelined
     step = max([pipelined, *(phase.end for phase in phases)])
     spent = [_add_up(times[rank::p], m) for rank in range(p)]
     critical = max(range(p), key=lambda rank: sum(spent[rank].values()))
     work = sum(spent[critical].values())
-    breakdown = {**spent[critical], "pipeline": spent[critical]["pipeline"] + pipelined - least}
+    breakdown = {**spent[critical], "pipeline": spent[critical]["pipeline"] + alone - least}
+    if crowded:
+        breakdown["sharing"] = pipelined - alone
     for phase in phases:
         if phase.rank == critical:
             begin = max(phase.start, pipelined)
@@ -171,6 +178,19 @@ def simulate_times(
     )
 
 
+def walk_cluster(
+    schedule: Schedule,
+    order: Sequence[tuple[int, Action]],
+    times: ActionTimes,
+    mesh: Mesh,
+    cluster: Cluster,
+) -> Iterator[tuple[int, Action, float, float]]:
+    """`walk` the `order` of a schedule, or `walk_shared` where a node has more ranks than compute at once."""
+    if cluster.crowding(range(mesh.size)) > 1:
+        return walk_shared(schedule, times, mesh, cluster)
+    return walk(order, mesh.pipeline, times)
+
+
 def action_times(
     times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
 ) -> ActionTimes:
@@ -206,20 +226,24 @@ def _finish(
     precision: Precision,
     training: Training,
 ) -> Iterator[Phase]:
-    """After the schedule: the sums of gradients, in the runtime's order, then the optimizer on all ranks at once."""
+    """After the schedule: the sums of gradients, in the runtime's order, then the optimizer on all ranks at once.
+
+    Ranks that share cores all do so at once.
+    """
     mesh, item = manifest.mesh, ITEM_BYTES[precision.dtype]
-    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+    crowding = cluster.crowding(range(mesh.size))
+    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
     shards = mesh.data if training.zero else 1
     ends = []
     for rank, own in enumerate(owned):
         here = mesh.rank_of(0, rank, 0)
         start = end = timeline[rank][-1].end
-        end += cluster.all_reduce_seconds(own.partial * item, mesh.tensor_group(here))
+        end += crowding * cluster.all_reduce_seconds(own.partial * item, mesh.tensor_group(here))
         for owners, elements in own.tied.items():
             ready = max(timeline[owner][-1].end for owner in owners)
             ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
-            end = max(end, ready) + cluster.all_reduce_seconds(elements * item, ranks)
-        reducing = cluster.all_reduce_seconds(own.trained * item, mesh.data_group(here))
+            end = max(end, ready) + crowding * cluster.all_reduce_seconds(elements * item, ranks)
+        reducing = crowding * cluster.all_reduce_seconds(own.trained * item, mesh.data_group(here))
         if training.overlap_data:
             end = max(end, _last_backward(timeline[rank]).start + reducing)
         else:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autoptd.overview import Overview
+from autoptd.passes.cluster import Cluster, Link
 from autoptd.ranking import Plan
 from autoptd.simulation import Simulation
 from autoptd.summary import (
@@ -62,6 +63,32 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     ]
     _print_table(console, ("kind", "time", "of the step"), spent)
     _print_memory(console, simulation)
+
+
+def print_cluster(console: Console, cluster: Cluster) -> None:
+    """What its devices and the links inside a node reach."""
+    device, node = cluster.device, cluster.node
+    console.print(f"[bold]{escape(cluster.name)}[/], {cluster.devices_at_once} compute at a time")
+    rates = [
+        (f"products in {dtype}", f"{format_teraflops(device.gemm_efficiency * peak / 1e12)} TFLOP/s")
+        for dtype, peak in device.peak_flops.items()
+    ]
+    rates += [
+        (
+            "other kernels",
+            f"{format_bytes(round(device.memory_bandwidth * device.memory_efficiency))}/s, or "
+            f"{format_teraflops(device.vector_flops / 1e12)} TFLOP/s",
+        ),
+        ("memory", format_bytes(round(device.memory_bytes))),
+        ("a launch", format_seconds(device.launch_seconds)),
+        ("messages", _format_link(node.message_rate, node)),
+        ("collectives", _format_link(node.collective_rate, node)),
+    ]
+    _print_table(console, ("", "of a device"), rates)
+
+
+def _format_link(rate: float, link: Link) -> str:
+    return f"{format_bytes(round(rate))}/s, {format_seconds(link.latency_seconds)} at least"
 
 
 def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:

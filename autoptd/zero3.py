@@ -51,10 +51,11 @@ def simulate_zero3(
     # The ring's latency is paid in full; its bandwidth is shared with the copies.
     latency = len(sizes) * cluster.ring_latency(ranks)
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+    crowding = cluster.crowding(ranks)
     breakdown = {
-        "compute": m * (times.forward.compute + times.backward.compute),
-        "data": m * passes * (latency + (moved - latency) / RING_SHARE),
-        "optimizer": optimizer_bytes(whole, precision, devices) / rate,
+        "compute": crowding * m * (times.forward.compute + times.backward.compute),
+        "data": crowding * m * passes * (latency + (moved - latency) / RING_SHARE),
+        "optimizer": crowding * optimizer_bytes(whole, precision, devices) / rate,
     }
     step = sum(breakdown.values())
     static = sum(state_bytes(whole, precision, 1).values()) / devices

@@ -6,13 +6,13 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from autoptd.passes.cluster_file import read_number, read_table, suggest, write_tables
 from autoptd.passes.work import Product, Work
 
 SHIPPED = Path(__file__).parent / "clusters"
@@ -25,6 +25,7 @@ ITEM_BYTES: Mapping[str, float] = {
     "fp8": 1,
     "fp4": 0.5,
 }
+ELEMENT_FLOPS = 20  # of an element of an elementwise kernel: an exponential and what is round it
 SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not worth their loads
 
 
@@ -58,6 +59,7 @@ class Device:
 
     `peak_flops` is by dtype; `memory_bandwidth` in bytes/s; both as the maker gives them. `gemm_efficiency` and
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
+    `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
     `multiprocessors` at a time.
     """
@@ -68,6 +70,7 @@ class Device:
     memory_bandwidth: float
     gemm_efficiency: float
     memory_efficiency: float
+    vector_flops: float
     multiprocessors: int
     tile_rows: int
     tile_columns: int
@@ -82,23 +85,24 @@ class Device:
     def seconds(self, work: Work, dtype: str, scale: float = 1.0) -> float:
         """Time of `work` on this device alone; its all-reduces are the cluster's matter.
 
-        GEMMs take what their tiles or their memory traffic takes, whichever is longer; what else is moved comes on
-        top. Products that move less than their factors are one fused kernel. `scale` converts the bytes of `work`
-        to `dtype`.
+        GEMMs take what their tiles or their memory traffic takes, whichever is longer; what else is moved, or
+        computed if that takes longer, comes on top. Products that move less than their factors are one fused kernel.
+        `scale` converts the bytes of `work` to `dtype`.
         """
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
         time = work.launches * self.launch_seconds
+        beside = work.elementwise * ELEMENT_FLOPS / self.vector_flops
         if not work.products:
-            return float(time + moved / rate)
+            return float(time + max(moved / rate, beside))
         computing = [self._product_seconds(product, dtype) for product in work.products]
         traffic = [_product_bytes(product, dtype) for product in work.products]
         if sum(traffic) > moved * 1.01:
             return float(time + max(sum(computing), moved / rate))
         own = sum(max(seconds, size / rate) for seconds, size in zip(computing, traffic, strict=True))
-        return float(time + own + max(0.0, moved - sum(traffic)) / rate)
+        return float(time + own + max((moved - sum(traffic)) / rate, beside))
 
     def _product_seconds(self, product: Product, dtype: str) -> float:
-        rounded = _round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
+        rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
         return rounded / (self.peak(dtype) * self.gemm_efficiency)
 
 
@@ -106,12 +110,15 @@ class Device:
 class Cluster:
     """Nodes of `devices_per_node` devices and `nics_per_node` network cards; rank r is in node r // devices_per_node.
 
-    `node` is each device's link to the others of its node, `network` one card's link to other nodes.
+    `node` is each device's link to the others of its node, `network` one card's link to other nodes. Of a node's
+    devices `devices_at_once` compute, or copy messages, at a time: fewer than all where they are processes that
+    share cores.
     """
 
     name: str
     device: Device
     devices_per_node: int
+    devices_at_once: int
     nics_per_node: int
     node: Link
     network: Link
@@ -129,7 +136,7 @@ class Cluster:
             known = sorted(file.stem for file in SHIPPED.glob("*.toml"))
             if str(name) not in known:
                 raise ValueError(
-                    f"cluster {str(name)!r} is not shipped{_suggest(str(name), known)}: expected one of "
+                    f"cluster {str(name)!r} is not shipped{suggest(str(name), known)}: expected one of "
                     f"{', '.join(known)}, or the path of a .toml file"
                 )
             path = SHIPPED / f"{name}.toml"
@@ -140,6 +147,24 @@ class Cluster:
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"cluster file {path} is no TOML: {error}") from None
         return _read_cluster(table, str(path))
+
+    def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:
+        """Write a TOML file that `load` reads, each value with where it is from: `source`, or what `others` says.
+
+        `others` is by value, or table of values: "nics_per_node", "network". ValueError where `path` cannot be
+        written, or is no .toml, which `load` would not take for a file.
+        """
+        file = Path(path)
+        if file.suffix != ".toml":
+            raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
+        try:
+            file.write_text(write_tables(self, source, others or {}))
+        except OSError as error:
+            raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
+
+    def crowding(self, ranks: Sequence[int]) -> float:
+        """How many times as long `ranks` take that all compute, for sharing their nodes' cores; 1 where none do."""
+        return max([1.0, *(count / self.devices_at_once for count in self.nodes(ranks).values())])
 
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
         """How many of `ranks` are in each node."""
@@ -189,7 +214,7 @@ def _product_bytes(product: Product, dtype: str) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
+def round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
     """A product's FLOPs with those that its best tiling wastes.
 
     Tiles run in waves over all multiprocessors, and a wave takes its time whether it is full or not. A tile of
@@ -225,59 +250,21 @@ def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
 
 
 def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
-    values = _read_table(table, Cluster, source, "")
-    device = _read_table(values["device"], Device, source, "device.")
+    values = read_table(table, Cluster, source, "")
+    device = read_table(values["device"], Device, source, "device.")
     device["peak_flops"] = {
-        key: _read_number(value, float, source, f"device.peak_flops.{key}")
+        key: read_number(value, float, source, f"device.peak_flops.{key}")
         for key, value in device["peak_flops"].items()
     }
     unknown = [key for key in device["peak_flops"] if key not in ITEM_BYTES]
     if unknown or not device["peak_flops"]:
         found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
         raise ValueError(f"{source}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
-    for name in ("node", "network"):
-        values[name] = Link(**_read_table(values[name], Link, source, f"{name}."))
-    return Cluster(**{**values, "device": Device(**device)})
-
-
-def _read_table(table: Mapping[str, Any], kind: type, source: str, place: str) -> dict[str, Any]:
-    """The values of a table by the fields of `kind`: all of them, and no others."""
-    types = {field.name: str(field.type) for field in fields(kind)}
-    for key in table:
-        if key not in types:
-            raise ValueError(
-                f"{source}: unknown key {place}{key}{_suggest(key, types)}: expected {', '.join(types)}"
-            )
-    missing = [place + key for key in types if key not in table]
-    if missing:
-        raise ValueError(f"{source}: {', '.join(missing)} missing: expected a value for each")
-    values: dict[str, Any] = {}
-    for key, wanted in types.items():
-        if wanted in ("int", "float"):
-            values[key] = _read_number(table[key], int if wanted == "int" else float, source, place + key)
-        else:
-            expected = str if wanted == "str" else dict
-            if not isinstance(table[key], expected):
-                noun = "a text" if expected is str else "a table"
-                raise ValueError(f"{source}: {place}{key} = {table[key]!r}: expected {noun}")
-            values[key] = table[key]
-    return values
-
-
-LARGEST = 1e30  # of a value in a file
-
-
-def _read_number(value: object, kind: type, source: str, name: str) -> Any:
-    share = name.endswith("efficiency")
-    fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if not fits or not 0 < value <= (1 if share else LARGEST):  # type: ignore[operator]
-        noun = "a share above 0 and at most 1" if share else "a number above 0"
+    if values["devices_at_once"] > values["devices_per_node"]:
         raise ValueError(
-            f"{source}: {name} = {value!r}: expected {'a whole number above 0' if kind is int else noun}"
+            f"{source}: devices_at_once = {values['devices_at_once']}: expected at most devices_per_node, "
+            f"{values['devices_per_node']}"
         )
-    return kind(value)
-
-
-def _suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    near = get_close_matches(name, list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    for name in ("node", "network"):
+        values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
+    return Cluster(**{**values, "device": Device(**device)})

@@ -13,22 +13,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from autoptd.calibration import describe_processor
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> str:
     """Date, processor, cores and versions, in one line."""
-    model = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [
-            line.split(":")[1]
-            for line in information.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0].strip() if names else model
     return (
-        f"{datetime.now(UTC):%d %B %Y}; {model}, {os.cpu_count()} cores; "
+        f"{datetime.now(UTC):%d %B %Y}; {describe_processor()}, {os.cpu_count()} cores; "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
 

@@ -324,3 +324,14 @@ def test_files_to_look_at(tmp_path: Path) -> None:
     assert picture.tag.endswith("svg")
     words = {element.text for element in picture.iter() if element.tag.endswith("text")}
     assert {"rank 0", "rank 1", "forward", "backward"} <= words
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory_bounds_elementwise_kernels_on_gpus(recompute: str) -> None:
+    """What they compute never takes longer than what they move: with no bound on it the step is the same bits."""
+    program = compile_gpt((2, 2, 1), num_microbatches=4, recompute=recompute)
+    for name in ("dgx-1-v100", "dgx-a100", "p4de", "dgx-h100", "dgx-h200", "gb200-nvl72"):
+        cluster, dtype = Cluster.load(name), "fp16" if name == "dgx-1-v100" else "bf16"
+        unbound = replace(cluster, device=replace(cluster.device, vector_flops=1e30))
+        steps = [program.simulate(found, dtype).step_seconds for found in (cluster, unbound)]
+        assert steps[0] == steps[1], name

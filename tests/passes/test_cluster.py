@@ -109,6 +109,16 @@ def test_elementwise_work_is_its_traffic_and_launches() -> None:
     assert DEVICE.seconds(work, "bf16", 0.5) == pytest.approx(1.5e9 / rate + 3 * DEVICE.launch_seconds)
 
 
+def test_elementwise_work_is_what_it_computes_where_that_is_longer() -> None:
+    work, slow = Work(elementwise=10**9, read=2 * 10**9, launches=1), replace(DEVICE, vector_flops=1e10)
+    computed = 20 * 10**9 / 1e10
+    assert slow.seconds(work, "bf16") == pytest.approx(computed + DEVICE.launch_seconds)
+    product = Product(1, 4096, 4096, 4096)
+    both = replace(work, products=(product,), read=3 * 2 * 4096**2)
+    alone = slow.seconds(replace(both, elementwise=0), "bf16")
+    assert slow.seconds(both, "bf16") == pytest.approx(alone + computed)
+
+
 def test_traffic_beside_a_gemms_own_comes_on_top() -> None:
     product = Product(1, 4096, 4096, 4096)
     own = 3 * 2 * 4096**2

@@ -1,0 +1,126 @@
+"""Time products, copies, and steps of small compiled transformers on one device; see `machine_timing`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoptd.compiled import CompiledProgram
+from autoptd.compiler import compile
+from autoptd.machine_timing import Timer, say, start
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# Rows, columns, inner dimension; those that no power of two divides show what tiles waste.
+SHAPES = (
+    (256, 512, 384),
+    (512, 512, 512),
+    (1024, 768, 768),
+    (200, 1000, 300),
+    (72, 520, 520),
+    (1000, 136, 712),
+)
+COPIES = tuple(4**power for power in range(9, 13))  # elements
+MICROBATCHES = 4
+
+
+def main_dtype(device: torch.device) -> str:
+    """What programs mostly compute in there."""
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a transformer: sequences, tokens, hidden, heads, vocabulary; two layers."""
+
+    b: int
+    s: int
+    h: int
+    a: int
+    vocabulary: int
+
+
+# One in which launches are all, and one in which kernels beside the products are much.
+BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(2, 128, 128, 4, 1024))
+
+
+class Transformer(nn.Module):
+    """A plain decoder: what programs consist of."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        h, self.a = sizes.h, sizes.a
+        self.table = nn.Embedding(sizes.vocabulary, h)
+        linears = {"packed": (h, 3 * h), "joined": (h, h), "up": (h, 4 * h), "down": (4 * h, h)}
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {name: nn.Linear(*size) for name, size in linears.items()}
+                | {name: nn.LayerNorm(h) for name in ("first", "second")}
+            )
+            for _ in range(2)
+        )
+        self.last = nn.LayerNorm(h)
+        self.head = nn.Linear(h, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            b, s, h = x.shape
+            q, k, v = (
+                y.view(b, s, self.a, h // self.a).transpose(1, 2)
+                for y in layer["packed"](layer["first"](x)).split(h, dim=2)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer["joined"](mixed.transpose(1, 2).reshape(b, s, h))
+            x = x + layer["down"](F.gelu(layer["up"](layer["second"](x)), approximate="tanh"))
+        logits = self.head(self.last(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+@lru_cache
+def compile_block(sizes: Sizes, dtype: str) -> CompiledProgram:
+    """The program of a small transformer for one device."""
+    with torch.device("meta"):
+        model = Transformer(sizes).to(DTYPES[dtype])
+    tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.long)
+    inputs = {"tokens": tokens, "labels": tokens.clone()}
+    return compile(model, (1, 1, 1), example_inputs=inputs, num_microbatches=MICROBATCHES)
+
+
+def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
+    """Yield ("products", [dtype, rows, columns, inner, seconds]), ("copies", [bytes, seconds]), ("blocks", seconds).
+
+    A product is the mean of the three that training has: x wᵀ forward, g w and gᵀ x backward.
+    """
+    main = main_dtype(timer.device)
+    for name, dtype in DTYPES.items():
+        for m, n, k in SHAPES if name == main else SHAPES[:1]:
+            x, w, g = (
+                torch.randn(shape, device=timer.device).to(dtype) for shape in ((m, k), (n, k), (m, n))
+            )
+            calls = (lambda: F.linear(x, w), lambda: g @ w, lambda: g.t() @ x)  # noqa: B023 (called at once)
+            yield "products", [name, m, n, k, statistics.mean(timer.time(call, 3) for call in calls)]
+    for count in COPIES:
+        source = torch.zeros(count, device=timer.device)
+        copied = torch.empty_like(source)
+        yield "copies", [2 * source.nbytes, timer.time(lambda: copied.copy_(source))]  # noqa: B023
+    for sizes in BLOCKS:
+        parallel = compile_block(sizes, main).bind(timer.device)
+        tokens = torch.zeros(sizes.b * MICROBATCHES, sizes.s, dtype=torch.long, device=timer.device)
+
+        def step() -> None:
+            parallel(tokens, tokens).backward()  # noqa: B023
+            parallel.zero_grad()  # noqa: B023
+
+        yield "blocks", timer.time(step)
+
+
+if __name__ == "__main__":
+    say(time_kernels(start(one_core=True)[1]))
