@@ -216,7 +216,7 @@ class CostRow:
         """The places worth a cut."""
         if apart not in self._sequences:
             durations = Durations(self._cluster, mesh, self.precision.dtype)
-            tolls = self._row.times(durations, ()).tolls
+            tolls = self._row.tolls(durations)
             work = np.ceil(self._table[self._source, :6].sum(1) * NANOSECONDS).astype(np.int64)
             sequence = fold(work.tolist(), [tolls[i] for i in self._source.tolist()], None, 1, 1)
             self._sequences[apart] = sequence.take(undominated(sequence, np.zeros(0, np.int64)))

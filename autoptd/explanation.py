@@ -176,7 +176,11 @@ def _change(manifest: Manifest, recompute: str, estimator: Estimator) -> Iterato
         recompute,
         "1f1b" if manifest.schedule == "interleaved_1f1b" and v == 1 else manifest.schedule,
     )
-    now = estimator.estimate(own).step_seconds / (m * mesh.data)
+    try:
+        now = estimator.estimate(own).step_seconds / (m * mesh.data)
+    except ValueError as error:  # the estimator knows no `rules`, for one
+        yield Change("other settings", refused=str(error))
+        return
     for what, candidate in _neighbours(own):
         if isinstance(candidate, str):
             yield Change(what, refused=candidate)

@@ -30,7 +30,8 @@ class Simulation:
     of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's step:
     compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble; and sharing, by
     which the schedule is longer where devices share cores. `memory_bytes` is the peak of each pipeline rank,
-    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak.
+    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak;
+    buffers are those of receives, and float32 gradients while the optimizer steps.
     """
 
     cluster: Cluster

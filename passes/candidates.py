@@ -178,20 +178,23 @@ def _move(
     here = np.searchsorted(sequence.places, [0, *cut.positions, sequence.places[-1]])
     kept = undominated(sequence, here)
     places, here = sequence.take(kept), np.searchsorted(kept, here)
-    before = step
-    for _ in range(WALKED // pipeline.num_actions):
+    before, stopped, turns = step, ", as far as its limit", WALKED // pipeline.num_actions
+    if not turns:
+        return replace(cut, method=f"{cut.method}, too long to move"), step
+    for _ in range(turns):
         moves = _neighbours(places, here)
         steps = pipeline.of_cuts(places.places[moves[:, 1:-1]])
         for index in np.argsort(steps, kind="stable").tolist():
             if steps[index] >= step or memory_limit is None or places.fullest(moves[index]) <= memory_limit:
                 break
         if steps[index] >= step:
+            stopped = ""
             break
         here, step = moves[index], int(steps[index])
     if step == before:
         return cut, step
     positions, stages = tuple(places.places[here[1:-1]].tolist()), tuple(places.stage_costs(here).tolist())
-    method = f"{cut.method}, then moved"
+    method = f"{cut.method}, then moved{stopped}"
     moved = replace(cut, positions=positions, stage_costs=stages, bottleneck=places.bottleneck(here))
     return replace(moved, method=method), step
 

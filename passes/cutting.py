@@ -38,9 +38,9 @@ PRECISION = 24  # bits of the costs and bytes that the solver sees
 class Cut:
     """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, with transfers.
 
-    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut, also
-    outside the window and above the ceiling of the search. `overflow` says why memory was not heeded, where no cut
-    was found to fit.
+    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut (of those that fit,
+    where memory is limited), also outside the window and above the ceiling of the search. `overflow` says why memory
+    was not heeded, where no cut was found to fit.
     """
 
     positions: tuple[int, ...]

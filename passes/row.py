@@ -125,6 +125,11 @@ class Row:
             backward[i] += forward[i] if node in repeated else 0
         return ItemTimes(forward, backward, *self.transfer_times(durations), self.allowed())
 
+    def tolls(self, durations: Durations) -> list[int | None]:
+        """Nanoseconds of both directions of a cut before each item; None where no cut may stand."""
+        times = zip(*self.transfer_times(durations), self.allowed(), strict=True)
+        return [ahead + back if fit else None for ahead, back, fit in times]
+
     def memory(self, ledger: Ledger, recomputed: Sequence[Sequence[fx.Node]], *, once: bool) -> RowBytes:
         """Bytes of each item: its parameters with their state, and what is kept for the backward on its behalf.
 

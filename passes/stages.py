@@ -15,6 +15,7 @@ from torch import fx
 
 from autoptd.passes.candidates import Choice, choose_cut
 from autoptd.passes.cluster import Cluster
+from autoptd.passes.cutting import GB
 from autoptd.passes.durations import Durations, Precision
 from autoptd.passes.ledger import Ledger
 from autoptd.passes.pipeline import live_microbatches
@@ -57,7 +58,7 @@ def cut_stages(
     """
     (stage,) = program.stages
     pipeline = program.mesh.pipeline
-    m = num_microbatches or 8 * pipeline
+    m = 8 * pipeline if num_microbatches is None else num_microbatches
     row = Row(stage)
     described = cluster or Cluster.load("dgx-a100")
     if memory_limit is None and cluster is not None:
@@ -65,7 +66,7 @@ def cut_stages(
     durations = Durations(described, program.mesh, Precision.of(program.stages).dtype)
     groups: list[list[fx.Node]] = []
     repeated: set[fx.Node] = set()
-    memory = None
+    memory, working = None, 0
     if recompute != "none" or memory_limit is not None:
         ledger = Ledger(stage, program.mesh)
         groups = find_recomputed(program, recompute, ledger)
@@ -76,7 +77,8 @@ def cut_stages(
                 make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages
             )
             memory = Memory(held.static, held.activation, alive)
-            memory_limit -= held.working
+            working = held.working
+            memory_limit -= working
     choice = choose_cut(
         row.times(durations, repeated),
         memory,
@@ -86,7 +88,7 @@ def cut_stages(
         num_microbatches=m,
         memory_limit=memory_limit,
     )
-    return cut_at(program, choice.cut.positions, _describe(choice, pipeline, described.name))
+    return cut_at(program, choice.cut.positions, _describe(choice, pipeline, described.name, working))
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
@@ -229,12 +231,13 @@ def make_boundary(node: fx.Node) -> Boundary:
     )
 
 
-def _describe(choice: Choice, pipeline: int, name: str) -> str:
+def _describe(choice: Choice, pipeline: int, name: str, working: int) -> str:
     cut = choice.cut
+    besides = f" (besides {working / GB:.2f} GB for the backward of a recomputed group)" if working else ""
     mean = sum(cut.stage_costs) / pipeline
     return (
         f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
         f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
         f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({choice})"
-        + (f"; {cut.overflow}" if cut.overflow else "")
+        + (f"; {cut.overflow}{besides}" if cut.overflow else "")
     )

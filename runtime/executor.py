@@ -221,7 +221,7 @@ class Executor:
         `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. Gradients are left in the
         ``.grad`` of `weights`, added up in the order of the backwards; without `gradients`, forwards only.
         """
-        self.measured.spans.clear()
+        self.measured.start()
         for index, stage in self.stages.items():
             stage.start(weights[index], inputs[index], gradients)
         # The program's own casts decide: autocast round the call would change what crosses a boundary.

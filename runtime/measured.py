@@ -14,21 +14,36 @@ from autoptd.runtime.stopwatch import Stopwatch
 from autoptd.runtime.trace import Phase, TimelineEntry
 
 KINDS = ("F", "B", "data")
+Span = tuple[str, int, int, Any, Any]
 
 
 @dataclass
 class Measured:
-    """What this rank did in its last step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
+    """What this rank did in its last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
 
     A forward or backward begins when what it needs has arrived; "data" is the sum of gradients.
     """
 
     stopwatch: Stopwatch
-    spans: list[tuple[str, int, int, Any, Any]] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
+    _running: list[Span] = field(default_factory=list)
+
+    def start(self) -> None:
+        """A step begins; the one before is forgotten."""
+        self.spans = ()
+        self._running.clear()
 
     def add(self, action: Action, begin: Any) -> None:
         """`action` began at the mark `begin`, and ends now."""
-        self.spans.append((action.kind, action.stage, action.microbatch, begin, self.stopwatch.mark()))
+        self._running.append((action.kind, action.stage, action.microbatch, begin, self.stopwatch.mark()))
+
+    def add_sums(self, begin: Any) -> None:
+        """The sum of gradients began at the mark `begin`, and ends now."""
+        self._running.append(("data", 0, 0, begin, self.stopwatch.mark()))
+
+    def finish(self) -> None:
+        """The step is whole."""
+        self.spans = tuple(self._running)
 
 
 def gather_measured(
@@ -39,7 +54,9 @@ def gather_measured(
     Every rank of the pipeline must call it, after a step of all.
     """
     kinds = [KINDS.index(kind) for kind, *_ in measured.spans]
-    begins, ends = (measured.stopwatch.read([span[i] for span in measured.spans]) for i in (3, 4))
+    count = len(measured.spans)
+    marks = measured.stopwatch.read([span[i] for i in (3, 4) for span in measured.spans])
+    begins, ends = marks[:count], marks[count:]
     places = [span[1:3] for span in measured.spans]
     rows = [
         [kind, *place, begin, end]

@@ -122,10 +122,12 @@ class Parallel(nn.Module):
 
         Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
         where its values have arrived; what is sent is not shown. Times are by the clocks of the ranks' machines.
-        Raises RuntimeError where no step has run.
+        Raises RuntimeError where no step has run, or the last one failed.
         """
         if not self._executor.measured.spans:
-            raise RuntimeError("no step has run yet: call the parallel model before save_trace")
+            raise RuntimeError(
+                "no step has run, or the last one failed: call the parallel model before save_trace"
+            )
         rows, phases = gather_measured(self._executor.measured, self._rank)
         if self._rank.coordinates == self._rank.mesh.coordinates(0):
             about = {"step": "measured", "device": self._device.type, "mesh": str(self._manifest.mesh)}
@@ -207,7 +209,8 @@ class Parallel(nn.Module):
         begin = measured.stopwatch.mark()
         reduce_gradients(manifest, self._connection, summed)
         if gradients:
-            measured.spans.append(("data", 0, 0, begin, measured.stopwatch.mark()))
+            measured.add_sums(begin)
+        measured.finish()
         return pair[0].to(self._loss_dtype), summed
 
     def _sum_stages(

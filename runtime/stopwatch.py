@@ -27,6 +27,7 @@ class Stopwatch:
         """Seconds since the epoch of each mark; waits for the device."""
         if self._device.type != "cuda":
             return list(marks)
+        torch.cuda.synchronize(self._device)  # the marks may be another stream's
         last = self.mark()
         last.synchronize()
         now = time.time()

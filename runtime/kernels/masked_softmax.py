@@ -95,11 +95,10 @@ def _allocate(
 
 def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """In plain torch, and in float32 for half precision."""
-    scores = scores.contiguous().to(widen(scores.dtype))
+    scores = scores.contiguous().to(widen(scores.dtype)) * scale
     if is_causal:
-        hidden = scores.new_full(scores.shape[-2:], -torch.inf).triu_(1)
-        return torch.add(hidden, scores, alpha=scale).softmax(-1)
-    scores = scores * scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
     if mask is None:
         return scores.softmax(-1)
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf

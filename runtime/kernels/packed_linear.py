@@ -16,7 +16,7 @@ def split_linear(
     """Compute ``linear(x, weight, bias)`` in `sections` equal parts: [sections, .., out / sections].
 
     A packed query, key and value then need no copy to be read head by head. `weight` is [out, in], or [in, out] where
-    `transposed`. Computed as one batched product; no concatenation in the backward.
+    `transposed`. One batched product, on a CPU one for each part; no concatenation in the backward.
     """
     rows = weight.shape[1 if transposed else 0]
     if weight.dim() != 2 or x.shape[-1] != weight.shape[0 if transposed else 1] or rows % sections:
@@ -84,7 +84,9 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         towards_x = total.view(x.shape)
     if ctx.needs_input_grad[1]:
         rows = x.reshape(-1, x.shape[-1]).expand(ctx.sections, -1, -1)
-        towards_weight = _multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
+        # What is written into cannot be differentiated again.
+        multiply = torch.bmm if torch.is_grad_enabled() else _multiply
+        towards_weight = multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
         if ctx.transposed:
             towards_weight = towards_weight.t()
     if ctx.has_bias and ctx.needs_input_grad[2]:

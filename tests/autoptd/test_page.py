@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autoptd
 from autoptd.compiled import CompiledProgram
@@ -173,3 +174,37 @@ def test_what_does_not_fit_is_marked(program: CompiledProgram, tmp_path: Path) -
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert '<div class="bad">' in text
     assert "does not fit in 10 kB" in text
+
+
+@torch.library.custom_op("autoptd_page_test::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+double.register_fake(torch.empty_like)
+double.register_autograd(lambda ctx, g: g * 2)
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.down(double(self.up(x))).square().mean()
+        return loss
+
+
+def test_a_program_with_rules_of_the_users_own(tmp_path: Path) -> None:
+    """What other settings would do is not known then, and said so."""
+    program = autoptd.compile(
+        Doubled(),
+        mesh=(2, 1, 1),
+        example_inputs={"x": torch.zeros(2, 16)},
+        rules={"autoptd_page_test::double": "b f -> b f"},
+    )
+    program.save_report(tmp_path / "page.html", "dgx-a100")
+    assert (
+        "other settings: cannot be, no sharding rule for autoptd_page_test.double"
+        in read(tmp_path / "page.html").text
+    )

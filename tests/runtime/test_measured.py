@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ import pytest
 import torch
 
 import autoptd
+from autoptd.runtime.measured import Measured, gather_measured
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.rank import Rank
+from autoptd.runtime.schedule import Action
+from autoptd.runtime.stopwatch import Stopwatch
 from samples.gpt import GPT, GPTConfig
 from tests.ranks import run_ranks
 
@@ -25,12 +31,14 @@ def compile_small() -> autoptd.CompiledProgram:
 
 def take_steps(rank: int, program: autoptd.CompiledProgram, folder: Path) -> str:
     parallel = program.bind("cpu")
-    with pytest.raises(RuntimeError, match="no step has run yet") as refusal:
+    with pytest.raises(RuntimeError, match="no step has run") as refusal:
         parallel.save_trace(folder / "none.json")
     batch = {name: torch.zeros(4, 16, dtype=torch.long) for name in ("idx", "targets")}
     for _ in range(2):
         parallel(**batch)[1].backward()
     parallel.save_trace(folder / "step.json")
+    with pytest.raises(TypeError):
+        parallel(idx=batch["idx"])  # refused before it starts: the last step is still the last
     with torch.no_grad():
         parallel(**batch)
     parallel.save_trace(folder / "forwards.json")
@@ -78,3 +86,36 @@ def test_it_has_the_predicted_steps_format(tmp_path: Path) -> None:
     names = ("process_name", "thread_name")
     for rank in range(2):
         assert {e["name"] for e in measured["traceEvents"] if e["pid"] == rank} >= set(names)
+
+
+def test_a_broken_step_is_not_shown(tmp_path: Path) -> None:
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32))
+    program = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=2, microbatch_size=1)
+    parallel = program.bind("cpu")
+    batch = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("idx", "targets")}
+    parallel(**batch)
+    batch["idx"][1] = 64  # past the vocabulary, in the second microbatch
+    with pytest.raises(IndexError):
+        parallel(**batch)
+    with pytest.raises(RuntimeError, match="the last one failed"):
+        parallel.save_trace(tmp_path / "step.json")
+
+
+def test_marks_are_read_at_once() -> None:
+    """Each reading of a device has a zero of its own."""
+    readings: list[int] = []
+
+    class Once(Stopwatch):
+        def read(self, marks: Sequence[Any]) -> list[float]:
+            readings.append(len(marks))
+            return super().read(marks)
+
+    rank = Rank.local(Mesh(1, 1, 1))
+    measured = Measured(Once(rank.device))
+    measured.start()
+    measured.add(Action(0, "F", 0), measured.stopwatch.mark())
+    measured.add_sums(measured.stopwatch.mark())
+    measured.finish()
+    ((entry,),), (phase,) = gather_measured(measured, rank)
+    assert readings == [4]
+    assert 0 == entry.start <= entry.end <= phase.start <= phase.end
