@@ -27,7 +27,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoptd.compiled import CompiledProgram
-from autoptd.kernel_timing import BLOCKS, COPIES, DTYPES, MICROBATCHES, SHAPES, compile_block, main_dtype
+from autoptd.kernel_timing import (
+    BLOCKS,
+    COPIES,
+    DIVIDED,
+    DTYPES,
+    MICROBATCHES,
+    SHAPES,
+    compile_block,
+    main_dtype,
+)
 from autoptd.message_timing import MESSAGES
 from autoptd.passes.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.durations import Precision
@@ -35,12 +44,13 @@ from autoptd.passes.work import Product
 from autoptd.stage_times import time_stages
 
 TILES = (16, 32, 64, 128, 256)
-LAUNCHES, VECTORS = (1e-9, 1e-2), (1e7, 1e15)  # where launch_seconds and vector_flops are looked for
+LAUNCHES, VECTORS, LATENCIES = (1e-9, 1e-2), (1e7, 1e15), (1e-7, 1e-1)  # where the values are looked for
+RESOLUTION = 1e-9  # seconds: what two sizes of a message differ in at least
 MEASUREMENTS = {
     "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS),
-    "message": 2 * len(MESSAGES),
+    "message": 2 * len(MESSAGES) + 4,
 }
-PROCESSES = PAIR = 2  # that compute at once, where there are cores for it; that talk
+PROCESSES = 2  # that compute at once, where there are devices for it, and that talk
 
 Results = Mapping[str, Sequence[Any]]
 
@@ -64,8 +74,8 @@ def calibrate(
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = devices if devices is not None else cuda or len(cores)
     _check(output, number, cuda, seconds)
-    groups = {"kernel": min(PROCESSES, cuda or len(cores))}
-    groups["message"] = cuda - cuda % 2 if cuda else PAIR
+    main = main_dtype(torch.device("cuda" if cuda else "cpu"))
+    groups = {"kernel": min(PROCESSES, cuda or len(cores)), "message": PROCESSES if cuda != 1 else 0}
     times = {
         kind: seconds / 2 / count / (1 if kind == "message" else 3) for kind, count in MEASUREMENTS.items()
     }
@@ -74,10 +84,8 @@ def calibrate(
             _measure(kind, ranks, times[kind], cores[:PROCESSES], bar.step) if ranks else {}
             for kind, ranks in groups.items()
         )
-    device = fit_device(
-        _describe_device(number, cuda), kernels, main_dtype(torch.device("cuda" if cuda else "cpu"))
-    )
-    link = fit_link(messages, device)
+    device = fit_device(_describe_device(number, cuda), kernels, main)
+    link = fit_link(messages, device, main) if messages else _link_alone(device)
     cluster = Cluster(
         f"{number} x {device.name}",
         device,
@@ -121,19 +129,45 @@ def fit_device(device: Device, measured: Results, main: str) -> Device:
     )
     seconds, blocks = measured["blocks"], [compile_block(sizes, main) for sizes in BLOCKS]
     for _ in range(3):  # each has a little of the other
-        launch = _solve(partial(_with_launches, device), LAUNCHES, blocks[0], seconds[0])
-        device = _with_launches(device, launch)
-        rate = _solve(partial(_with_vectors, device), VECTORS, blocks[1], seconds[1])
-        device = _with_vectors(device, rate)
+        device = _solve(partial(_with_launches, device), LAUNCHES, blocks[0], seconds[0]).device
+        device = _solve(partial(_with_vectors, device), VECTORS, blocks[1], seconds[1]).device
     return device
 
 
-def _with_launches(device: Device, seconds: float) -> Device:
-    return replace(device, launch_seconds=seconds)
+def fit_link(measured: Results, device: Device, main: str) -> Link:
+    """The link that takes what `message_timing.time_messages` measured, between devices like `device`."""
+    collective, message = (_fit_rate(measured[name]) for name in ("reduced", "sent"))
+    bandwidth = max(collective, message)
+    link = Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0)
+    (seconds,) = measured["divided"]
+    return _solve(
+        partial(_with_latency, device, link), LATENCIES, compile_block(DIVIDED, main, 2), seconds
+    ).node
 
 
-def _with_vectors(device: Device, flops: float) -> Device:
-    return replace(device, vector_flops=flops)
+def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
+    """Bytes/s, by what two sizes differ in: an all-reduce of two ranks sends all bytes as a message does."""
+    (small, early), (large, late) = sorted(timed)
+    return (large - small) / max(late - early, RESOLUTION)
+
+
+def _link_alone(device: Device) -> Link:
+    """Of a device without peers: its messages to itself would be copies in its memory."""
+    return Link(device.memory_bandwidth, 1.0, 1.0, device.launch_seconds)
+
+
+def _with_launches(device: Device, seconds: float) -> Cluster:
+    device = replace(device, launch_seconds=seconds)
+    return Cluster("", device, 1, 1, 1, _link_alone(device), _link_alone(device))
+
+
+def _with_vectors(device: Device, flops: float) -> Cluster:
+    return _with_launches(replace(device, vector_flops=flops), device.launch_seconds)
+
+
+def _with_latency(device: Device, link: Link, seconds: float) -> Cluster:
+    link = replace(link, latency_seconds=seconds)
+    return Cluster("", device, 2, 2, 2, link, link)
 
 
 def _spread(timed: Sequence[tuple[Product, float]], tile: tuple[int, int], multiprocessors: int) -> float:
@@ -142,44 +176,20 @@ def _spread(timed: Sequence[tuple[Product, float]], tile: tuple[int, int], multi
 
 
 def _solve(
-    make: Callable[[float], Device], bounds: tuple[float, float], program: CompiledProgram, seconds: float
-) -> float:
-    """The value, within `bounds`, of the device on which a step of `program` takes `seconds`, or nearest to it."""
+    make: Callable[[float], Cluster], bounds: tuple[float, float], program: CompiledProgram, seconds: float
+) -> Cluster:
+    """The cluster, made of a value within `bounds`, where a step of `program` takes `seconds`, or nearest to it."""
     low, high = bounds
 
     def predict(value: float) -> float:
-        cluster = Cluster("", make(value), 1, 1, 1, ALONE, ALONE)
-        (times,) = time_stages(program.manifest, program.stages, cluster, Precision.of(program.stages))
-        return MICROBATCHES * (times.forward.compute + times.backward.compute)
+        (times,) = time_stages(program.manifest, program.stages, make(value), Precision.of(program.stages))
+        return MICROBATCHES * (times.forward.total + times.backward.total)
 
     rising = predict(high) > predict(low)
     while high / low > 1 + 1e-4:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if (predict(middle) < seconds) == rising else (low, middle)
-    return math.sqrt(low * high)
-
-
-ALONE = Link(1.0, 1.0, 1.0, 1.0)  # of a device without peers
-
-
-def fit_link(measured: Results, device: Device) -> Link:
-    """The link that takes what was measured: `measured` as `message_timing.time_messages` yields it.
-
-    Of a device without peers nothing was: its messages to itself would be copies in its memory.
-    """
-    if not measured:
-        return Link(device.memory_bandwidth, 1.0, 1.0, device.launch_seconds)
-    reduced, sent = (sorted(measured[name]) for name in ("reduced", "sent"))
-    latency = min(reduced[0][1] / 2, sent[0][1])  # an all-reduce of two ranks has two steps
-    collective, message = _fit_rate(reduced, 2 * latency), _fit_rate(sent, latency)
-    bandwidth = max(collective, message)
-    return Link(bandwidth, message / bandwidth, collective / bandwidth, latency)
-
-
-def _fit_rate(timed: Sequence[tuple[float, float]], latency: float) -> float:
-    """Bytes/s: of all sizes, the relative errors of `latency` + size / rate are least, squared."""
-    pairs = [(size / seconds, 1 - latency / seconds) for size, seconds in timed]
-    return sum(x * x for x, _ in pairs) / sum(x * max(y, 1e-3) for x, y in pairs)
+    return make(math.sqrt(low * high))
 
 
 # This machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.machine_timing import Timer, say, start
+from autoptd.runtime.module import Parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Rows, columns, inner dimension; those that no power of two divides show what tiles waste.
@@ -48,6 +49,7 @@ class Sizes:
 
 # One in which launches are all, and one in which kernels beside the products are much.
 BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(2, 128, 128, 4, 1024))
+DIVIDED = Sizes(2, 128, 192, 6, 1024)  # over two tensor ranks
 
 
 class Transformer(nn.Module):
@@ -85,13 +87,24 @@ class Transformer(nn.Module):
 
 
 @lru_cache
-def compile_block(sizes: Sizes, dtype: str) -> CompiledProgram:
-    """The program of a small transformer for one device."""
+def compile_block(sizes: Sizes, dtype: str, tensor: int = 1) -> CompiledProgram:
+    """The program of a small transformer."""
     with torch.device("meta"):
         model = Transformer(sizes).to(DTYPES[dtype])
     tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.long)
     inputs = {"tokens": tokens, "labels": tokens.clone()}
-    return compile(model, (1, 1, 1), example_inputs=inputs, num_microbatches=MICROBATCHES)
+    return compile(model, (tensor, 1, 1), example_inputs=inputs, num_microbatches=MICROBATCHES)
+
+
+def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callable[[], None]:
+    """A step of such a program without an optimizer."""
+    tokens = torch.zeros(sizes.b * MICROBATCHES, sizes.s, dtype=torch.long, device=device)
+
+    def step() -> None:
+        parallel(tokens, tokens).backward()
+        parallel.zero_grad()
+
+    return step
 
 
 def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
@@ -113,13 +126,7 @@ def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
         yield "copies", [2 * source.nbytes, timer.time(lambda: copied.copy_(source))]  # noqa: B023
     for sizes in BLOCKS:
         parallel = compile_block(sizes, main).bind(timer.device)
-        tokens = torch.zeros(sizes.b * MICROBATCHES, sizes.s, dtype=torch.long, device=timer.device)
-
-        def step() -> None:
-            parallel(tokens, tokens).backward()  # noqa: B023
-            parallel.zero_grad()  # noqa: B023
-
-        yield "blocks", timer.time(step)
+        yield "blocks", timer.time(block_step(parallel, sizes, timer.device))
 
 
 if __name__ == "__main__":

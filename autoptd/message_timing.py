@@ -1,12 +1,11 @@
-"""Time all-reduces and messages between devices, a process each; see `machine_timing`.
+"""Time messages between two devices, a process each, and steps of a program that they divide; see `machine_timing`.
 
-Here it is the clock's time, not a core's: a rank that waits for another to be woken, beside what computes there, does
-nothing else. It is so with ranks that share cores too, where waking waits for a core.
+Here it is the clock's time, not a core's: between ranks that compute, most of what a small message takes is until
+the other rank is woken.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,68 +13,52 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype
 from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, say, start
 
-MESSAGES = (4, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes
-ROUNDS = 5
-RESOLUTION = 1e-7  # seconds: less is not seen, beside a product
+MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
 PATIENCE = 120.0  # seconds that a process waits for another
-COMPANY = (256, 256, 1024)  # the product that computes between two messages
 
 
 def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
-    """Yield ("reduced", [bytes, seconds]) and ("sent", [bytes, seconds]): all-reduces of two ranks, and messages.
-
-    Ranks 2i and 2i + 1 do both, all pairs at once; of a message each of them sends one and receives one.
-    """
-    rank = dist.get_rank()
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]) and ("divided", seconds) of a step."""
     for size in MESSAGES:
         x, arriving = (torch.zeros(size // 4, device=timer.device) for _ in range(2))
 
-        def reduce() -> None:
-            dist.all_reduce(x, group=pairs[rank // 2])  # noqa: B023
-
         def exchange() -> None:
-            both = [dist.P2POp(dist.isend, x, rank ^ 1), dist.P2POp(dist.irecv, arriving, rank ^ 1)]  # noqa: B023
+            peer = 1 - dist.get_rank()
+            both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, arriving, peer)]  # noqa: B023
             for work in dist.batch_isend_irecv(both):
                 work.wait()
 
-        yield "reduced", [size, time_beside_products(timer, reduce)]
-        yield "sent", [size, time_beside_products(timer, exchange)]
+        yield "reduced", [size, time_together(timer, lambda: dist.all_reduce(x))]  # noqa: B023
+        yield "sent", [size, time_together(timer, exchange)]
+    parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=2).bind(timer.device)
+    yield "divided", time_together(timer, block_step(parallel, DIVIDED, timer.device), parts=0.25)
 
 
-def time_beside_products(timer: Timer, message: Callable[[], None]) -> float:
-    """What a message adds to a product before it, whose data it drives from the caches, as it does in a program.
+def time_together(timer: Timer, call: Callable[[], object], parts: float = 1) -> float:
+    """The mean of calls that both ranks make in a row, as often as the first one says."""
 
-    The rounds with messages and those without take turns.
-    """
-    m, n, k = COMPANY
-    x, w = torch.randn(m, k, device=timer.device), torch.randn(n, k, device=timer.device)
-
-    def run(count: int, message: Callable[[], object]) -> float:
+    def run(count: int) -> float:
         dist.barrier()
-        start = time.perf_counter()
+        begun = time.perf_counter()
         for _ in range(count):
-            F.linear(x, w)
-            message()
+            call()
         if timer.device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - begun) / count
 
-    for _ in range(WARM_UPS):
-        once = run(LEAST_REPEATS, message)
-    share = timer.seconds / (2 * ROUNDS)
-    count = torch.tensor([max(LEAST_REPEATS, int(share / once))], device=timer.device)
+    run(WARM_UPS)
+    once = run(LEAST_REPEATS)
+    count = torch.tensor([max(LEAST_REPEATS, int(timer.seconds / parts / once))], device=timer.device)
     dist.broadcast(count, 0)
-    more = [run(int(count), message) - run(int(count), lambda: None) for _ in range(ROUNDS)]
-    return max(RESOLUTION, statistics.median(more))
+    return run(int(count))
 
 
 def join(place: Place, timer: Timer) -> None:
-    """Meet the other processes."""
+    """Meet the other process."""
     dist.init_process_group(
         "nccl" if timer.device.type == "cuda" else "gloo",
         f"file://{place.folder}/store",

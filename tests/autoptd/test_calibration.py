@@ -14,7 +14,7 @@ import autoptd
 from autoptd import Cluster, calibration
 from autoptd.calibration import fit_device, fit_link
 from autoptd.cli import main
-from autoptd.kernel_timing import BLOCKS, COPIES, DTYPES, SHAPES, compile_block
+from autoptd.kernel_timing import BLOCKS, COPIES, DIVIDED, DTYPES, SHAPES, compile_block
 from autoptd.message_timing import MESSAGES
 from autoptd.passes.cluster import Device, Link, round_flops
 from autoptd.passes.work import Product
@@ -79,18 +79,17 @@ def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
 
 
 def test_a_link_is_found_again_from_what_it_takes() -> None:
-    measured = {
-        "reduced": [[size, ALONE.all_reduce_seconds(size, (0, 0))] for size in MESSAGES],
-        "sent": [[size, ALONE.send_seconds(size, 0, 0)] for size in MESSAGES],
+    pair = Cluster("", KNOWN, 2, 2, 2, LINK, LINK)
+    spent = compile_block(DIVIDED, "fp32", 2).simulate(pair).breakdown
+    measured: dict[str, list[Any]] = {
+        "reduced": [[size, pair.all_reduce_seconds(size, (0, 1))] for size in MESSAGES],
+        "sent": [[size, pair.send_seconds(size, 0, 1)] for size in MESSAGES],
+        "divided": [spent["compute"] + spent["tensor"]],
     }
-    found = fit_link(measured, KNOWN)
-    assert found.collective_rate == pytest.approx(2e9, rel=0.01)
-    assert found.message_rate == pytest.approx(1e9, rel=0.01)
+    found = fit_link(measured, KNOWN, "fp32")
+    assert found.collective_rate == pytest.approx(2e9)
+    assert found.message_rate == pytest.approx(1e9)
     assert found.latency_seconds == pytest.approx(1e-4, rel=0.01)
-
-
-def test_a_device_without_peers_copies_in_its_memory() -> None:
-    assert fit_link({}, KNOWN).message_rate == KNOWN.memory_bandwidth
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
