@@ -28,12 +28,13 @@ from autoptd.runtime.program_text import read_program
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.schedule_text import format_schedule
 from autoptd.runtime.transfer import Departure
+from samples.benchmarks.uniform_cut import uniform_cuts
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import Batch, ParityError, Run, Training, compare, train_compiled, train_plain
 
 Edit = Callable[[CompiledProgram], CompiledProgram]
 
-GPT = ModelConfig(layers=2, projection="packed", tied=True)
+GPT = ModelConfig(layers=4, projection="packed", tied=True)
 GROUPED = ModelConfig(layers=2, kv_heads=2, projection="unequal", query_key_norm=True)
 PROGRAMS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "gpt": (GPT, {"mesh": (2, 2, 2), "schedule": "interleaved_1f1b", "num_model_chunks": 2}),
@@ -53,7 +54,8 @@ def build(name: str) -> tuple[CompiledProgram, Batch, Run]:
     config, options = PROGRAMS[name]
     model = make_model(config)
     example = make_batch(config, 1)
-    program = autoptd.compile(model, example_inputs=example, num_microbatches=MICROBATCHES, **options)
+    with uniform_cuts():  # faults are put where the layers are
+        program = autoptd.compile(model, example_inputs=example, num_microbatches=MICROBATCHES, **options)
     microbatches = MICROBATCHES * program.mesh.data
     batch = make_batch(config, microbatches, ignored=0.2)
     return program, batch, train_plain(model, [batch], microbatches, CLIPPED)
@@ -310,11 +312,18 @@ FAULTS = [
         "gpt",
         both(
             rewrite("rank, blocks0_mlp_down\n", f"rank, aten.add(blocks0_mlp_down, {DOWN})\n"),
-            rewrite(f"aten.add(blocks0_mlp_down_g, {DOWN})", "aten.mul(blocks0_mlp_down_g, 1)"),
+            rewrite(f"blocks0_mlp_down_g, {DOWN}, blocks0_add", "blocks0_mlp_down_g, None, blocks0_add"),
         ),
         refused=True,
     ),
-    Fault("attention looks ahead", "gpt", rewrite("is_causal=True", "is_causal=False")),
+    Fault(
+        "attention looks ahead",
+        "gpt",
+        rewrite(
+            "blocks0_attention_transpose_2,\n        is_causal=True",
+            "blocks0_attention_transpose_2,\n        is_causal=False",
+        ),
+    ),
     Fault(
         "the loss counts the padding of the vocabulary",
         "gpt",

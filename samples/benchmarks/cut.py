@@ -147,6 +147,9 @@ ROW_NOTES = (
     "by layers: l / (p v) layers a stage, the embedding with the first, the head with the last.",
     "even stages: the dynamic programme's, whose slowest stage is the least possible (exact).",
     "ours: chosen by its step. lightest: the least slowest rank that CP-SAT finds, given twenty times as long.",
+    "For v > 1 the bound is of work that could be cut anywhere and laid on ranks in any shares. Stages end between "
+    "operators, and ranks balanced out of uneven chunks wait for each other: with a lighter slowest rank a step may be "
+    "longer.",
     "v as in the released scripts; the rows of one pipeline rank have nothing to cut.",
 )
 MODEL_NOTES = (

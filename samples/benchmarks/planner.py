@@ -23,13 +23,15 @@ LARGEST = 16  # sequences of a microbatch, as in the paper
 
 
 COLUMNS = (
-    *("model", "devices", "best (t, p, d)", "v, b, m", "step", "paper's (t, p)", "its step", "slower by"),
+    *("model", "devices", "best (t, p, d)", "v, b, m", "holds", "step", "paper's (t, p)", "its step"),
+    "slower by",
     *("plan", "of it CPU"),
 )
 NOTES = (
     "Predicted, on dgx-a100. The step of the paper's (t, p) is with its best b and m.",
     "v is what the released scripts have for the row; with --any-chunks each mesh has its best.",
-    "18.4B: the best plan holds 79.9 of 80 GB, and nothing is set aside for what a device needs besides.",
+    "holds: the best plan's fullest rank, of 80 GB; nothing is set aside for what a device needs besides.",
+    "Where another (t, p) is ahead of the paper's it has the smaller t, and loses less in all-reduces.",
     "plan: what autoptd.plan took here, the model being built already.",
 )
 
@@ -61,6 +63,7 @@ def measure(row: PaperRow, chunks: int | None) -> tuple[object, ...]:
         row.devices,
         f"({best.mesh.tensor}, {best.mesh.pipeline}, {best.mesh.data})",
         f"{best.num_model_chunks}, {best.microbatch_size}, {best.num_microbatches}",
+        f"{best.memory_bytes / 1e9:.1f} GB",
         f"{best.step_seconds:.2f} s",
         f"({row.tensor}, {row.pipeline})",
         f"{own:.2f} s",

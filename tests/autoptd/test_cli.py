@@ -22,6 +22,7 @@ from autoptd.cli import main, make_parser
 from autoptd.compiled import CompiledProgram
 from autoptd.report import Report
 from autoptd.terminal import print_overview, print_simulation
+from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=4, n_head=4, n_embd=32))
     path: Path = tmp_path_factory.mktemp("programs") / "small"
-    autoptd.compile(model, mesh=(2, 2, 2), num_microbatches=4, num_model_chunks=2).save(path)
+    with uniform_cuts():  # one value of [s, b, h] crosses
+        autoptd.compile(model, mesh=(2, 2, 2), num_microbatches=4, num_model_chunks=2).save(path)
     return path
 
 

@@ -13,13 +13,15 @@ from autoptd.compiled import CompiledProgram
 from autoptd.overview import Overview
 from autoptd.runtime import collectives
 from autoptd.summary import format_bytes, format_seconds, format_teraflops, summarize
+from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 
 
 def compile_gpt(mesh: tuple[int, int, int], layers: int = 4, **options: Any) -> CompiledProgram:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=layers, n_head=4, n_embd=32))
-    return autoptd.compile(model, mesh=mesh, microbatch_size=2, **options)
+    with uniform_cuts():  # one value of [s, b, h] crosses
+        return autoptd.compile(model, mesh=mesh, microbatch_size=2, **options)
 
 
 def test_the_plan_is_shown_in_numbers() -> None:
