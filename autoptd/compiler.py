@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoptd.archive import load_folder
 from autoptd.capture import capture
@@ -179,6 +179,7 @@ def _describe(
         arguments=read_arguments(model, loss_fn),
         uninitialized=program.uninitialized,
         proved=_proofs(program, parameters),
+        scales_loss=any(_is_float16(node) for stage in program.stages for node in stage.graph.nodes),
     )
 
 
@@ -248,6 +249,11 @@ def _transient(parameters: Mapping[str, Parameter], model: nn.Module) -> tuple[s
     """Buffers that the user's ``state_dict`` does not have."""
     saved = model.state_dict().keys()
     return tuple(sorted(name for name, p in parameters.items() if p.kind == "buffer" and name not in saved))
+
+
+def _is_float16(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float16
 
 
 def _proofs(program: Program, parameters: Mapping[str, Parameter]) -> tuple[Proved, ...]:

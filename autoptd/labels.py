@@ -23,25 +23,43 @@ MOVING = frozenset(
         *("slice", "narrow", "select", "pad", "constant_pad_nd"),
     ]
 )
+SCALING = frozenset(["mul", "div"])
 
 
 def describe_labels(program: Program) -> tuple[Input, ...]:
     """The inputs of `program`, labels with their loss's ``ignore_index`` and the leading elements that it skips.
 
     An input is marked where one cross-entropy of the mean over unweighted labels reads it, moved only: a loss that is
-    written out, or labels that are changed on their way, leave it as it is.
+    written out, or labels that are changed on their way, leave it as it is. It weighs where that cross-entropy, at most
+    scaled, is the whole loss.
     """
-    found: dict[str, list[tuple[int, int] | None]] = {}
+    found: dict[str, list[tuple[int, int, bool] | None]] = {}
+    whole = _find_whole_loss(program)
     for stage in program.stages:
         for node in stage.graph.nodes:
             for target, ignored in _read_loss(node):
                 for name, source in _sources(target):
-                    found.setdefault(name, []).append(_place(source, target, ignored))
+                    place = _place(source, target, ignored)
+                    found.setdefault(name, []).append(place and (*place, node is whole))
     marks = {name: places[0] for name, places in found.items() if len(places) == 1}
     return tuple(
-        replace(value, ignore_index=mark[0], skipped=mark[1]) if (mark := marks.get(value.name)) else value
+        replace(value, ignore_index=mark[0], skipped=mark[1], weighs=mark[2] and value.batch_dim is not None)
+        if (mark := marks.get(value.name))
+        else value
         for value in program.inputs
     )
+
+
+def _find_whole_loss(program: Program) -> fx.Node | None:
+    """The node that the model's loss is, but for factors, casts and moves."""
+    node: Any = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
+        name = node.target._schema.name.removeprefix("aten::")
+        scaled = name in SCALING and not isinstance(node.args[1], fx.Node)
+        if not scaled and name not in MOVING:
+            break
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
 
 
 def _read_loss(node: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:

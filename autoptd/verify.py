@@ -28,6 +28,7 @@ from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import ProgramText, read_program
+from autoptd.runtime.weighting import count_valid
 from autoptd.runtime.weights import check_proved
 from autoptd.source_lines import user_line
 from autoptd.tracing import program_filename, trace_program
@@ -124,6 +125,7 @@ def _widen(manifest: Manifest) -> Manifest:
     """The manifest with every floating dtype float64."""
     return replace(
         manifest,
+        scales_loss=False,
         inputs=tuple(replace(i, dtype=promote(i.dtype)) for i in manifest.inputs),
         parameters={n: replace(p, dtype=promote(p.dtype)) for n, p in manifest.parameters.items()},
         stages=tuple(
@@ -218,7 +220,10 @@ def _run_plain(
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
 ) -> tuple[float, dict[str, Tensor], int]:
-    """The mean loss over all microbatches, its gradients, and how many casts were promoted."""
+    """The loss over all microbatches, its gradients, and how many casts were promoted.
+
+    Microbatches count by their valid labels where the program weighs them so, else alike.
+    """
     shapes = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
     examples = read_examples(model, shapes, loss_fn, None)
     names = [i.name for i in manifest.inputs]
@@ -230,6 +235,8 @@ def _run_plain(
             leaves[name] = tensors[name].detach().clone().requires_grad_(trained)
     swapped = _find_places(objective, model, leaves)
     count = manifest.num_microbatches * manifest.mesh.data
+    labels = manifest.weighing_labels
+    valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
     total = 0.0
     with _evaluating(objective), torch.enable_grad(), Promotion() as promotion:
         for index in range(count):
@@ -239,7 +246,8 @@ def _run_plain(
                 else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
                 for i in manifest.inputs
             )
-            loss = functional_call(objective, swapped, values, tie_weights=False) / count
+            loss = functional_call(objective, swapped, values, tie_weights=False)
+            loss = loss / float(valid.sum() / valid[index])
             loss.backward()
             total += float(loss.detach())
     return total, {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}, promotion.count

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.manifest import Input, Manifest, Output
+from autoptd.runtime.weighting import count_valid
 
 SHOWN = 8  # microbatches
 
@@ -106,23 +107,20 @@ def split_batch(
 
 
 def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
-    """What to warn of where microbatches have unequal counts of valid labels; "" where they are equal.
+    """What to warn of where microbatches with unequal counts of valid labels count alike; "" where none do.
 
-    Labels are the inputs whose loss and its ``ignore_index`` are known.
+    Labels are the inputs whose loss and its ``ignore_index`` are known; of those that weigh there is nothing to say.
     """
-    for expected in manifest.inputs:
-        dim, ignored = expected.batch_dim, expected.ignore_index
-        if ignored is None or dim is None:
+    for labels in manifest.inputs:
+        if labels.ignore_index is None or labels.batch_dim is None or labels.weighs:
             continue
-        valid = batch[expected.name] != ignored
-        valid.narrow(-1, 0, expected.skipped).fill_(False)
-        counts = torch.stack([part.sum() for part in valid.split(expected.shape[dim], dim)]).tolist()
+        counts = [int(count) for count in count_valid(labels, batch[labels.name]).tolist()]
         if len(set(counts)) > 1:
             listed = ", ".join(map(str, counts[:SHOWN])) + ", ..." * (len(counts) > SHOWN)
             return (
-                f"the microbatches have unequal counts of {expected.name} other than {ignored}: {listed}. The loss "
-                "is the mean of their means, which weighs microbatches alike, not labels: pack the sequences, or "
-                "divide the batch so that each has as many"
+                f"the microbatches have unequal counts of {labels.name} other than {labels.ignore_index}: {listed}. "
+                "The model's loss has other parts beside their mean, so that it cannot be weighed by labels: it is the "
+                "mean of the microbatches' losses; pack the sequences, or divide the batch so that each has as many"
             )
     return ""
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoptd.runtime.communicator import require_work
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.threads import ThreadWorld
 
@@ -107,7 +108,7 @@ class ProcessChannel:
 
     def send(self, x: Tensor) -> None:
         x = x.detach().contiguous()
-        self._sent.append((_work(dist.isend(x, self.destination, self.group)), x))
+        self._sent.append((require_work(dist.isend(x, self.destination, self.group)), x))
         self.counts["send"] += 1
         self.elements["send"] += x.numel()
         # Somebody may be waiting for `x`, so what has left is freed after it. (Gloo's sends are known to have left
@@ -119,15 +120,15 @@ class ProcessChannel:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
         self.counts["receive"] += 1
         self.elements["receive"] += x.numel()
-        return _ProcessPending(_work(dist.irecv(x, self.source, self.group)), x)
+        return _ProcessPending(require_work(dist.irecv(x, self.source, self.group)), x)
 
     def connect(self, device: torch.device) -> None:
         """Pass one element, uncounted; returns once both ends are connected."""
         x = torch.zeros(1, device=device)
         if dist.get_rank() == self.source:
-            _work(dist.isend(x, self.destination, self.group)).wait()
+            require_work(dist.isend(x, self.destination, self.group)).wait()
         else:
-            _work(dist.irecv(x, self.source, self.group)).wait()
+            require_work(dist.irecv(x, self.source, self.group)).wait()
 
     def flush(self) -> None:
         while self._sent:
@@ -175,9 +176,3 @@ def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], 
             if nccl:
                 channel.connect(device)
     return channels
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("this process is no member of the channel's group")
-    return work

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 import torch
@@ -11,37 +11,75 @@ from torch import Tensor
 from autoptd.runtime.data_parallel import split_rows
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.rank import Rank
+from autoptd.runtime.shards import Shard
 
 
-def global_norm(manifest: Manifest, rank: Rank, gradients: Mapping[str, Tensor], norm_type: float) -> Tensor:
+def global_norm(
+    manifest: Manifest,
+    rank: Rank,
+    gradients: Mapping[str, Tensor],
+    shards: Sequence[Shard],
+    norm_type: float,
+) -> Tensor:
     """The `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
 
-    Divided rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
+    `gradients` are whole, by name; those of `shards` are in the ``.grad`` of what this replica owns of them. Divided
+    rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
     """
-    norms = [
-        torch.linalg.vector_norm(rows, norm_type, dtype=torch.promote_types(rows.dtype, torch.float32))
-        for name, gradient in gradients.items()
-        if manifest.homes(name)[0] == rank.coordinates.pipeline
-        for rows in _own_rows(manifest, rank, name, gradient)
+    whole = [
+        rows for name, gradient in gradients.items() for rows in _own_rows(manifest, rank, name, gradient)
     ]
-    whole = torch.zeros(1, dtype=torch.float64, device=rank.device)
-    if norms:
-        together = torch.stack([norm.to(torch.float64) for norm in norms])
-        whole += torch.linalg.vector_norm(together, norm_type)
+    parts = [part for shard in shards for part in _own_parts(manifest, rank, shard)]
+    norm = _norm(whole, norm_type, rank.device)
+    part = _norm(parts, norm_type, rank.device)
     if norm_type == inf:
-        return rank.pipeline.all_reduce(rank.tensor.all_reduce(whole, "max"), "max")[0]
-    powers = rank.pipeline.all_reduce(rank.tensor.all_reduce(whole**norm_type))
+        norm = torch.maximum(norm, rank.data.all_reduce(part, "max")) if shards else norm
+        return rank.pipeline.all_reduce(rank.tensor.all_reduce(norm, "max"), "max")[0]
+    powers = norm**norm_type
+    if shards:
+        powers = powers + rank.data.all_reduce(part**norm_type)
+    powers = rank.pipeline.all_reduce(rank.tensor.all_reduce(powers))
     return (powers ** (1 / norm_type))[0]
 
 
-def scale_gradients(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
+def scale_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale `gradients` in place so that a whole of norm `norm` has at most `max_norm`, as torch does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients.values():
+    for gradient in gradients:
         gradient.mul_(factor)
 
 
+def _norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of all `tensors` together: float64 [1]."""
+    whole = torch.zeros(1, dtype=torch.float64, device=device)
+    norms = [
+        torch.linalg.vector_norm(x, norm_type, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x in tensors
+        if x.numel()
+    ]
+    if norms:
+        together = torch.stack([norm.to(torch.float64) for norm in norms])
+        whole += torch.linalg.vector_norm(together, norm_type)
+    return whole
+
+
+def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]:
+    """What counts on this rank of the gradient of what it owns of a shard."""
+    gradient = shard.own.grad
+    if gradient is None:
+        return
+    for name, (inside, part) in shard.ranges().items():
+        parameter = manifest.parameters[name]
+        shape = parameter.placement.local_shape(parameter.shape, rank.tensor.size)
+        counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
+        for rows in _own_rows(manifest, rank, name, counted):
+            rows.fill_(True)
+        yield gradient[inside][counted.reshape(-1)[part]]
+
+
 def _own_rows(manifest: Manifest, rank: Rank, name: str, gradient: Tensor) -> list[Tensor]:
+    if manifest.homes(name)[0] != rank.coordinates.pipeline:
+        return []
     placement, tensor = manifest.parameters[name].placement, rank.tensor.size
     rows = split_rows(placement, gradient, tensor, divided=True)
     if rank.tensor.index == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -13,17 +15,26 @@ from autoptd.runtime.threads import Meeting
 
 Reduction = Literal["sum", "max"]
 
-# torch 2.13 renamed it; the old name stays, with a warning.
+# torch 2.13 renamed them; the old names stay, with a warning.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Posted(Protocol):
+    """A collective that runs while its ranks do other things."""
+
+    def wait(self) -> Tensor:
+        """Its result, once it is there. Call it once."""
 
 
 class Group(Protocol):
     """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
 
     A group of one never communicates and counts nothing. `counts` holds the calls so far and `elements` the
-    elements of their arguments, both by kind: "all_reduce", "all_gather", "broadcast".
+    elements of their arguments, both by kind: "all_reduce", "all_gather", "broadcast", "reduce_scatter". What is
+    posted must be posted in one order on all ranks, and its tensors left alone until it has been waited for.
     """
 
     size: int
@@ -40,6 +51,15 @@ class Group(Protocol):
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The `x` of the rank with index `source`. May overwrite the others' `x`."""
 
+    def post_all_reduce(self, x: Tensor) -> Posted:
+        """Begin the sum of a contiguous `x` over the group, in place."""
+
+    def post_reduce_scatter(self, x: Tensor) -> Posted:
+        """Begin the sum of `x` [size · n]; the result is this rank's n elements of it."""
+
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+        """Begin to write every rank's `x` [n], in rank order, into `into` [size · n]."""
+
 
 class _Counted:
     """What all groups share: their size, this rank's index, and the counters."""
@@ -55,6 +75,49 @@ class _Counted:
     def _count(self, kind: str, x: Tensor) -> None:
         self.counts[kind] += 1
         self.elements[kind] += x.numel()
+
+
+@dataclass(frozen=True)
+class Done:
+    """A collective that was over when it was posted."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+@dataclass(frozen=True)
+class _Running:
+    work: dist.Work
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.result
+
+
+class _AtOnce(_Counted, ABC):
+    """A group that has no way to do two things at once: what is posted is done."""
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        """As of every group."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """As of every group."""
+
+    def post_all_reduce(self, x: Tensor) -> Posted:
+        return Done(self.all_reduce(x))
+
+    def post_reduce_scatter(self, x: Tensor) -> Posted:
+        return Done(self.all_reduce(x).view(self.size, -1)[self.index])
+
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+        for part, own in zip(into.view(self.size, -1).unbind(), self.all_gather(x), strict=True):
+            part.copy_(own)
+        return Done(into)
 
 
 class ProcessGroup(_Counted):
@@ -88,8 +151,27 @@ class ProcessGroup(_Counted):
         dist.broadcast(x, group=self.group, group_src=source)
         return x
 
+    def post_all_reduce(self, x: Tensor) -> Posted:
+        if self.size == 1:
+            return Done(x)
+        self._count("all_reduce", x)
+        return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
-class ThreadGroup(_Counted):
+    def post_reduce_scatter(self, x: Tensor) -> Posted:
+        if self.size == 1:
+            return Done(x)
+        self._count("reduce_scatter", x)
+        own = x.new_empty(x.numel() // self.size)
+        return _Running(require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)), own)
+
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+        if self.size == 1:
+            return Done(into.copy_(x))
+        self._count("all_gather", x)
+        return _Running(require_work(all_gather_single(into, x, group=self.group, async_op=True)), into)
+
+
+class ThreadGroup(_AtOnce):
     """A group of threads of this process, which meet at a shared `meeting`; `rank.thread_ranks` makes them.
 
     For the CPU: there a backward pass runs in the thread that asked for it, so collectives inside it meet; on
@@ -127,7 +209,7 @@ class ThreadGroup(_Counted):
             return values[source].clone()
 
 
-class LocalGroup(_Counted):
+class LocalGroup(_AtOnce):
     """A group without its peers: shapes on the meta device, and real tensors where it has one rank only."""
 
     def __init__(self, size: int = 1, index: int = 0) -> None:
@@ -157,3 +239,10 @@ class LocalGroup(_Counted):
 
 def _signature(kind: str, x: Tensor) -> str:
     return f"{kind} of {x.dtype}{list(x.shape)}"
+
+
+def require_work(work: dist.Work | None) -> dist.Work:
+    """What torch posted, which it leaves out where this process has no part in it: then RuntimeError."""
+    if work is None:
+        raise RuntimeError("this process is no member of the group")
+    return work

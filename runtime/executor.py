@@ -8,7 +8,7 @@ forward or backward that needs its value.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,9 @@ from autoptd.runtime.stopwatch import Stopwatch
 from autoptd.runtime.transfer import Arrival, Departure, Handover
 
 FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
+
+# What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
+Step = tuple[Callable[[], None], Action, int | None, int | None]
 
 
 class StageRun:
@@ -55,18 +58,24 @@ class StageRun:
         self._roots = tuple(i for i, b in enumerate(interface.sends) if b.requires_grad)
         self._num_sends = len(interface.sends)
         self._samples = manifest.microbatch_size
-        self._num_microbatches = manifest.num_microbatches
-        self._first_sample = rank.coordinates.data * self._samples * self._num_microbatches
+        self._first_sample = rank.coordinates.data * self._samples * manifest.num_microbatches
         self._kept: dict[int, tuple[list[Tensor], list[GradientEdge | None]]] = {}
         self.losses: dict[int, Tensor] = {}
 
     def start(
-        self, weights: Mapping[str, Tensor], inputs: Sequence[Sequence[Tensor]], gradients: bool
+        self,
+        weights: Mapping[str, Tensor],
+        inputs: Sequence[Sequence[Tensor]],
+        seeds: Sequence[Tensor] | None,
     ) -> None:
-        """Take a step's weights and batch inputs (a row a microbatch); forget what a broken step left."""
+        """Take a step's weights, batch inputs and seeds (a row each a microbatch); forget what a broken step left.
+
+        `seeds` are what the microbatches' losses are differentiated with; None: forwards only.
+        """
         self._weights = weights
         self._inputs = inputs
-        self._gradients = gradients
+        self._seeds = seeds
+        self._gradients = seeds is not None
         self._kept.clear()
         self.losses.clear()
         for port in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
@@ -103,9 +112,8 @@ class StageRun:
         if self.gradient_arrival is not None:
             gradients = self.gradient_arrival.take(microbatch)
         else:
-            # Bit for bit the backward of loss / m.
-            loss = self.losses[microbatch]
-            gradients = [torch.ones_like(loss) / self._num_microbatches]
+            assert self._seeds is not None
+            gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
         begin = self._measured.stopwatch.mark()
         edges = []
         seeds = []
@@ -152,8 +160,8 @@ class Executor:
         }
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
-        self._steps = [(self._step(action), action) for action in actions]
-        self._forward_steps = [step for step in self._steps if step[1].kind in FORWARD_KINDS]
+        self._steps = list(self._steps_of(actions))
+        self._forward_steps = list(self._steps_of([a for a in actions if a.kind in FORWARD_KINDS]))
 
     def _join(self, boundary: int) -> None:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their ports."""
@@ -180,6 +188,18 @@ class Executor:
             upper.gradient_departure = Departure(gradients, channel, tensor, scatter_gather, self.sent, label)
             channel = self._connection.incoming[peer]
             upper.arrival = Arrival(values, channel, tensor, scatter_gather, self._device)
+
+    def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
+        """What each of `actions` does, and the stage that begins before it or has its last backward in it."""
+        ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
+        begun = set()
+        for position, action in enumerate(actions):
+            begins = action.kind == "F" and action.stage not in begun
+            if begins:
+                begun.add(action.stage)
+            ends_here = ends.get(action.stage) == position
+            stage = action.stage
+            yield self._step(action), action, stage if begins else None, stage if ends_here else None
 
     def _step(self, action: Action) -> Callable[[], None]:
         """What `action` does, with everything looked up."""
@@ -214,21 +234,30 @@ class Executor:
         self,
         weights: Mapping[int, Mapping[str, Tensor]],
         inputs: Mapping[int, Sequence[Sequence[Tensor]]],
-        gradients: bool,
+        seeds: Sequence[Tensor] | None,
+        begin_stage: Callable[[int], None],
+        end_stage: Callable[[int], None],
     ) -> list[Tensor]:
         """Run the step; give the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
-        `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. Gradients are left in the
-        ``.grad`` of `weights`, added up in the order of the backwards; without `gradients`, forwards only.
+        `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
+        the first forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
+        gradients are left in the ``.grad`` of `weights`, added up in the order of the backwards, and
+        ``end_stage(k)`` is called when stage k has had its last one. Without, there are forwards only.
         """
         self.measured.start()
         for index, stage in self.stages.items():
-            stage.start(weights[index], inputs[index], gradients)
+            stage.start(weights[index], inputs[index], seeds)
+        gradients = seeds is not None
         # The program's own casts decide: autocast round the call would change what crosses a boundary.
         with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):
-            for step, action in self._steps if gradients else self._forward_steps:
+            for step, action, begins, ends in self._steps if gradients else self._forward_steps:
                 try:
+                    if begins is not None:
+                        begin_stage(begins)
                     step()
+                    if ends is not None:
+                        end_stage(ends)
                 except Exception as error:
                     error.add_note(f"(in {action}, at {self._connection.rank.coordinates})")
                     raise
@@ -238,5 +267,5 @@ class Executor:
         losses = last.losses if last is not None else {}
         ordered = [losses[microbatch] for microbatch in sorted(losses)]
         for stage in self.stages.values():
-            stage.start({}, (), gradients=False)
+            stage.start({}, (), None)
         return ordered

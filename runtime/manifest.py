@@ -16,7 +16,8 @@ class Input:
     """One tensor of the user's batch, as ONE microbatch has it; `batch_dim` None: every one gets it whole.
 
     Of labels, `ignore_index` is the number that their mean loss leaves out, and `skipped` how many at the begin of
-    their last dimension it does not read; None: no labels, or of a loss of which that is not known.
+    their last dimension it does not read; None: no labels, or of a loss of which that is not known. With `weighs` the
+    model's loss is that mean and nothing beside it, so that microbatches count by how many valid ones they have.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Input:
     batch_dim: int | None
     ignore_index: int | None = None
     skipped: int = 0
+    weighs: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Manifest:
     are the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
+    With `scales_loss` something is computed in float16, whose range gradients need scaling for.
     """
 
     mesh: Mesh
@@ -107,6 +110,12 @@ class Manifest:
     arguments: tuple[str, ...] = ()
     uninitialized: str = ""
     proved: tuple[Proved, ...] = ()
+    scales_loss: bool = False
+
+    @property
+    def weighing_labels(self) -> Input | None:
+        """The labels by whose valid number microbatches count; None: all count alike."""
+        return next((labels for labels in self.inputs if labels.weighs), None)
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""

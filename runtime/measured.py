@@ -21,7 +21,8 @@ Span = tuple[str, int, int, Any, Any]
 class Measured:
     """What this rank did in its last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
 
-    A forward or backward begins when what it needs has arrived; "data" is the sum of gradients.
+    A forward or backward begins when what it needs has arrived; "data" is the sum of gradients, from when the first is
+    posted to when the last is there.
     """
 
     stopwatch: Stopwatch

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.clipping import global_norm, scale_gradients
+from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
-from autoptd.runtime.data_parallel import DTYPES, reduce_gradients, share_loss
+from autoptd.runtime.data_parallel import DTYPES, share_loss
 from autoptd.runtime.executor import Executor
+from autoptd.runtime.gradient_sums import Completion, GradientSums
+from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.measured import gather_measured
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.trace import write_trace
+from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import (
     Constants,
     check_proved,
@@ -32,6 +38,7 @@ from autoptd.runtime.weights import (
 )
 
 Batch = Mapping[str, Tensor]
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class Parallel(nn.Module):
@@ -69,7 +76,25 @@ class Parallel(nn.Module):
         # Tensor ranks have the same labels: one of them says it.
         self._watches_labels = at.tensor == 0 and len(manifest.stages) - 1 in self._executor.stages
         self._constants = constants
-        hang_up(self, manifest, take_slices(manifest, self._rank, constants, weights, drawn))
+        self._completion = Completion.of(manifest, at.pipeline, actions)
+        self._loss_scale = LossScale() if manifest.scales_loss else None
+        slices = take_slices(manifest, self._rank, constants, weights, drawn)
+        # What the stages compute with of the half-precision weights, which are kept in float32.
+        self._narrow = {
+            name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
+        }
+        hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
+        self._share_steps(())
+
+    def _share_steps(self, shards: Sequence[Shard]) -> None:
+        """From now on the optimizer steps `shards`, and no parameter that is in one."""
+        self._shards = tuple(shards)
+        sharded = {name for shard in shards for name in shard.names}
+        self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
+        self._gathering: dict[Shard, Posted] = {}
+        self._sums = GradientSums(
+            self._manifest, self._connection, self._completion, self._shards, self._executor.measured
+        )
 
     @property
     def sent_elements(self) -> Mapping[str, int]:
@@ -90,14 +115,34 @@ class Parallel(nn.Module):
             self._watches_labels = False  # once is enough
             warnings.warn(warning, stacklevel=2)
         if torch.is_grad_enabled():
-            trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._device, requires_grad=True)
-            values = trained.values()
-            loss = _Step.apply(self, batch, tuple(trained), anchor, *values)  # type: ignore[no-untyped-call]
+            leaves = self._stepped()
+            loss = _Step.apply(self, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
-            loss, _ = self._run(batch, gradients=False)
+            loss = self._run(batch, gradients=False)
         return self._build_output(loss)
+
+    def shard_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
+        """Divide what `optimizer` keeps and steps among the replicas (ZeRO's first stage), and give it back.
+
+        Each replica then sums only its part of the gradients, steps it, and sends the new weights to the others while
+        the next step begins; in half precision the float32 weights are divided too. The parameter groups stay, their
+        parameters become flat parts of this replica's own, and the model's parameters have no ``.grad`` any more:
+        `clip_grad_norm_` knows where it is. Every rank must call it, with the like optimizer of
+        ``parallel.parameters()``, before or between steps.
+
+        Raises ValueError for an optimizer that may not step each element by itself, or has other parameters.
+        """
+        if self._shards:
+            raise ValueError("an optimizer of this parallel model is sharded already: it can have one")
+        manifest = self._manifest
+        parameters = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        dtypes = {name: manifest.parameters[name].dtype for name in parameters}
+        rows = self._completion.rows
+        self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
+        optimizer.register_step_post_hook(lambda *_: self._post_gathers())
+        return optimizer
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -107,13 +152,14 @@ class Parallel(nn.Module):
         Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``.
         """
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        norm = global_norm(self._manifest, self._rank, gradients, float(norm_type))
+        norm = global_norm(self._manifest, self._rank, gradients, self._shards, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
                 "or pass error_if_nonfinite=False to scale by it all the same"
             )
-        scale_gradients(gradients, norm, max_norm)
+        stepped = (leaf.grad for leaf in self._stepped().values())
+        scale_gradients((gradient for gradient in stepped if gradient is not None), norm, max_norm)
         dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
@@ -160,7 +206,7 @@ class Parallel(nn.Module):
             for name, own in self._slices().items():
                 if name in whole:
                     own.copy_(take_slice(manifest.parameters[name], whole[name], self._rank))
-        refresh_constants(manifest, self._rank, self._constants, self._slices())
+        self._take_over()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -176,61 +222,97 @@ class Parallel(nn.Module):
                 if own.shape == given.shape and not torch.equal(own, given.to(own)):
                     raise ValueError(compiled_in(name))
         result = super().load_state_dict(state_dict, strict, assign)
-        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+        self._take_over()
         return result
+
+    def _take_over(self) -> None:
+        """Parameters and buffers have new values: so has what depends on them."""
+        for shard in self._shards:
+            with torch.no_grad():
+                shard.own.copy_(shard.part(shard.flat))
+        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module, once all replicas' steps have arrived."""
+        self._await_gathers()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's tensors under the user's names; trained weights in half precision as the float32 they step in."""
+        self._await_gathers()
+        return super().state_dict(*args, **kwargs)
 
     def _slices(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
-    def _run(self, batch: Batch, gradients: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the step; give the loss and, with `gradients`, the gradient of each parameter by its name."""
+    def _stepped(self) -> dict[str | int, nn.Parameter]:
+        """What the optimizer steps: parameters by name, and this replica's parts of shards by their position."""
+        sharded = {name for shard in self._shards for name in shard.names}
+        whole: dict[str | int, nn.Parameter] = {
+            n: p for n, p in super().named_parameters() if p.requires_grad and n not in sharded
+        }
+        return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
+
+    def _run(self, batch: Batch, gradients: bool) -> Tensor:
+        """Run the step and give the loss; with `gradients`, these are in `_sums`."""
         rank, manifest = self._rank, self._manifest
         rank.randomness.training = self.training
-        slices = self._slices()
-        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        slices = {**dict(super().named_parameters()), **dict(self.named_buffers())}
+        trained = {name for name, p in super().named_parameters() if p.requires_grad}
+        for name, narrow in self._narrow.items():
+            narrow.copy_(slices[name].detach())
         weights = {}
         inputs = {}
         for index in self._executor.stages:
             interface = manifest.stages[index]
             # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
             weights[index] = {
-                name: slices[name].detach().requires_grad_(gradients and name in trained)
+                name: self._narrow.get(name, slices[name])
+                .detach()
+                .requires_grad_(gradients and name in trained)
                 for name in interface.parameters
             }
             inputs[index] = split_batch(manifest, batch, interface.inputs)
-        losses = self._executor.run(weights, inputs, gradients)
-        pair = share_loss(rank, losses)
+        divisors = self._find_divisors(batch)
+        seeds = None
+        if gradients:
+            self._sums.start(weights)
+            scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+            seeds = (scale / divisors).unbind()
+        losses = self._executor.run(weights, inputs, seeds, self._await_stage, self._sums.end_stage)
+        pair = share_loss(rank, losses, divisors)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
         if self.training:
             rank.randomness.call += 1
-        summed = self._sum_stages(weights, trained) if gradients else {}
-        measured = self._executor.measured
-        begin = measured.stopwatch.mark()
-        reduce_gradients(manifest, self._connection, summed)
         if gradients:
-            measured.add_sums(begin)
-        measured.finish()
-        return pair[0].to(self._loss_dtype), summed
+            self._sums.finish()
+            if self._loss_scale is not None and not self._loss_scale.unscale(rank, self._sums.gradients()):
+                self._sums.clear()
+        self._executor.measured.finish()
+        return pair[0].to(self._loss_dtype)
 
-    def _sum_stages(
-        self, weights: Mapping[int, Mapping[str, Tensor]], trained: set[str]
-    ) -> dict[str, Tensor]:
-        """This rank's gradients: a parameter's sum over its stages here, in ascending order."""
-        gradients: dict[str, Tensor] = {}
-        for stage in sorted(weights):
-            for name, leaf in weights[stage].items():
-                if name not in trained:
-                    continue
-                if leaf.grad is None:
-                    # Its other owners, on other ranks, may have one and sum with this.
-                    if len(self._manifest.owners(name)) > 1:
-                        gradients.setdefault(name, torch.zeros_like(leaf))
-                elif name in gradients:
-                    gradients[name] += leaf.grad
-                else:
-                    gradients[name] = leaf.grad
-        return gradients
+    def _find_divisors(self, batch: Batch) -> Tensor:
+        """Those of the runtime's `weighting`, on the last pipeline rank, which has the labels; else of no use."""
+        if len(self._manifest.stages) - 1 in self._executor.stages:
+            return find_divisors(self._manifest, self._rank, batch)
+        return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._device)
+
+    def _post_gathers(self) -> None:
+        """The optimizer has stepped: begin to share the new weights, in the order in which stages need them."""
+        self._await_gathers()
+        self._gathering = {shard: shard.post_gather() for shard in self._shards}
+
+    def _await_stage(self, stage: int) -> None:
+        """Wait for what `stage` computes with."""
+        own = self._manifest.stages[stage].parameters
+        for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
+            self._gathering.pop(shard).wait()
+
+    def _await_gathers(self) -> None:
+        for posted in self._gathering.values():
+            posted.wait()
+        self._gathering = {}
 
 
 class _Step(torch.autograd.Function):
@@ -241,12 +323,12 @@ class _Step(torch.autograd.Function):
         ctx: Any,
         parallel: Parallel,
         batch: Batch,
-        names: tuple[str, ...],
+        keys: tuple[str | int, ...],
         anchor: Tensor,
-        *parameters: Tensor,
+        *stepped: Tensor,
     ) -> Tensor:
-        loss, gradients = parallel._run(batch, gradients=True)
-        ctx.kept = [gradients.get(name) for name in names]
+        loss = parallel._run(batch, gradients=True)
+        ctx.kept = parallel._sums.take(keys)
         return loss
 
     @staticmethod

@@ -143,6 +143,11 @@ class Parameter:
     initial: tuple[Draw, ...] = ()
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the user's module trains it."""
+        return self.kind == "parameter" and self.requires_grad
+
+    @property
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize

@@ -24,7 +24,7 @@ class TimelineEntry(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What a pipeline rank does after the schedule: "data" (its gradients are summed) or "optimizer"."""
+    """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer"."""
 
     rank: int
     name: str
@@ -44,7 +44,8 @@ def write_trace(
 ) -> None:
     """Write a chrome trace, packed where `path` ends in .gz: a process per pipeline rank, with its memory's course.
 
-    The ranks' forwards, backwards and phases are on one thread, their messages on one for each rank they go to.
+    The ranks' forwards and backwards are on one thread, their messages on one for each rank they go to, and their
+    phases, which may begin while the last backwards run, on one more.
     `about` says where the times are from.
     """
     events = list(_trace_events(rows, phases, memory))
@@ -62,6 +63,8 @@ def _trace_events(
         for thread in sorted({0, *(_thread(entry, len(rows)) for entry in row)}):
             words = f"sends to rank {thread - 1}" if thread else "compute"
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
+        after = {"name": "after the backwards"}
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 1, "args": after}
     for row in rows:
         for entry in row:
             stage, kind, microbatch = entry.action
@@ -71,7 +74,7 @@ def _trace_events(
                 str(entry.action), category, entry.rank, _thread(entry, len(rows)), *entry[2:], arguments
             )
     for phase in phases:
-        yield _span(WORDS[phase.name], phase.name, phase.rank, 0, phase.start, phase.end, {})
+        yield _span(WORDS[phase.name], phase.name, phase.rank, len(rows) + 1, phase.start, phase.end, {})
     for rank, course in enumerate(memory):
         for at, held in course:
             yield {"name": "memory", "ph": "C", "pid": rank, "ts": at * MICROSECONDS, "args": {"bytes": held}}

@@ -186,7 +186,8 @@ def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -
         home = manifest.homes(name)[0]
         whole = torch.empty(0)
         if at.pipeline == home:
-            whole = parameter.placement.join(rank.tensor.all_gather(slices[name].detach()))
+            own = slices[name].detach().to(parameter.dtype)
+            whole = parameter.placement.join(rank.tensor.all_gather(own))
         if at.tensor == root.tensor:
             if at.pipeline != home:
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)

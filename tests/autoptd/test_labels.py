@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import autoptd
 from autoptd.runtime.call import unequal_counts
+from autoptd.runtime.weighting import count_valid
 from samples.attention_coverage import make_model
 
 VOCABULARY, LENGTH = 12, 6
@@ -64,21 +66,50 @@ def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, 
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "counts"),
+    ("name", "first", "expected"),
     [
-        ("padding", [3, 3, 1, 1, 1, 1], "4, 6"),
-        ("padding", [-100, 1, 1, 1, 1, 1], ""),
-        ("shifted", [-1, 1, 1, 1, 1, 1], ""),
-        ("shifted", [1, -1, 1, 1, 1, 1], "4, 5"),
-        ("written out", [-100, 1, 1, 1, 1, 1], ""),
+        ("padding", [3, 3, 1, 1, 1, 1], [4, 6]),
+        ("padding", [-100, 1, 1, 1, 1, 1], [6, 6]),
+        ("shifted", [-1, 1, 1, 1, 1, 1], [5, 5]),
+        ("shifted", [1, -1, 1, 1, 1, 1], [4, 5]),
     ],
 )
-def test_a_warning_counts_what_the_loss_counts(name: str, first: list[int], counts: str) -> None:
-    manifest = compile_small(LOSSES[name][0]).manifest
-    found = unequal_counts(
-        manifest, {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([first, [1] * 6])}
-    )
-    assert f": {counts}. The loss" in found if counts else found == ""
+def test_what_the_loss_counts_is_counted(name: str, first: list[int], expected: list[int]) -> None:
+    labels = compile_small(LOSSES[name][0]).manifest.weighing_labels
+    assert labels is not None
+    assert count_valid(labels, torch.tensor([first, [1] * 6])).tolist() == expected
+
+
+def test_labels_weigh_where_their_mean_is_the_whole_loss() -> None:
+    def with_penalty(logits: Tensor, labels: Tensor) -> Tensor:
+        return mean(logits, labels) + 0.1 * logits.square().mean()
+
+    def scaled(logits: Tensor, labels: Tensor) -> Tensor:
+        return 0.5 * mean(logits, labels) / 3
+
+    assert compile_small(mean).manifest.inputs[1].weighs
+    assert compile_small(scaled).manifest.inputs[1].weighs
+    manifest = compile_small(with_penalty).manifest
+    assert manifest.inputs[1].ignore_index == -100
+    assert manifest.weighing_labels is None
+    batch = {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([[-100, 1, 1, 1, 1, 1], [1] * 6])}
+    assert "labels other than -100: 5, 6. The model's loss has other parts" in unequal_counts(manifest, batch)
+
+
+@pytest.mark.parametrize("name", ["padding", "shifted"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=str)
+def test_verify_weighs_as_the_whole_batch_would(name: str, mesh: tuple[int, int, int]) -> None:
+    program = compile_small(LOSSES[name][0], mesh)
+    ignored = program.manifest.inputs[1].ignore_index
+    assert ignored is not None
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, VOCABULARY, (2 * mesh[2], LENGTH), generator=generator) for _ in range(2))
+    labels[0, 1:4] = ignored
+    report = program.verify(batch={"ids": ids, "labels": labels})
+    assert report.passed, report
+    assert program.model is not None
+    plain = copy.deepcopy(program.model).double()
+    assert report.loss == pytest.approx(plain(ids, labels).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1)], ids=str)

@@ -57,9 +57,15 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     assert trace["otherData"]["step"] == "measured"
     ends: dict[str, float] = {}
     for rank, actions in enumerate(program.schedule):
-        own = [span for span in spans if span["pid"] == rank]
+        own = [span for span in spans if span["pid"] == rank and span["tid"] == 0]
+        (sums,) = (span for span in spans if span["pid"] == rank and span["tid"] == 3)
         computed = [str(action) for action in actions if action.kind in ("F", "B")]
-        assert [span["name"] for span in own] == [*computed, "sums of gradients"]
+        assert [span["name"] for span in own] == computed
+        # The sums begin when the first stage of the two has had its last backward, and end after all.
+        assert sums["name"] == "sums of gradients"
+        upper = next(span for span in own if span["name"] == f"{rank + 2}B3")
+        assert upper["ts"] + upper["dur"] - 1 <= sums["ts"] <= own[-1]["ts"] + 1
+        assert sums["ts"] + sums["dur"] >= own[-1]["ts"] + own[-1]["dur"]
         assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in pairwise(own))
         ends |= {span["name"]: span["ts"] + span["dur"] for span in own}
     assert min(span["ts"] for span in spans) == 0

@@ -196,7 +196,9 @@ def test_unequal_counts_of_labels_are_found(ids: list[int], counts: str) -> None
     chain = label_chain((1, 2, 1))
     batch = {**chain.batch(), "ids": torch.tensor(ids)}
     found = unequal_counts(chain.manifest, batch)
-    start = f"the microbatches have unequal counts of ids other than -100: {counts}. The loss is the mean"
+    start = (
+        f"the microbatches have unequal counts of ids other than -100: {counts}. The model's loss has other"
+    )
     assert found.startswith(start) if counts else found == ""
     whole = replace(chain.manifest, inputs=tuple(replace(i, batch_dim=None) for i in chain.manifest.inputs))
     assert unequal_counts(whole, batch) == ""

@@ -1,0 +1,209 @@
+"""One step's gradients, summed over microbatches, stages, ranks and replicas, each as soon as it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.communicator import Posted
+from autoptd.runtime.connection import Connection
+from autoptd.runtime.data_parallel import fill_buckets, split_rows, sum_over
+from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.measured import Measured
+from autoptd.runtime.schedule import Action
+from autoptd.runtime.shards import Shard
+
+Leaves = Mapping[int, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """When a rank's gradients are whole: `after` a stage's last backward, or `late`, after all of the schedule.
+
+    Late are the parameters that other pipeline ranks own too.
+    """
+
+    after: Mapping[int, tuple[str, ...]]
+    late: tuple[str, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Completion:
+        ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
+        after: dict[int, list[str]] = {}
+        late = []
+        for name in manifest.parameters:
+            owned = [s.index for s in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
+            stages = [index for index in owned if name in manifest.stages[index].parameters]
+            if len(manifest.owners(name)) > 1 and stages:
+                late.append(name)
+            elif stages:
+                after.setdefault(max(stages, key=lambda stage: ends.get(stage, -1)), []).append(name)
+        return cls({stage: tuple(names) for stage, names in after.items()}, tuple(late))
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters in groups that are whole together."""
+        return (*self.after.values(), self.late)
+
+
+class WideSum:
+    """The float32 sum of a half-precision leaf's gradients over the microbatches; the leaf keeps none."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.sum: Tensor | None = None
+        leaf.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        if self.sum is None:
+            self.sum = leaf.grad.to(torch.float32)
+        else:
+            self.sum += leaf.grad
+        leaf.grad = None
+
+
+class GradientSums:
+    """A step's gradients on their way from the `leaves` of this rank's stages to the optimizer.
+
+    Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
+    stages, ascending; over the tensor ranks where each has only a part of the sum; over the pipeline ranks that own a
+    tied parameter; over the replicas, divided by their number. The last runs while later backwards do. A sum that
+    belongs to one of `shards` is kept only as far as this replica steps it.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connection: Connection,
+        completion: Completion,
+        shards: Sequence[Shard],
+        measured: Measured,
+    ) -> None:
+        self._manifest = manifest
+        self._connection = connection
+        self._completion = completion
+        self._shards = shards
+        self._sharded = frozenset(name for shard in shards for name in shard.names)
+        self._leaves: Leaves = {}
+        self._wide: dict[Tensor, WideSum] = {}
+        self._measured = measured
+        self._begin: Any = None
+        self._posted: list[tuple[Posted, Callable[[Tensor], None]]] = []
+        self._summed: dict[str | int, Tensor] = {}
+
+    def start(self, leaves: Leaves) -> None:
+        """Begin a step; `leaves` are the stages' own, by stage and name."""
+        self._leaves = leaves
+        trained = (leaf for own in leaves.values() for leaf in own.values() if leaf.requires_grad)
+        self._wide = {leaf: WideSum(leaf) for leaf in trained if leaf.dtype in HALF}
+        self._begin = None
+        self._posted.clear()
+        self._summed = {}
+
+    def end_stage(self, stage: int) -> None:
+        """`stage` has had its last backward: post what is whole now."""
+        self._post(self._collect(self._completion.after.get(stage, ())))
+
+    def finish(self) -> None:
+        """Sum what is left, and wait for all."""
+        self._begin = self._begin or self._measured.stopwatch.mark()
+        late = self._collect(self._completion.late)
+        for ranks, group in self._connection.tied.items():
+            names = [name for name in late if self._manifest.owners(name) == ranks]
+            tensors = [late[name] for name in names]
+            sum_over(group, tensors)
+            late.update(zip(names, tensors, strict=True))
+        self._post(late)
+        replicas = self._connection.rank.data.size
+        for posted, keep in self._posted:
+            summed = posted.wait()
+            keep(summed.div_(replicas) if replicas > 1 else summed)
+        self._posted.clear()
+        self._leaves, self._wide = {}, {}
+        self._measured.add_sums(self._begin)
+
+    def gradients(self) -> list[Tensor]:
+        """All that this rank has of the finished sums."""
+        return list(self._summed.values())
+
+    def clear(self) -> None:
+        """Leave this step's gradients out."""
+        self._summed = {}
+
+    def take(self, keys: Sequence[str | int]) -> list[Tensor | None]:
+        """Hand over the gradients of parameters, by name, and of shards, by their position."""
+        summed, self._summed = self._summed, {}
+        return [summed.get(key) for key in keys]
+
+    def _collect(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The gradients of `names` that this rank has, summed over its stages and over partial sums of tensor ranks."""
+        found = {}
+        for name in names:
+            leaves = [own[name] for _, own in sorted(self._leaves.items()) if name in own]
+            parts = [self._take(leaf) for leaf in leaves if leaf.requires_grad]
+            sums = [part for part in parts if part is not None]
+            if sums:
+                found[name] = sums[0]
+                for part in sums[1:]:
+                    found[name] += part
+            elif parts and len(self._manifest.owners(name)) > 1:
+                # Its other owners may have one and sum with this.
+                found[name] = torch.zeros_like(leaves[0], dtype=wide_dtype(leaves[0].dtype))
+        self._sum_partial(found)
+        return found
+
+    def _take(self, leaf: Tensor) -> Tensor | None:
+        if leaf in self._wide:
+            return self._wide[leaf].sum
+        gradient, leaf.grad = leaf.grad, None
+        return gradient
+
+    def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
+        tensor = self._connection.rank.tensor
+        partial = [
+            rows
+            for name, gradient in gradients.items()
+            if (parameter := self._manifest.parameters[name]).partial_gradient
+            for rows in split_rows(parameter.placement, gradient, tensor.size, divided=False)
+        ]
+        sums = list(partial)
+        sum_over(tensor, sums)
+        for rows, summed in zip(partial, sums, strict=True):
+            if summed is not rows:
+                rows.copy_(summed)
+
+    def _post(self, gradients: Mapping[str, Tensor]) -> None:
+        """Begin the sums over the replicas of `gradients`, bucket by bucket."""
+        data = self._connection.rank.data
+        if gradients and self._begin is None:
+            self._begin = self._measured.stopwatch.mark()
+        for index, shard in enumerate(self._shards):
+            if any(name in gradients for name in shard.names):
+                posted = data.post_reduce_scatter(shard.flatten(gradients))
+                self._posted.append((posted, partial(self._summed.__setitem__, index)))
+        rest = {name: gradient for name, gradient in gradients.items() if name not in self._sharded}
+        if data.size == 1:
+            self._summed.update(rest)
+            return
+        names, tensors = list(rest), list(rest.values())
+        for bucket in fill_buckets(tensors):
+            flat = torch.cat([tensors[i].reshape(-1) for i in bucket])
+            pieces = {names[i]: tensors[i].shape for i in bucket}
+            self._posted.append((data.post_all_reduce(flat), partial(self._keep_pieces, pieces)))
+
+    def _keep_pieces(self, pieces: Mapping[str, torch.Size], summed: Tensor) -> None:
+        """Keep the parts of a flat bucket, as views of it."""
+        parts = summed.split([shape.numel() for shape in pieces.values()])
+        for (name, shape), part in zip(pieces.items(), parts, strict=True):
+            self._summed[name] = part.view(shape)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that gradients and the optimizer's own weights have of parameters in `dtype`."""
+    return torch.float32 if dtype in HALF else dtype

@@ -1,0 +1,202 @@
+"""The distributed optimizer (ZeRO-1): each replica steps its part of the parameters, and all share the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.communicator import Group, Posted
+from autoptd.runtime.data_parallel import fill_buckets
+
+# Their step changes an element by what is known of that element alone, so that a part may be stepped by itself.
+ELEMENTWISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.ASGD,
+)
+
+
+class Shard:
+    """This replica's part of some parameters in a row: `own` [n] of `flat` [size · n], for `size` replicas.
+
+    `flat` has the parameters' elements in the order of `names`, then zeros; the parameters are views of it. `own` is
+    what the optimizer steps, in float32 where `flat` is in half precision.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype, group: Group) -> None:
+        """Lay out `weights`, as the optimizer has them, for stages that compute in `dtype`."""
+        self.names = tuple(weights)
+        self.shapes = [weight.shape for weight in weights.values()]
+        self._group = group
+        self._used = sum(shape.numel() for shape in self.shapes)
+        wide = self.flatten({name: weight.detach() for name, weight in weights.items()})
+        self.flat = wide.to(dtype)
+        self.own = nn.Parameter(self.part(wide).clone())
+
+    def part(self, flat: Tensor) -> Tensor:
+        """This replica's elements of a row of all, as a view."""
+        return flat.view(self._group.size, -1)[self._group.index]
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The `tensors` of this shard's parameters in a row, padded. ValueError where one is missing."""
+        missing = [name for name in self.names if name not in tensors]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
+                "cannot leave out: freeze it (requires_grad_(False)), or make the optimizer without it"
+            )
+        rows = [tensors[name].reshape(-1) for name in self.names]
+        padding = -self._used % self._group.size
+        return torch.cat([*rows, rows[0].new_zeros(padding)])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' parts of a row, by name, as views of it."""
+        rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
+        return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
+
+    def ranges(self) -> dict[str, tuple[slice, slice]]:
+        """Where `own` holds a parameter, and which elements of that (row-major), for those that it has any of."""
+        found = {}
+        first = self._group.index * self.own.numel()
+        begin = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            low, high = max(first, begin), min(first + self.own.numel(), begin + shape.numel())
+            if low < high:
+                found[name] = slice(low - first, high - first), slice(low - begin, high - begin)
+            begin += shape.numel()
+        return found
+
+    def post_gather(self) -> Posted:
+        """Begin to bring every replica's part, as it has been stepped, into the parameters."""
+        return self._group.post_all_gather(self.own.detach().to(self.flat.dtype), self.flat)
+
+    def gather(self, own: Tensor) -> dict[str, Tensor]:
+        """What all replicas hold in tensors like `own`, by parameter. A collective of the data group."""
+        flat = own.new_empty(own.numel() * self._group.size)
+        return self.split(self._group.post_all_gather(own.detach(), flat).wait())
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless the step of `optimizer` may be divided anywhere."""
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ValueError(
+            f"{type(optimizer).__name__} is not known to step each element by itself, so that its states cannot be "
+            f"divided among the replicas: use one of {known}, or leave the optimizer as it is"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(f"parameter group {number} is differentiable, which a sharded step is not")
+
+
+def move_states(optimizer: torch.optim.Optimizer, shard: Shard, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the states that `optimizer` has of `parameters` those of the `shard`'s own part."""
+    states = [optimizer.state.pop(parameter, {}) for parameter in parameters]
+    joined = join_states(
+        shard, {name: state for name, state in zip(shard.names, states, strict=True) if state}
+    )
+    if joined:
+        optimizer.state[shard.own] = joined
+
+
+def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The own part of a shard's states, from those of each parameter. ValueError where their steps differ."""
+    if not states:
+        return {}
+    if len(states) < len(shard.names):
+        missing = next(name for name in shard.names if name not in states)
+        raise ValueError(
+            f"{missing} has no optimizer state, while {next(iter(states))} has: step both, or none"
+        )
+    joined = {}
+    # A parameter without dimensions has states that tell nothing of what they are: the largest one does.
+    shape, name = max(zip(shard.shapes, shard.names, strict=True), key=lambda pair: len(pair[0]))
+    for key, first in states[name].items():
+        values = {name: state[key] for name, state in states.items()}
+        if is_like(first, shape):
+            joined[key] = shard.part(shard.flatten(values)).clone()
+            continue
+        if any(not torch.equal(torch.as_tensor(v), torch.as_tensor(first)) for v in values.values()):
+            raise ValueError(
+                f"the optimizer's {key} differs among {', '.join(shard.names[:5])}, which one shard has in common: "
+                "shard it before the first step"
+            )
+        joined[key] = first
+    return joined
+
+
+def split_states(shard: Shard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The states of each of the shard's parameters, whole. A collective of the data group."""
+    states: dict[str, dict[str, Any]] = {name: {} for name in shard.names}
+    for key, value in state.items():
+        rows = shard.gather(value) if is_like(value, shard.own.shape) else dict.fromkeys(shard.names, value)
+        for name in shard.names:
+            states[name][key] = rows[name]
+    return states
+
+
+def is_like(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has an entry for each element of a parameter of `shape`."""
+    return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
+
+
+def lay_out_shards(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    rows: Sequence[Sequence[str]],
+    group: Group,
+) -> list[Shard]:
+    """Shards of all parameters of `optimizer`, which steps these from now on, its states moved with them.
+
+    A shard's parameters are of one of the `rows`, whose gradients are whole together, of one parameter group and one of
+    `dtypes`, in which the stages compute. ValueError for parameters that are not among the model's `parameters`.
+    """
+    check_elementwise(optimizer)
+    names = {parameter: name for name, parameter in parameters.items()}
+    for number, settings in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(settings["params"]):
+            if parameter not in names:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {number}, {list(parameter.shape)}, is not one of "
+                    "this parallel model's: make the optimizer from parallel.parameters(), and shard it once"
+                )
+    shards = []
+    for settings in optimizer.param_groups:
+        own = {names[parameter] for parameter in settings["params"]}
+        # What no stage uses never has a gradient, and is not stepped.
+        settings["params"] = [parameters[name] for name in own.difference(*rows)]
+        for row in rows:
+            for bucket in _fill([name for name in row if name in own], parameters, dtypes):
+                shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+                move_states(optimizer, shard, [parameters[name] for name in bucket])
+                for name, weight in shard.split(shard.flat).items():
+                    parameters[name].data = weight
+                settings["params"].append(shard.own)
+                shards.append(shard)
+    return shards
+
+
+def _fill(
+    names: Sequence[str], parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
+) -> list[list[str]]:
+    """`names` in buckets of one dtype and about BUCKET_BYTES, in their order."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name in names:
+        by_dtype.setdefault(dtypes[name], []).append(name)
+    return [
+        [alike[i] for i in bucket]
+        for alike in by_dtype.values()
+        for bucket in fill_buckets([parameters[name] for name in alike])
+    ]

@@ -1,0 +1,175 @@
+"""A sharded optimizer steps as the whole one does, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime import data_parallel
+from autoptd.runtime.communicator import LocalGroup
+from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.shards import Shard, join_states
+from tests.runtime.chain import Chain
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+def train(
+    chain: Chain,
+    connection: Connection,
+    make: MakeOptimizer,
+    shard_at: int | None,
+    steps: int = 4,
+    max_norm: float | None = None,
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The parameters after `steps` steps, the optimizer sharded before number `shard_at`, and the norms."""
+    parallel = chain.parallel(connection)
+    optimizer = make(list(parallel.parameters()))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    norms = []
+    for step in range(steps):
+        if step == shard_at:
+            assert parallel.shard_optimizer(optimizer) is optimizer
+        batch = chain.batch(connection.rank.coordinates.data + 10 * step)
+        for scale in (0.5, 2.0):  # two calls a step
+            (parallel(**batch)["loss"] * scale).backward()
+        if max_norm is not None:
+            norms.append(parallel.clip_grad_norm_(max_norm))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in parallel.named_parameters()}, norms
+
+
+def compare(chain: Chain, make: MakeOptimizer, shard_at: int, **options: Any) -> None:
+    whole = run_threads(chain.manifest, lambda connection: train(chain, connection, make, None, **options))
+    parts = run_threads(
+        chain.manifest, lambda connection: train(chain, connection, make, shard_at, **options)
+    )
+    for (expected, _), (found, _) in zip(whole, parts, strict=True):
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight.to(found[name].dtype)), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_step_is_bitwise_the_whole_one(name: str) -> None:
+    compare(Chain((1, 2, 2), "interleaved_1f1b", 2, 4, tied=True), OPTIMIZERS[name], 0)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 3), (2, 2, 2)], ids=str)
+def test_on_every_mesh(mesh: tuple[int, int, int]) -> None:
+    compare(Chain(mesh, "1f1b", 1, 2), OPTIMIZERS["AdamW"], 0)
+
+
+def test_states_move_with_the_parameters() -> None:
+    compare(Chain((1, 1, 2), "1f1b", 1, 2), OPTIMIZERS["AdamW"], 2)
+
+
+def test_small_buckets_and_groups_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_parallel, "BUCKET_BYTES", 800)
+
+    def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        biases = [p for p in parameters if p.dim() == 1]
+        others = [p for p in parameters if p.dim() > 1]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    compare(Chain((2, 2, 2), "interleaved_1f1b", 2, 4, tied=True), in_groups, 0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_the_norm_is_that_of_the_whole_gradient(norm_type: float) -> None:
+    chain = Chain((2, 2, 2), "1f1b", 1, 2, tied=True)
+
+    def norm(connection: Connection, shard: bool) -> Tensor:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        if shard:
+            parallel.shard_optimizer(optimizer)
+        parallel(**chain.batch(connection.rank.coordinates.data))["loss"].backward()
+        before = parallel.clip_grad_norm_(0.01, norm_type)
+        after = parallel.clip_grad_norm_(1.0, norm_type)
+        torch.testing.assert_close(after, torch.tensor(0.01, dtype=after.dtype), rtol=1e-3, atol=0)
+        return before
+
+    whole = run_threads(chain.manifest, lambda connection: norm(connection, False))
+    parts = run_threads(chain.manifest, lambda connection: norm(connection, True))
+    for found, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_half_precision_steps_in_float32_and_computes_in_its_own() -> None:
+    chain = Chain((1, 2, 2), "1f1b", 1, 2, dtype=torch.bfloat16)
+    compare(chain, OPTIMIZERS["AdamW"], 0)
+
+    def look(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        assert {p.dtype for p in parallel.parameters()} == {torch.float32}
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+        parallel.shard_optimizer(optimizer)
+        # Now the float32 weights are those of the shards, divided among the replicas.
+        used = [p for name, p in parallel.named_parameters() if name != "unused.weight"]
+        assert {p.dtype for p in used} == {torch.bfloat16}
+        (group,) = optimizer.param_groups
+        owned = [p for p in group["params"] if p.dim() == 1 and p.shape != (3,)]
+        assert {p.dtype for p in owned} == {torch.float32}
+        elements = sum(p.numel() for p in used)
+        assert elements <= 2 * sum(p.numel() for p in owned) < elements + 2 * len(owned)
+
+    run_threads(chain.manifest, look)
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    chain = Chain((1, 1, 1), "1f1b", 1, 2)
+
+    def refuse(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        own = list(parallel.parameters())
+        with pytest.raises(ValueError, match="LBFGS is not known to step each element by itself"):
+            parallel.shard_optimizer(torch.optim.LBFGS(own))
+        foreign = torch.optim.SGD([*own, nn.Parameter(torch.zeros(3))], lr=0.1)
+        with pytest.raises(
+            ValueError, match=r"parameter \d+ of the optimizer's group 0, \[3\], is not one of"
+        ):
+            parallel.shard_optimizer(foreign)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(own, lr=0.1))
+        with pytest.raises(ValueError, match="sharded already"):
+            parallel.shard_optimizer(optimizer)
+
+    run_threads(chain.manifest, refuse)
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    shard = Shard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
+    with pytest.raises(
+        ValueError, match=r"second took no part in the loss and has no gradient, .*: freeze it"
+    ):
+        shard.flatten({"first": torch.zeros(2)})
+
+
+def test_steps_of_one_shard_must_agree() -> None:
+    shard = Shard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
+    states = {name: {"step": torch.tensor(float(i))} for i, name in enumerate(shard.names)}
+    with pytest.raises(ValueError, match="the optimizer's step differs among first, second"):
+        join_states(shard, states)
+    with pytest.raises(ValueError, match="second has no optimizer state, while first has"):
+        join_states(shard, {"first": states["first"]})
