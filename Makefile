@@ -23,10 +23,10 @@ demo: $(ENVIRONMENT)
 	$(PYTHON) -m samples.demo $(DEMO_ARGUMENTS)
 
 test: $(ENVIRONMENT)
-	$(PYTHON) -m pytest -q -m "not slow" $(TESTS)
+	$(PYTHON) -m pytest -q -n auto --dist worksteal -m "not slow" $(TESTS)
 
 test-all: $(ENVIRONMENT)
-	$(PYTHON) -m pytest -q $(TESTS)
+	$(PYTHON) -m pytest -q -n auto --dist worksteal $(TESTS)
 
 lint: $(ENVIRONMENT)
 	$(PYTHON) -m ruff check .

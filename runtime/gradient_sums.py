@@ -160,7 +160,7 @@ class GradientSums:
 
     def _take(self, leaf: Tensor) -> Tensor | None:
         if leaf in self._wide:
-            return self._wide[leaf].sum
+            return self._wide.pop(leaf).sum
         gradient, leaf.grad = leaf.grad, None
         return gradient
 

@@ -282,8 +282,9 @@ def test_what_is_summed_once_a_step() -> None:
         }
         last = at.pipeline == mesh.pipeline - 1
         found = measured.training
-        assert found.calls["data all_reduce"] == 1 + last  # one bucket, and the loss
-        assert found.elements["data all_reduce"] == sum(held.values()) + last
+        # A bucket of each of two stages and one of what is tied; the number of valid labels, and the loss.
+        assert found.calls["data all_reduce"] == 3 + 2 * last
+        assert found.elements["data all_reduce"] == sum(held.values()) + 2 * last
         assert found.calls["tied (0, 1) all_reduce"] == 1
         assert found.elements["tied (0, 1) all_reduce"] == 64 // 2 * config.hidden
         assert found.calls["pipeline broadcast"] == 1
@@ -291,4 +292,4 @@ def test_what_is_summed_once_a_step() -> None:
         assert not [key for key in found.calls if key.startswith("pipeline") and key != "pipeline broadcast"]
         forward = measured.forward.calls
         assert not [key for key in forward if key.startswith("tied")]
-        assert forward.get("data all_reduce", 0) == last
+        assert forward.get("data all_reduce", 0) == 2 * last
