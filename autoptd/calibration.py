@@ -138,11 +138,15 @@ def fit_link(measured: Results, device: Device, main: str) -> Link:
     """The link that takes what `message_timing.time_messages` measured, between devices like `device`."""
     collective, message = (_fit_rate(measured[name]) for name in ("reduced", "sent"))
     bandwidth = max(collective, message)
-    link = Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0)
-    (seconds,) = measured["divided"]
-    return _solve(
-        partial(_with_latency, device, link), LATENCIES, compile_block(DIVIDED, main, 2), seconds
-    ).node
+    link, program = (
+        Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0, 1.0),
+        compile_block(DIVIDED, main, 2),
+    )
+    latency, core = (
+        _solve(partial(_with_latency, device, link), LATENCIES, program, seconds).node.latency_seconds
+        for seconds in measured["divided"][0]
+    )
+    return replace(link, latency_seconds=latency, core_seconds=min(core, latency))
 
 
 def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
@@ -153,7 +157,7 @@ def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
 
 def _link_alone(device: Device) -> Link:
     """Of a device without peers: its messages to itself would be copies in its memory."""
-    return Link(device.memory_bandwidth, 1.0, 1.0, device.launch_seconds)
+    return Link(device.memory_bandwidth, 1.0, 1.0, device.launch_seconds, device.launch_seconds)
 
 
 def _with_launches(device: Device, seconds: float) -> Cluster:
@@ -166,7 +170,7 @@ def _with_vectors(device: Device, flops: float) -> Cluster:
 
 
 def _with_latency(device: Device, link: Link, seconds: float) -> Cluster:
-    link = replace(link, latency_seconds=seconds)
+    link = replace(link, latency_seconds=seconds, core_seconds=seconds)
     return Cluster("", device, 2, 2, 2, link, link)
 
 

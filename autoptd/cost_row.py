@@ -29,6 +29,7 @@ from autoptd.step_memory import Owned, count_owned
 COLUMNS = (
     *("forward", "forward_tensor", "backward", "backward_tensor", "again", "again_tensor"),
     *("kept", "flops", "model_flops"),
+    *("forward_waiting", "backward_waiting", "again_waiting"),
 )
 
 
@@ -81,7 +82,8 @@ class CostRow:
             time = known[key]
             sides = (time.forward, time.backward, time.again)
             seconds = [value for side in sides for value in (side.compute, side.tensor)]
-            table[index] += [*seconds, time.kept, work.flops, work.model_flops]
+            waiting = [side.waiting for side in sides]
+            table[index] += [*seconds, time.kept, work.flops, work.model_flops, *waiting]
             working[index] = max(working[index], time.working)
         return table, working
 
@@ -194,7 +196,10 @@ class CostRow:
 
     def _sum(self, start: int, end: int) -> WorkTimes:
         total = dict(zip(COLUMNS, (self._sums[end] - self._sums[start]).tolist(), strict=True))
-        sides = [Seconds(total[side], total[f"{side}_tensor"]) for side in ("forward", "backward", "again")]
+        sides = [
+            Seconds(total[side], total[f"{side}_tensor"], total[f"{side}_waiting"])
+            for side in ("forward", "backward", "again")
+        ]
         working = float(self._working[self._source[start:end]].max(initial=0.0))
         forward, backward, again = sides
         return WorkTimes(

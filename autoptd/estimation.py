@@ -26,7 +26,7 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import Action, Schedule, make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
-from autoptd.simulation import Training, action_times, simulate_times, walk_cluster
+from autoptd.simulation import Training, simulate_times, walk_cluster
 from autoptd.stage_times import StageTimes
 from autoptd.watch import Watch
 
@@ -136,7 +136,7 @@ class Estimator:
         _, (_, times) = self._divide_stages(candidate)
         p = candidate.pipeline
         schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
-        walked = walk_cluster(schedule, order, action_times(times), candidate.mesh, self.cluster)
+        walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster)
         return float(max(end for _, _, _, end in walked))
 
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:

@@ -1,7 +1,7 @@
 """Time messages between two devices, a process each, and steps of a program that they divide; see `machine_timing`.
 
-Here it is the clock's time, not a core's: between ranks that compute, most of what a small message takes is until
-the other rank is woken.
+Here it is the clock's time, not only a core's: between ranks that compute, most of what a small message takes is
+until the other rank is woken. How much of it a core works is what such a step computes beyond its kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ PATIENCE = 120.0  # seconds that a process waits for another
 
 
 def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
-    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]) and ("divided", seconds) of a step."""
+    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and of a step ("divided", [seconds, of a core]).
+
+    A CUDA device shares no core: there both are the clock's.
+    """
     for size in MESSAGES:
         x, arriving = (torch.zeros(size // 4, device=timer.device) for _ in range(2))
 
@@ -32,26 +35,28 @@ def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
             for work in dist.batch_isend_irecv(both):
                 work.wait()
 
-        yield "reduced", [size, time_together(timer, lambda: dist.all_reduce(x))]  # noqa: B023
-        yield "sent", [size, time_together(timer, exchange)]
+        yield "reduced", [size, time_together(timer, lambda: dist.all_reduce(x))[0]]  # noqa: B023
+        yield "sent", [size, time_together(timer, exchange)[0]]
     parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=2).bind(timer.device)
-    yield "divided", time_together(timer, block_step(parallel, DIVIDED, timer.device), parts=0.25)
+    seconds, computed = time_together(timer, block_step(parallel, DIVIDED, timer.device), parts=0.25)
+    yield "divided", [seconds, seconds if timer.device.type == "cuda" else computed]
 
 
-def time_together(timer: Timer, call: Callable[[], object], parts: float = 1) -> float:
-    """The mean of calls that both ranks make in a row, as often as the first one says."""
+def time_together(timer: Timer, call: Callable[[], object], parts: float = 1) -> tuple[float, float]:
+    """The mean of calls that both ranks make in a row, as often as the first one says: by the clock, and what all
+    threads of this process compute."""
 
-    def run(count: int) -> float:
+    def run(count: int) -> tuple[float, float]:
         dist.barrier()
-        begun = time.perf_counter()
+        begun, computed = time.perf_counter(), time.process_time()
         for _ in range(count):
             call()
         if timer.device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / count
+        return (time.perf_counter() - begun) / count, (time.process_time() - computed) / count
 
     run(WARM_UPS)
-    once = run(LEAST_REPEATS)
+    once, _ = run(LEAST_REPEATS)
     count = torch.tensor([max(LEAST_REPEATS, int(timer.seconds / parts / once))], device=timer.device)
     dist.broadcast(count, 0)
     return run(int(count))

@@ -121,8 +121,8 @@ def simulate_times(
     """Walk a schedule of `manifest` whose stages have `times`, in its `execution_order`."""
     p, m = manifest.mesh.pipeline, manifest.num_microbatches
     rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
-    taken = action_times(times, blocking=not training.overlap_transfers)
-    for entry in walk_cluster(schedule, order, taken, manifest.mesh, cluster):
+    blocking = not training.overlap_transfers
+    for entry in walk_cluster(schedule, order, times, manifest.mesh, cluster, blocking=blocking):
         rows[entry[0]].append(TimelineEntry._make(entry))
     timeline = tuple(map(tuple, rows))
     crowded = cluster.crowding(range(manifest.mesh.size)) > 1
@@ -130,6 +130,7 @@ def simulate_times(
     owned = [count_owned(manifest, rank) for rank in range(p)]
     phases = tuple(_finish(manifest, timeline, owned, cluster, precision, training))
     pipelined = max(row[-1].end for row in timeline)
+    taken = action_times(times, blocking=blocking)
     alone = max(end for _, _, _, end in walk(order, p, taken)) if crowded else pipelined
     step = max([pipelined, *(phase.end for phase in phases)])
     spent = [_add_up(times[rank::p], m) for rank in range(p)]
@@ -182,14 +183,17 @@ def simulate_times(
 def walk_cluster(
     schedule: Schedule,
     order: Sequence[tuple[int, Action]],
-    times: ActionTimes,
+    times: Sequence[StageTimes],
     mesh: Mesh,
     cluster: Cluster,
+    *,
+    blocking: bool = False,
 ) -> Iterator[tuple[int, Action, float, float]]:
     """`walk` the `order` of a schedule, or `walk_shared` where a node has more ranks than compute at once."""
+    taken = action_times(times, blocking=blocking)
     if cluster.crowding(range(mesh.size)) > 1:
-        return walk_shared(schedule, times, mesh, cluster)
-    return walk(order, mesh.pipeline, times)
+        return walk_shared(schedule, taken, _waiting_times(times), mesh, cluster)
+    return walk(order, mesh.pipeline, taken)
 
 
 def action_times(
@@ -206,6 +210,16 @@ def action_times(
         [time.backward.total + time.gather["B"] for time in times],
         sending,
         blocking and messages,
+    )
+
+
+def _waiting_times(times: Sequence[StageTimes]) -> ActionTimes:
+    """What of `action_times` takes no core."""
+    kinds = ("SEND_F", "SEND_B")
+    return ActionTimes(
+        [time.waiting["F"] for time in times],
+        [time.waiting["B"] for time in times],
+        {(index, kind): time.waiting[kind] for index, time in enumerate(times) for kind in kinds},
     )
 
 
@@ -239,12 +253,12 @@ def _finish(
     for rank, own in enumerate(owned):
         here = mesh.rank_of(0, rank, 0)
         start = end = timeline[rank][-1].end
-        end += crowding * cluster.all_reduce_seconds(own.partial * item, mesh.tensor_group(here))
+        end += _reduce(own.partial * item, mesh.tensor_group(here), cluster, crowding)
         for owners, elements in own.tied.items():
             ready = max(timeline[owner][-1].end for owner in owners)
             ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
-            end = max(end, ready) + crowding * cluster.all_reduce_seconds(elements * item, ranks)
-        reducing = crowding * cluster.all_reduce_seconds(own.trained * item, mesh.data_group(here))
+            end = max(end, ready) + _reduce(elements * item, ranks, cluster, crowding)
+        reducing = _reduce(own.trained * item, mesh.data_group(here), cluster, crowding)
         if training.overlap_data:
             end = max(end, _last_backward(timeline[rank]).start + reducing)
         else:
@@ -254,6 +268,12 @@ def _finish(
     ready = max(ends)  # the norm of all gradients needs all ranks
     for rank, own in enumerate(owned):
         yield Phase(rank, "optimizer", ready, ready + optimizer_bytes(own, precision, shards) / rate)
+
+
+def _reduce(count: float, ranks: Sequence[int], cluster: Cluster, crowding: float) -> float:
+    """Seconds of an all-reduce that `crowding` ranks make on each core: while one waits, others work."""
+    seconds = cluster.all_reduce_seconds(count, ranks)
+    return max(seconds, crowding * (seconds - 2 * cluster.waiting_seconds(ranks)))
 
 
 def _last_backward(entries: Sequence[TimelineEntry]) -> TimelineEntry:

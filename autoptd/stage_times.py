@@ -23,14 +23,21 @@ from autoptd.runtime.transfer import is_scattered
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group."""
+    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group.
+
+    Of the latter, `waiting` takes no core (see `Link`).
+    """
 
     compute: float
     tensor: float
+    waiting: float
 
     @property
     def total(self) -> float:
         return self.compute + self.tensor
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.tensor + other.tensor, self.waiting + other.waiting)
 
 
 @dataclass(frozen=True)
@@ -38,15 +45,17 @@ class StageTimes:
     """One stage on one microbatch.
 
     `gather` and `send` are by direction, "F" and "B": the all-gather of what arrives in pieces (SC21 §4.1), and the
-    message that leaves. `kept` bytes wait for the backward, `working` more live while it runs, and `arriving` is
-    what a posted receive holds, by direction. `flops` are those of GEMMs and attention's products, all their
-    passes, `model_flops` without those that recomputation repeats.
+    message that leaves. `waiting` is what takes no core of an action, "F", "B", "SEND_F" or "SEND_B". `kept` bytes
+    wait for the backward, `working` more live while it runs, and `arriving` is what a posted receive holds, by
+    direction. `flops` are those of GEMMs and attention's products, all their passes, `model_flops` without those that
+    recomputation repeats.
     """
 
     forward: Seconds
     backward: Seconds
     gather: Mapping[str, float]
     send: Mapping[str, float]
+    waiting: Mapping[str, float]
     kept: float
     working: float
     arriving: Mapping[str, float]
@@ -193,12 +202,14 @@ def time_stage(
 ) -> StageTimes:
     """A stage of that work with its messages."""
     crossing = {kind: _cross(manifest, index, kind, cluster, precision) for kind in ("F", "B")}
-    backward = Seconds(work.backward.compute + work.again.compute, work.backward.tensor + work.again.tensor)
+    sides = {"F": work.forward, "B": work.backward + work.again}
+    waiting = {kind: side.waiting + crossing[kind].gather_waiting for kind, side in sides.items()}
     return StageTimes(
-        forward=work.forward,
-        backward=backward,
+        forward=sides["F"],
+        backward=sides["B"],
         gather={kind: one.gather_seconds for kind, one in crossing.items()},
         send={kind: one.send_seconds for kind, one in crossing.items()},
+        waiting=waiting | {f"SEND_{kind}": one.send_waiting for kind, one in crossing.items()},
         kept=work.kept,
         working=work.working,
         arriving={kind: one.received_bytes for kind, one in crossing.items()},
@@ -215,7 +226,8 @@ def _add_up(
     tensor = sum(
         count * cluster.all_reduce_seconds(work.reduced * scale, ranks) for work, count in works.items()
     )
-    return Seconds(compute, tensor)
+    reductions = sum(count for work, count in works.items() if work.reduced)
+    return Seconds(compute, tensor, 2 * reductions * cluster.waiting_seconds(ranks))
 
 
 def _product_flops(work: Work) -> float:
@@ -225,10 +237,15 @@ def _product_flops(work: Work) -> float:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """One direction of a stage's boundaries: the message it sends, and what it receives."""
+    """One direction of a stage's boundaries: the message it sends, and what it receives.
+
+    `send_waiting` and `gather_waiting` are what takes no core.
+    """
 
     send_seconds: float = 0.0
+    send_waiting: float = 0.0
     gather_seconds: float = 0.0
+    gather_waiting: float = 0.0
     received_bytes: float = 0.0
 
 
@@ -240,11 +257,11 @@ def _cross(manifest: Manifest, index: int, kind: str, cluster: Cluster, precisio
     whole, scattered = _bytes(sends, manifest, kind, precision)
     received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
     ranks = mesh.tensor_group(mesh.rank_of(0, index % mesh.pipeline, 0))
+    sent, consumer = whole + scattered / mesh.tensor, index + (1 if kind == "F" else -1)
     return _Crossing(
-        _send_seconds(
-            whole + scattered / mesh.tensor, mesh, index, index + (1 if kind == "F" else -1), cluster
-        ),
+        *_send_seconds(sent, mesh, index, consumer, cluster),
         cluster.all_gather_seconds(received_scattered, ranks),
+        cluster.waiting_seconds(ranks) if received_scattered else 0.0,
         received_whole + received_scattered,
     )
 
@@ -261,8 +278,14 @@ def _bytes(
     return sizes[0], sizes[1]
 
 
-def _send_seconds(count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster) -> float:
-    """The slowest of all replicas' messages between two stages' ranks, its tensor peers sending too."""
+def _send_seconds(
+    count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster
+) -> tuple[float, float]:
+    """The slowest of all replicas' messages between two stages' ranks, its tensor peers sending too; and what of it
+    takes no core."""
     here, there = source % mesh.pipeline, destination % mesh.pipeline
     pairs = {(mesh.rank_of(data, here, 0), mesh.rank_of(data, there, 0)) for data in range(mesh.data)}
-    return max(cluster.send_seconds(count, *pair, senders=mesh.tensor) for pair in pairs)
+    return max(
+        (cluster.send_seconds(count, *pair, senders=mesh.tensor), count and cluster.waiting_seconds(pair))
+        for pair in pairs
+    )

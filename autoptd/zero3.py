@@ -52,9 +52,11 @@ def simulate_zero3(
     latency = len(sizes) * cluster.ring_latency(ranks)
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
     crowding = cluster.crowding(ranks)
+    waiting = len(sizes) * cluster.waiting_seconds(ranks)
+    gathering = latency + (moved - latency) / RING_SHARE
     breakdown = {
         "compute": crowding * m * (times.forward.compute + times.backward.compute),
-        "data": crowding * m * passes * (latency + (moved - latency) / RING_SHARE),
+        "data": m * passes * max(gathering, crowding * (gathering - waiting)),
         "optimizer": crowding * optimizer_bytes(whole, precision, devices) / rate,
     }
     step = sum(breakdown.values())

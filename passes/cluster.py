@@ -34,13 +34,15 @@ class Link:
     """One direction of a link of one device (in a node), or of one network card.
 
     `bandwidth` is the maker's, in bytes/s. Large messages reach the share `message_efficiency` of it, collectives,
-    which all devices run at once, `collective_efficiency`. The smallest message takes `latency_seconds`.
+    which all devices run at once, `collective_efficiency`. The smallest message takes `latency_seconds`, of which
+    a device works `core_seconds` and else waits: that differs where devices share cores (see `Cluster`).
     """
 
     bandwidth: float
     message_efficiency: float
     collective_efficiency: float
     latency_seconds: float
+    core_seconds: float
 
     @property
     def message_rate(self) -> float:
@@ -194,8 +196,16 @@ class Cluster:
 
     def ring_latency(self, ranks: Sequence[int]) -> float:
         """What of an all-gather's time no smaller size takes away."""
-        slowest = self.node if len(self.nodes(ranks)) < 2 else self.network
-        return (len(ranks) - 1) * slowest.latency_seconds
+        return (len(ranks) - 1) * self._link(ranks).latency_seconds
+
+    def waiting_seconds(self, ranks: Sequence[int]) -> float:
+        """What of an all-gather's latency, or of a message's between two ranks, takes no core."""
+        link = self._link(ranks)
+        return (len(ranks) - 1) * (link.latency_seconds - link.core_seconds)
+
+    def _link(self, ranks: Sequence[int]) -> Link:
+        """The one with the most latency between `ranks`."""
+        return self.node if len(self.nodes(ranks)) < 2 else self.network
 
     def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
         """One message of `count` bytes, while `senders` devices of the node send like ones."""
@@ -266,5 +276,10 @@ def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
             f"{values['devices_per_node']}"
         )
     for name in ("node", "network"):
-        values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
+        link = values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
+        if link.core_seconds > link.latency_seconds:
+            raise ValueError(
+                f"{source}: {name}.core_seconds = {link.core_seconds:g}: expected at most the whole "
+                f"latency_seconds, {link.latency_seconds:g}"
+            )
     return Cluster(**{**values, "device": Device(**device)})

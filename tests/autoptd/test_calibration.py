@@ -32,7 +32,7 @@ KNOWN = Device(
     32,
     7e-6,
 )
-LINK = Link(2e9, 0.5, 1.0, 1e-4)
+LINK = Link(2e9, 0.5, 1.0, 1e-4, 2e-5)
 ALONE = Cluster("", KNOWN, 1, 1, 1, LINK, LINK)
 
 
@@ -80,16 +80,18 @@ def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
 
 def test_a_link_is_found_again_from_what_it_takes() -> None:
     pair = Cluster("", KNOWN, 2, 2, 2, LINK, LINK)
-    spent = compile_block(DIVIDED, "fp32", 2).simulate(pair).breakdown
+    busy = replace(pair, node=replace(LINK, latency_seconds=LINK.core_seconds))
+    spent = [compile_block(DIVIDED, "fp32", 2).simulate(one).breakdown for one in (pair, busy)]
     measured: dict[str, list[Any]] = {
         "reduced": [[size, pair.all_reduce_seconds(size, (0, 1))] for size in MESSAGES],
         "sent": [[size, pair.send_seconds(size, 0, 1)] for size in MESSAGES],
-        "divided": [spent["compute"] + spent["tensor"]],
+        "divided": [[own["compute"] + own["tensor"] for own in spent]],
     }
     found = fit_link(measured, KNOWN, "fp32")
     assert found.collective_rate == pytest.approx(2e9)
     assert found.message_rate == pytest.approx(1e9)
     assert found.latency_seconds == pytest.approx(1e-4, rel=0.01)
+    assert found.core_seconds == pytest.approx(2e-5, rel=0.01)
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

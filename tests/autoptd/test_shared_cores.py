@@ -14,7 +14,7 @@ from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
-from autoptd.shared_cores import walk_shared
+from autoptd.shared_cores import Spell, share_cores, walk_shared
 from samples.gpt import GPT, GPTConfig
 
 LAPTOP = Cluster.load("laptop-cpu")
@@ -25,9 +25,17 @@ def with_cores(cores: int, per_node: int = 8) -> Cluster:
 
 
 def spans(
-    name: str, mesh: Mesh, m: int, v: int, times: ActionTimes, cluster: Cluster
+    name: str,
+    mesh: Mesh,
+    m: int,
+    v: int,
+    times: ActionTimes,
+    cluster: Cluster,
+    waiting: ActionTimes | None = None,
 ) -> dict[str, tuple[float, float]]:
-    walked = walk_shared(make_schedule(name, mesh.pipeline, m, v), times, mesh, cluster)
+    schedule = make_schedule(name, mesh.pipeline, m, v)
+    none = take(0, 0, 0, mesh.pipeline * v)
+    walked = walk_shared(schedule, times, waiting or none, mesh, cluster)
     return {str(action): (start, end) for _, action, start, end in walked}
 
 
@@ -62,6 +70,39 @@ def test_peers_share_by_node() -> None:
     assert spans("1f1b", Mesh(1, 1, 4), 1, 1, times, with_cores(2, per_node=2))["0B0"] == (1, 3)
 
 
+def test_who_waits_to_be_woken_leaves_the_core_to_others() -> None:
+    """A forward of 1 on the core and 3 of latency, a backward of 2 and 2: on one core, two replicas at work half the
+    time or less do not meet; of four, whose backwards want two cores, the latency passes while others work."""
+    times, waiting = take(4, 4, 0, 1), take(3, 2, 0, 1)
+
+    def run(replicas: int) -> dict[str, tuple[float, float]]:
+        return spans("1f1b", Mesh(1, 1, replicas), 1, 1, times, with_cores(1), waiting)
+
+    assert run(1) == run(2) == {"0F0": (0, 4), "0B0": (4, 8)}
+    assert run(4)["0F0"] == (0, 4)
+    assert run(4)["0B0"] == pytest.approx((4, 4 + 4 * 2))
+    assert run(8)["0F0"] == pytest.approx((0, 8 * 1))
+
+
+def test_who_waits_less_is_held_up_more() -> None:
+    """On one core 1 s of work alone, and 1 s of it with 1 s of latency. With a share s of the core whenever they want
+    it they take 1/s and 1/s + 1, and both together the whole core: s + 1 / (1/s + 1) = 1, s = (sqrt(5) - 1) / 2."""
+    share = share_cores([(1, Spell(1, 0)), (1, Spell(1, 1))], 1)
+    assert share == pytest.approx((5**0.5 - 1) / 2)
+    assert share_cores([(1, Spell(1, 0)), (1, Spell(1, 1)), (3, Spell(0, 1))], 2) == 1
+    assert share_cores([(2, Spell(1, 0)), (2, Spell(5, 0))], 1) == 1 / 4
+
+
+def test_latency_is_not_computed_by_anybody(program: autoptd.CompiledProgram) -> None:
+    """Eight ranks on one core: a latency that takes no core is lost in the crowd, and one that does is paid by all."""
+    crowd = with_cores(1)
+    step = program.simulate(crowd).step_seconds
+    slow = replace(crowd.node, latency_seconds=2 * crowd.node.latency_seconds)
+    assert program.simulate(replace(crowd, node=slow)).step_seconds == pytest.approx(step, rel=0.02)
+    busy = replace(slow, core_seconds=slow.latency_seconds)
+    assert program.simulate(replace(crowd, node=busy)).step_seconds > 1.2 * step
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize(
     ("name", "p", "m", "v"), [("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("interleaved_1f1b", 3, 6, 2)]
@@ -70,7 +111,8 @@ def test_with_a_core_for_every_job_nobody_waits(name: str, p: int, m: int, v: in
     schedule = make_schedule(name, p, m, v)
     times = take(1, 2, 0.25, p * v, blocking)
     plenty = replace(LAPTOP, devices_per_node=8, devices_at_once=1000)
-    shared = sorted(walk_shared(schedule, times, Mesh(1, p, 1), plenty))
+    waiting = take(0.5, 1, 0.125, p * v)
+    shared = sorted(walk_shared(schedule, times, waiting, Mesh(1, p, 1), plenty))
     assert shared == sorted(walk(execution_order(schedule), p, times))
 
 

@@ -30,7 +30,7 @@ from samples.gpt import GPT, GPTConfig
 LAYERS, HIDDEN, VOCABULARY, LENGTH, B = 8, 256, 512, 128, 2
 SELENE = Cluster.load("dgx-a100")
 # Messages and all-reduces that take no time, and no launches: only work is left.
-FREE = Link(1e30, 1.0, 1.0, 1e-30)
+FREE = Link(1e30, 1.0, 1.0, 1e-30, 1e-30)
 STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30))
 
 

@@ -51,6 +51,11 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
         ("80e9", '"80 GB"', "device.memory_bytes = '80 GB': expected a number above 0"),
         ("0.74", "74", "network.message_efficiency = 74: expected a share above 0 and at most 1"),
         ("= 108", "= 108.5", "device.multiprocessors = 108.5: expected a whole number above 0"),
+        (
+            "core_seconds = 1.5e-6",
+            "core_seconds = 2e-6",
+            "node.core_seconds = 2e-06: expected at most the whole",
+        ),
         ("bf16 =", "bfloat16 =", "device.peak_flops has 'bfloat16': expected dtypes among fp64, fp32"),
         ('"A100-SXM4-80GB"', "100", "device.name = 100: expected a text"),
         ("name =", "name", "is no TOML"),
