@@ -16,7 +16,7 @@ from autoptd.archive import program_hash, save_folder
 from autoptd.check import check_program
 from autoptd.cost import Cost
 from autoptd.explanation import Explanation, explain_program
-from autoptd.options import check_backend
+from autoptd.options import Options, check_backend
 from autoptd.overview import Overview
 from autoptd.page import write_page
 from autoptd.passes.cluster import Cluster
@@ -42,7 +42,8 @@ class CompiledProgram:
     """The parallel program: `texts`, one per pipeline rank, are what runs; `stages` are the same as graphs.
 
     `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module, where it is known:
-    `bind` takes its weights, `verify` compares with it.
+    `bind` takes its weights, `verify` compares with it. `options` are what the model was rewritten by; a loaded
+    program knows neither.
     """
 
     stages: tuple[Stage, ...]
@@ -54,6 +55,7 @@ class CompiledProgram:
     model: nn.Module | None = field(default=None, repr=False)
     loss_fn: Callable[..., Tensor] | None = field(default=None, repr=False)
     letters: Mapping[str, int] = field(default_factory=dict, repr=False)
+    options: Options | None = field(default=None, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -175,19 +177,11 @@ class CompiledProgram:
 
         The critical rank, what the bubble costs, which communication nothing hides, what the slowest stage's cuts
         would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
-        (see `Estimator`) with fused operators, in the default layout and with `simulate`'s defaults, and need the
-        model, which a loaded program does not know. `training` as `simulate` takes it; ValueError as there.
+        (see `Estimator`) with the program's own `options` and `simulate`'s defaults, and need the model, which a
+        loaded program does not know. `training` as `simulate` takes it; ValueError as there.
         """
         simulation = self.simulate(cluster, dtype, **training)
-        return explain_program(
-            self.manifest, self.stages, simulation, self.model, self.loss_fn, self.recompute
-        )
-
-    @property
-    def recompute(self) -> str:
-        """What is computed again, as the log has it."""
-        entries = (entry.split() for entry in self.log if entry.startswith("recompute_activations "))
-        return next((words[1].rstrip(":") for words in entries), "none")
+        return explain_program(self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options)
 
     def save(self, folder: str | Path) -> None:
         """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`."""

@@ -19,7 +19,15 @@ from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
 from autoptd.initialization import read_initial
 from autoptd.labels import describe_labels
-from autoptd.options import check_counts, check_known, check_modes, check_planned, check_seed, read_mesh
+from autoptd.options import (
+    Options,
+    check_counts,
+    check_known,
+    check_modes,
+    check_planned,
+    check_seed,
+    read_mesh,
+)
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program
 from autoptd.passes.stages import boundaries, count_units, cut_stages
@@ -95,15 +103,14 @@ def compile(
         return compile(
             model, **{**given, **fixed, **own, **plan(model, **size, **given, **fixed, **free)[0].options}
         )
-    settled: Any = {"schedule": "interleaved_1f1b" if schedule is None else schedule}
-    settled["recompute"] = "none" if recompute is None else recompute
-    check_modes(**settled, layout=layout, fuse=fuse)
+    settled = "interleaved_1f1b" if schedule is None else schedule
+    options = Options("none" if recompute is None else recompute, fuse, layout, rules)
+    check_modes(schedule=settled, recompute=options.recompute, layout=layout, fuse=fuse)
     check_counts(
         microbatch_size=microbatch_size, num_microbatches=num_microbatches, num_model_chunks=num_model_chunks
     )
-    return _compile(
-        model, read_mesh(mesh), given, num_microbatches, num_model_chunks, **settled, **fixed, **own
-    )
+    counts = num_microbatches, num_model_chunks
+    return _compile(model, read_mesh(mesh), given, *counts, settled, options, scatter_gather, **own)
 
 
 def _compile(
@@ -112,13 +119,10 @@ def _compile(
     given: Mapping[str, Any],
     num_microbatches: int | None,
     num_model_chunks: int | None,
-    *,
     schedule: str,
-    recompute: str | int,
+    options: Options,
     scatter_gather: bool,
-    fuse: bool,
-    layout: str,
-    rules: Mapping[Any, str] | None,
+    *,
     seed: int,
     initializer: Callable[[nn.Module], object] | None,
     cluster: Cluster | str | Path | None,
@@ -130,7 +134,8 @@ def _compile(
         watch.say("capture")
         captured = capture(model, mesh=mesh, **given)
         program = read_initial(captured, model=model, initializer=initializer)
-        program = run_passes(passes_to_the_division(layout) + passes_to_the_cut(rules), program, watch)
+        before_the_cut = passes_to_the_division(options.layout) + passes_to_the_cut(options.rules)
+        program = run_passes(before_the_cut, program, watch)
         parameters = program.stages[0].parameters
         chunks = num_model_chunks or _default_chunks(program, schedule, count)
         actions = make_schedule(schedule, mesh.pipeline, count, chunks)  # refuses before the cut is solved
@@ -140,10 +145,10 @@ def _compile(
             num_stages=mesh.pipeline * chunks,
             schedule=schedule,
             num_microbatches=count,
-            recompute=recompute,
+            recompute=options.recompute,
             cluster=described,
         )
-        program = run_passes(passes_from_the_cut(recompute, fuse), program, watch)
+        program = run_passes(passes_from_the_cut(options.recompute, options.fuse), program, watch)
         watch.say("emit and check")
         manifest = replace(
             _describe(program, parameters, model, given["loss_fn"]),
@@ -152,7 +157,7 @@ def _compile(
             scatter_gather=scatter_gather,
             seed=seed,
         )
-        return _emit(program, manifest, actions, model, given["loss_fn"])
+        return _emit(program, manifest, actions, model, given["loss_fn"], options)
 
 
 def _describe(
@@ -189,13 +194,23 @@ def _emit(
     schedule: Schedule,
     model: nn.Module,
     loss_fn: Callable[..., torch.Tensor] | None,
+    options: Options,
 ) -> CompiledProgram:
     """Write the texts, and prove what they say."""
     title = _title(type(model).__name__, manifest.parameters)
     flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
     texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
     result = CompiledProgram(
-        program.stages, program.log, texts, manifest, program.buffers, title, model, loss_fn, program.letters
+        program.stages,
+        program.log,
+        texts,
+        manifest,
+        program.buffers,
+        title,
+        model,
+        loss_fn,
+        program.letters,
+        options,
     )
     uncovered = result.check()
     if not uncovered:

@@ -57,8 +57,9 @@ def _describe_program(program: CompiledProgram) -> dict[str, object]:
         "microbatch_size": manifest.microbatch_size,
         "num_microbatches": manifest.num_microbatches,
         "scatter_gather": manifest.scatter_gather,
-        "recompute": program.recompute,
     }
+    if program.options is not None:
+        found["recompute"] = program.options.recompute
     for rank in range(manifest.mesh.pipeline):
         names = {
             name for stage in manifest.stages[rank :: manifest.mesh.pipeline] for name in stage.parameters

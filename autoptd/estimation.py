@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
     microbatch_size: int
     num_microbatches: int
     num_model_chunks: int
-    recompute: str
+    recompute: str | int
     schedule: str
 
     @property
@@ -86,7 +86,7 @@ class Estimator:
         self._scatter_gather, self._fuse, self._layout, self._rules = scatter_gather, fuse, layout, rules
         self._captured: dict[int | None, tuple[Program, int]] = {}
         self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
-        self._rows: dict[tuple[int, int | None, str], CostRow] = {}
+        self._rows: dict[tuple[int, int | None, str | int], CostRow] = {}
         self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
 
     @property
@@ -97,7 +97,7 @@ class Estimator:
         examples = read_examples(self._model, self._given["example_inputs"], self._given["loss_fn"], None)
         return min((i.shape[i.batch_dim] for i in examples.inputs if i.batch_dim is not None), default=1)
 
-    def measure(self, tensor: int, microbatch_size: int | None, recompute: str) -> CostRow:
+    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
         """What the calls take. ValueError where the model does not divide by `tensor`, or cannot be recomputed so."""
         key = tensor, microbatch_size, recompute
         if key not in self._rows:
@@ -146,7 +146,7 @@ class Estimator:
             self._stages[candidate] = cut
         return row, self._stages[candidate]
 
-    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str) -> CostRow:
+    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
         divided, repeats = self._divide(tensor, microbatch_size)
         with Watch("plan") as watch:
             program = run_passes(passes_from_the_cut(recompute, self._fuse), divided, watch)

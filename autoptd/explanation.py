@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from autoptd.estimation import Candidate, Estimator
+from autoptd.options import Options
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.ledger import find_repeated
@@ -16,6 +17,8 @@ from autoptd.passes.program import Stage
 from autoptd.passes.work import find_trained
 from autoptd.runtime.manifest import Manifest
 from autoptd.simulation import Simulation
+
+UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
 
 
 @dataclass(frozen=True)
@@ -86,17 +89,17 @@ def explain_program(
     simulation: Simulation,
     model: nn.Module | None,
     loss_fn: Callable[..., torch.Tensor] | None,
-    recompute: str,
+    options: Options | None,
 ) -> Explanation:
-    """See `CompiledProgram.explain`. Without the `model` there are no `changes`."""
+    """See `CompiledProgram.explain`. Without the `model` and its `options` no change is estimated, which is said."""
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     work = tuple(
         sum(entry.end - entry.start for entry in row if entry.action.kind in ("F", "B"))
         for row in simulation.timeline
     )
     kinds = ("tensor", "pipeline", "data")
-    changes: tuple[Change, ...] = ()
-    if model is not None:
+    changes: tuple[Change, ...] = (Change("other settings", refused=UNKNOWN),)
+    if model is not None and options is not None:
         examples = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
         estimator = Estimator(
             model,
@@ -105,8 +108,11 @@ def explain_program(
             example_inputs=examples,
             loss_fn=loss_fn,
             scatter_gather=manifest.scatter_gather,
+            fuse=options.fuse,
+            layout=options.layout,
+            rules=options.rules,
         )
-        changes = tuple(_change(manifest, recompute, estimator))
+        changes = tuple(_change(manifest, options.recompute, estimator))
     return Explanation(
         simulation,
         ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
@@ -164,7 +170,7 @@ def _time_nodes(stage: Stage, durations: Durations) -> Iterator[tuple[fx.Node, i
 # Other settings
 
 
-def _change(manifest: Manifest, recompute: str, estimator: Estimator) -> Iterator[Change]:
+def _change(manifest: Manifest, recompute: str | int, estimator: Estimator) -> Iterator[Change]:
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
     own = Candidate(
         mesh.tensor,
@@ -176,11 +182,7 @@ def _change(manifest: Manifest, recompute: str, estimator: Estimator) -> Iterato
         recompute,
         "1f1b" if manifest.schedule == "interleaved_1f1b" and v == 1 else manifest.schedule,
     )
-    try:
-        now = estimator.estimate(own).step_seconds / (m * mesh.data)
-    except ValueError as error:  # the estimator knows no `rules`, for one
-        yield Change("other settings", refused=str(error))
-        return
+    now = estimator.estimate(own).step_seconds / (m * mesh.data)
     for what, candidate in _neighbours(own):
         if isinstance(candidate, str):
             yield Change(what, refused=candidate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ from autoptd.runtime.schedule import SCHEDULES
 LAYOUTS = ("sbh", "bsh")
 AXES = ("tensor", "pipeline", "data")
 DEVICE_MESH_DIMS = ("dp", "pp", "tp")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the passes rewrite a model: of what `autoptd.compile` is asked, that which no manifest says."""
+
+    recompute: str | int
+    fuse: bool
+    layout: str
+    rules: Mapping[Any, str] | None
 
 
 def read_mesh(mesh: object) -> Mesh:

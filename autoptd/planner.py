@@ -154,8 +154,8 @@ class Search:
         twice = self._whole if space.microbatch_size else estimator.measure(1, 2, self._recompute)
         # Seconds of one microbatch of b sequences are at least fixed + b * each.
         self._each = (twice.seconds - self._whole.seconds) / self._size
-        self._refused: dict[tuple[int, str], str] = {}
-        self._measured: set[tuple[int, int, str]] = set()
+        self._refused: dict[tuple[int, str | int], str] = {}
+        self._measured: set[tuple[int, int, str | int]] = set()
         self._walked: set[Candidate] = set()
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
         self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
@@ -193,7 +193,7 @@ class Search:
 
     # Bounds
 
-    def _key(self, candidate: Candidate) -> tuple[int, int, str]:
+    def _key(self, candidate: Candidate) -> tuple[int, int, str | int]:
         return candidate.tensor, candidate.microbatch_size, candidate.recompute
 
     def _bound(self, candidate: Candidate) -> float:

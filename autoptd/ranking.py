@@ -33,7 +33,7 @@ class Plan:
     num_model_chunks: int
     microbatch_size: int
     num_microbatches: int
-    recompute: str
+    recompute: str | int
     step_seconds: float
     memory_bytes: int
     fits: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,7 +14,8 @@ from samples.gpt import GPT, GPTConfig
 def compile_gpt(mesh: tuple[int, int, int], **options: object) -> autoptd.CompiledProgram:
     with torch.device("meta"):
         model = GPT(GPTConfig(512, 128, 8, 4, 256)).to(torch.bfloat16)
-    return autoptd.compile(model, mesh=mesh, microbatch_size=2, num_microbatches=4, **options)  # type: ignore[arg-type]
+    counts = {"microbatch_size": 2, "num_microbatches": 4}
+    return autoptd.compile(model, mesh=mesh, **{**counts, **options})  # type: ignore[arg-type]
 
 
 def test_the_explanation_agrees_with_the_simulation() -> None:
@@ -43,6 +46,27 @@ def test_changes_are_what_the_changed_program_takes() -> None:
     for change, mesh, m in ((more, (1, 2, 2), 6), (tensor, (2, 2, 1), 8)):
         program = autoptd.compile(model, mesh=mesh, microbatch_size=2, num_microbatches=m)
         assert change.step_seconds == pytest.approx(program.simulate("dgx-a100").step_seconds, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fuse": False}, {"layout": "bsh"}, {"recompute": "full"}, {"recompute": 2}]
+)
+def test_estimates_are_with_the_programs_own_options(options: dict[str, object]) -> None:
+    """One microbatch more on one pipeline rank, which nothing is cut for, is what that program takes exactly."""
+    program, larger = (compile_gpt((2, 1, 1), num_microbatches=m, **options) for m in (4, 5))
+    (more,) = (change for change in program.explain().changes if "5 microbatches for 4" in change.what)
+    step = larger.simulate("dgx-a100")
+    assert more.step_seconds == pytest.approx(step.step_seconds, rel=1e-6)
+    assert more.memory_bytes == pytest.approx(max(step.memory_bytes), rel=1e-6)
+
+
+def test_a_loaded_program_says_that_estimates_need_the_model(tmp_path: Path) -> None:
+    compile_gpt((1, 2, 1)).save(tmp_path / "saved")
+    loaded = autoptd.load(tmp_path / "saved")
+    assert "with other settings: cannot be, as what they would do is estimated from the model" in str(
+        loaded.explain()
+    )
+    assert autoptd.diff(loaded, compile_gpt((1, 2, 1))).rows["recompute"] == (None, "none")
 
 
 def test_what_cannot_be_is_said() -> None:

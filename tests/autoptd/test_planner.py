@@ -104,10 +104,12 @@ def test_auto_compiles_the_best_plan() -> None:
     program = autoptd.compile(make_gpt(), mesh="auto", **size)
     assert program.mesh == best.mesh
     assert program.manifest.num_microbatches * program.manifest.microbatch_size * program.mesh.data == 8
-    assert program.recompute == best.recompute
+    assert program.options is not None
+    assert program.options.recompute == best.recompute
     assert not autoptd.diff(best, program)
     fixed = autoptd.compile(make_gpt(), mesh="auto", recompute="full", microbatch_size=2, **size)
-    assert (fixed.recompute, fixed.manifest.microbatch_size) == ("full", 2)
+    assert fixed.options is not None
+    assert (fixed.options.recompute, fixed.manifest.microbatch_size) == ("full", 2)
 
 
 def test_no_tensor_group_leaves_its_node_unless_asked() -> None:
