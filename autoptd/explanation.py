@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import fx, nn
@@ -14,7 +15,6 @@ from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.ledger import find_repeated
 from autoptd.passes.program import Stage
-from autoptd.passes.work import find_trained
 from autoptd.runtime.manifest import Manifest
 from autoptd.simulation import Simulation
 
@@ -161,10 +161,9 @@ def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster) ->
 
 def _time_nodes(stage: Stage, durations: Durations) -> Iterator[tuple[fx.Node, int]]:
     """Nanoseconds of each node, forward, backward and what the backward repeats."""
-    trained, repeated = find_trained(stage), find_repeated(stage, durations.mesh)
-    for node in stage.graph.nodes:
-        forward = durations.of_forward(node)
-        yield node, forward + durations.of_backward(node, trained) + forward * (node in repeated)
+    nodes = list(stage.graph.nodes)
+    forward, backward = durations.of_directions(stage, nodes, find_repeated(stage, durations.mesh))
+    yield from zip(nodes, map(add, forward, backward), strict=True)
 
 
 # Other settings

@@ -11,7 +11,7 @@ from torch import fx
 
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.program import Stage, tensor_bytes
-from autoptd.passes.work import Work, backward_work, forward_work
+from autoptd.passes.work import Work, backward_work, find_trained, forward_work
 from autoptd.runtime.mesh import Mesh
 
 NANOSECONDS = 10**9
@@ -67,6 +67,17 @@ class Durations:
     def of_backward(self, node: fx.Node, trained: Container[fx.Node] | None = None) -> int:
         """The backward of one microbatch, where the values `trained` have a gradient (see `backward_work`)."""
         return self._of_work(backward_work(node, trained))
+
+    def of_directions(
+        self, stage: Stage, nodes: Iterable[fx.Node], repeated: Container[fx.Node]
+    ) -> tuple[list[int], list[int]]:
+        """The forward and the backward of each of a stage's `nodes`; in the backward those `repeated` once more."""
+        trained = find_trained(stage)
+        forward, backward = [], []
+        for node in nodes:
+            forward.append(self.of_forward(node))
+            backward.append(self.of_backward(node, trained) + forward[-1] * (node in repeated))
+        return forward, backward
 
     def of_transfer(self, value: torch.Tensor, *, divided: bool) -> int:
         """To send one tensor to the next stage, or its gradient back.

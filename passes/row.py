@@ -15,7 +15,6 @@ from autoptd.passes.candidates import ItemTimes
 from autoptd.passes.durations import Durations
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
-from autoptd.passes.work import find_trained
 from autoptd.runtime import aten
 
 # Bytes of a trainable element with Adam in mixed precision: weight, gradient, float32 weight, two moments.
@@ -118,12 +117,8 @@ class Row:
 
     def times(self, durations: Durations, repeated: Container[fx.Node]) -> ItemTimes:
         """Nanoseconds of each item, those of `repeated` once more in the backward, and of a cut before it."""
-        trained = find_trained(self.stage)
-        forward = [durations.of_forward(node) for node in self.items]
-        backward = [durations.of_backward(node, trained) for node in self.items]
-        for i, node in enumerate(self.items):
-            backward[i] += forward[i] if node in repeated else 0
-        return ItemTimes(forward, backward, *self.transfer_times(durations), self.allowed())
+        own = durations.of_directions(self.stage, self.items, repeated)
+        return ItemTimes(*own, *self.transfer_times(durations), self.allowed())
 
     def tolls(self, durations: Durations) -> list[int | None]:
         """Nanoseconds of both directions of a cut before each item; None where no cut may stand."""

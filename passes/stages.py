@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 from torch import fx
 
-from autoptd.passes.candidates import Choice, choose_cut
+from autoptd.passes.candidates import Choice, ItemTimes, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import GB
 from autoptd.passes.durations import Durations, Precision
@@ -21,7 +22,7 @@ from autoptd.passes.ledger import Ledger
 from autoptd.passes.pipeline import live_microbatches
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.recompute import find_recomputed
-from autoptd.passes.row import Row
+from autoptd.passes.row import Row, RowBytes
 from autoptd.passes.sequence import Memory
 from autoptd.passes.work import backward_work, forward_work
 from autoptd.runtime.manifest import Boundary
@@ -56,31 +57,21 @@ def cut_stages(
 
     Raises ValueError if there are fewer cuttable units than stages.
     """
-    (stage,) = program.stages
     pipeline = program.mesh.pipeline
     m = 8 * pipeline if num_microbatches is None else num_microbatches
-    row = Row(stage)
     described = cluster or Cluster.load("dgx-a100")
     if memory_limit is None and cluster is not None:
         memory_limit = int(cluster.device.memory_bytes)
-    durations = Durations(described, program.mesh, Precision.of(program.stages).dtype)
-    groups: list[list[fx.Node]] = []
-    repeated: set[fx.Node] = set()
+    uncut = Uncut(program, recompute)
     memory, working = None, 0
-    if recompute != "none" or memory_limit is not None:
-        ledger = Ledger(stage, program.mesh)
-        groups = find_recomputed(program, recompute, ledger)
-        repeated = {node for group in groups for node in ledger.repeated(group)}
-        if memory_limit is not None:
-            held = row.memory(ledger, groups, once=pipeline == 1)
-            alive = live_microbatches(
-                make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages
-            )
-            memory = Memory(held.static, held.activation, alive)
-            working = held.working
-            memory_limit -= working
+    if memory_limit is not None:
+        held = uncut.memory
+        alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
+        memory = Memory(held.static, held.activation, alive)
+        working = held.working
+        memory_limit -= working
     choice = choose_cut(
-        row.times(durations, repeated),
+        uncut.times(described),
         memory,
         num_stages=num_stages,
         num_pipeline_ranks=pipeline,
@@ -89,6 +80,36 @@ def cut_stages(
         memory_limit=memory_limit,
     )
     return cut_at(program, choice.cut.positions, _describe(choice, pipeline, described.name, working))
+
+
+class Uncut:
+    """The one stage of a program with what its row of items takes and holds, as it is to be recomputed."""
+
+    def __init__(self, program: Program, recompute: str | int) -> None:
+        (stage,) = program.stages
+        self._program, self._recompute = program, recompute
+        self.row = Row(stage)
+
+    def times(self, cluster: Cluster) -> ItemTimes:
+        """Nanoseconds of the items on a cluster."""
+        durations = Durations(cluster, self._program.mesh, Precision.of(self._program.stages).dtype)
+        repeated = {node for group in self._groups for node in self._ledger.repeated(group)}
+        return self.row.times(durations, repeated)
+
+    @property
+    def memory(self) -> RowBytes:
+        """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
+        return self.row.memory(self._ledger, self._groups, once=self._program.mesh.pipeline == 1)
+
+    @cached_property
+    def _ledger(self) -> Ledger:
+        return Ledger(self.row.stage, self._program.mesh)
+
+    @cached_property
+    def _groups(self) -> list[list[fx.Node]]:
+        if self._recompute == "none":  # and without a limit of memory nobody needs the ledger
+            return []
+        return find_recomputed(self._program, self._recompute, self._ledger)
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:

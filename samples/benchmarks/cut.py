@@ -19,12 +19,8 @@ from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_pass
 from autoptd.passes.candidates import Pipeline, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import cut_sequence
-from autoptd.passes.durations import Durations, Precision
-from autoptd.passes.ledger import Ledger
 from autoptd.passes.program import Program
-from autoptd.passes.recompute import find_recomputed
-from autoptd.passes.row import Row
-from autoptd.passes.stages import cut_stages
+from autoptd.passes.stages import Uncut, cut_stages
 from autoptd.runtime.mesh import Mesh
 from autoptd.watch import Watch
 from samples.benchmarks.heavy_models import CASES, Case
@@ -44,21 +40,13 @@ COLUMNS = (
 )
 
 
-class Uncut:
-    """A model on its way to the cut: times on a cluster, and those of any cut of it."""
+class Cuts:
+    """The cuts of a model: what its slowest rank and its step take with any of them."""
 
     def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
-        (stage,) = program.stages
-        self.program, self.recompute, self.m, self.v = program, recompute, m, v
-        self.p = program.mesh.pipeline
-        self.row = Row(stage)
-        repeated: set[Any] = set()
-        if recompute != "none":
-            ledger = Ledger(stage, program.mesh)
-            groups = find_recomputed(program, recompute, ledger)
-            repeated = {node for group in groups for node in ledger.repeated(group)}
-        durations = Durations(Cluster.load(CLUSTER), program.mesh, Precision.of(program.stages).dtype)
-        self.times = self.row.times(durations, repeated)
+        uncut = Uncut(program, recompute)
+        self.row, self.times = uncut.row, uncut.times(Cluster.load(CLUSTER))
+        self.p, self.m, self.v = program.mesh.pipeline, m, v
         self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)
 
     def slowest(self, positions: Sequence[int]) -> int:
@@ -92,17 +80,17 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     start, busy = time.perf_counter(), time.process_time()
     cut_stages(program, num_stages=stages, num_microbatches=m, recompute="full")
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
-    uncut = Uncut(program, "full", m, row.chunks)
+    cuts = Cuts(program, "full", m, row.chunks)
     choice = choose_cut(
-        uncut.times, None, num_stages=stages, num_pipeline_ranks=row.pipeline,
+        cuts.times, None, num_stages=stages, num_pipeline_ranks=row.pipeline,
         schedule="interleaved_1f1b", num_microbatches=m, memory_limit=None,
     )  # fmt: skip
-    uniform = uniform_positions(uncut.row, stages)
+    uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
-        uncut.times.costs, uncut.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
+        cuts.times.costs, cuts.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
     ).positions
     lightest = cut_sequence(
-        uncut.times.costs, uncut.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline,
+        cuts.times.costs, cuts.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline,
         stage_ceiling=None, effort=LONG_EFFORT,
     )  # fmt: skip
     cut, bound = choice.cut, choice.cut.lower_bound
@@ -110,10 +98,10 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
         row.name,
         f"{row.pipeline} x {row.chunks}",
         f"{wall:.1f} ({cpu:.1f})",
-        *(f"{uncut.slowest(positions) / bound:.3f}" for positions in (uniform, even)),
+        *(f"{cuts.slowest(positions) / bound:.3f}" for positions in (uniform, even)),
         f"{cut.bottleneck / bound:.3f}",
         f"{lightest.bottleneck / bound:.3f}",
-        *(f"{uncut.step(p):.3f}" for p in (uniform, even, cut.positions, lightest.positions)),
+        *(f"{cuts.step(p):.3f}" for p in (uniform, even, cut.positions, lightest.positions)),
     )
 
 
@@ -124,9 +112,9 @@ def measure_model(case: Case) -> tuple[object, ...]:
     program = capture_model(model, Mesh(1, 1, 1), None, inputs)
     cells: list[str] = []
     for p in RANKS:
-        uncut = Uncut(replace(program, mesh=Mesh(1, p, 1)), "none", 8 * p, 1)
+        cuts = Cuts(replace(program, mesh=Mesh(1, p, 1)), "none", 8 * p, 1)
         choice = choose_cut(
-            uncut.times,
+            cuts.times,
             None,
             num_stages=p,
             num_pipeline_ranks=p,
@@ -134,9 +122,9 @@ def measure_model(case: Case) -> tuple[object, ...]:
             num_microbatches=8 * p,
             memory_limit=None,
         )
-        uniform = uniform_positions(uncut.row, p)
-        slowest = uncut.slowest(uniform) / choice.cut.bottleneck
-        cells += [f"{slowest:.2f}", f"{uncut.step(uniform) / uncut.step(choice.cut.positions):.2f}"]
+        uniform = uniform_positions(cuts.row, p)
+        slowest = cuts.slowest(uniform) / choice.cut.bottleneck
+        cells += [f"{slowest:.2f}", f"{cuts.step(uniform) / cuts.step(choice.cut.positions):.2f}"]
     return (case.name, *cells)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -50,7 +51,7 @@ def publish(
         "",
         describe_machine(),
         "",
-        f"Again: `python -m samples.benchmarks.{script or name} --write`",
+        f"Again: `python -m samples.benchmarks.{shlex.join([script or name, *sys.argv[1:]])}`",
         "",
     ]
     lines += [

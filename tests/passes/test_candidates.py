@@ -148,3 +148,19 @@ def test_moves_stay_in_memory(slack: int) -> None:
     bound = choose_cut(times, memory, memory_limit=limit, **options)
     assert not bound.cut.overflow
     assert fullest(bound) <= limit < free
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_where_no_candidate_fits_the_fastest_is_taken_and_says_so(v: int) -> None:
+    """Two ranks hold 3 bytes of each item and 1 for each microbatch in flight: more than 10 in any cut."""
+    times, p, m = make_times(8, 300), 2, 8
+    moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments)
+    bound = choose_cut(
+        times, memory, num_stages=p * v, num_pipeline_ranks=p,
+        schedule="interleaved_1f1b", num_microbatches=m, memory_limit=10,
+    )  # fmt: skip
+    free = choose(times, p, v, m)
+    assert not free.cut.overflow
+    assert bound.cut.overflow.startswith("no cut fits")
+    assert (bound.cut.positions, bound.step) == (free.cut.positions, free.step)
