@@ -33,7 +33,7 @@ from autoptd.terminal import (
     print_simulation,
 )
 
-TRAINING = ("overlap_transfers", "overlap_data", "zero")
+TRAINING = ("overlap_transfers", "overlap_data", "zero", "wide_gradients")
 BOTH = (
     "world_size",
     "global_batch",
@@ -252,7 +252,8 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--top": {"type": int, "default": 10, "help": "how many plans to show"},
     "--model": {"help": "the plain model, module:callable"},
     "--overlap-transfers": {"action": FLAG, "default": True, "help": "sending holds up no sender"},
-    "--overlap-data": {"action": FLAG, "default": False, "help": "sum gradients beside the last backwards"},
+    "--overlap-data": {"action": FLAG, "default": True, "help": "sum gradients beside the last backwards"},
+    "--wide-gradients": {"action": FLAG, "default": True, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas divide the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
     "--svg": {"type": Path, "help": "write a picture"},
@@ -267,7 +268,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     },
     "--json": {"action": "store_true", "help": "print JSON"},
 }
-STEP = "--cluster! --dtype --overlap-transfers --overlap-data --zero"
+STEP = "--cluster! --dtype --overlap-transfers --overlap-data --wide-gradients --zero"
 COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
     "plan": (
         _plan,

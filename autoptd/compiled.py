@@ -130,8 +130,9 @@ class CompiledProgram:
         dtype: str | None = None,
         *,
         overlap_transfers: bool = True,
-        overlap_data: bool = False,
+        overlap_data: bool = True,
         zero: int = 0,
+        wide_gradients: bool = True,
     ) -> Simulation:
         """Time one training step on `cluster` and count the memory of every pipeline rank, without any device.
 
@@ -143,14 +144,15 @@ class CompiledProgram:
             dtype: "bf16", "fp32", …: computes in this type whatever the program was captured in; default its own.
             overlap_transfers: sending does not hold up the sender, as in the runtime; False: it waits, as
                 Megatron-LM did in SC21.
-            overlap_data: gradients are summed over the replicas while the last backwards run; the runtime does so
+            overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
                 after them.
-            zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage).
+            zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage; `shard_optimizer`).
+            wide_gradients: gradients are kept and summed in at least float32, as in the runtime; False: in `dtype`.
 
         Raises ValueError for a cluster file that cannot be, and for a dtype its device does not compute in.
         """
         described = Cluster.load(cluster)
-        training = Training(overlap_transfers, overlap_data, zero)
+        training = Training(overlap_transfers, overlap_data, zero, wide_gradients)
         return simulate_program(self.manifest, self.stages, self.schedule, described, dtype, training)
 
     def save_report(

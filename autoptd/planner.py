@@ -17,10 +17,10 @@ from torch import nn
 
 from autoptd.estimation import Candidate, Estimate, Estimator
 from autoptd.options import check_counts, check_known, check_modes
-from autoptd.passes.cluster import ITEM_BYTES, Cluster
+from autoptd.passes.cluster import Cluster
 from autoptd.ranking import Plan, explain_rank, make_plan
 from autoptd.runtime.mesh import Mesh
-from autoptd.step_memory import copied_bytes, optimizer_bytes, state_bytes
+from autoptd.step_memory import optimizer_bytes, state_bytes
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8  # more save little bubble and send as much again
@@ -209,14 +209,13 @@ class Search:
         return candidate.num_microbatches * slowest + (p - 1) / v * mean + self._finish(candidate)
 
     def _finish(self, candidate: Candidate) -> float:
-        """Seconds that gradients and the optimizer take at least, on ranks with equal shares of the parameters."""
+        """Seconds that the optimizer takes at least, on ranks with equal shares of the parameters.
+
+        The sums of gradients may run beside the last backwards.
+        """
         cluster, precision = self._space.cluster, self._whole.precision
-        share = candidate.tensor * candidate.pipeline
-        group = candidate.mesh.data_group(0)
-        size = self._whole.owned.trained / share * ITEM_BYTES[precision.dtype]
-        moved = optimizer_bytes(self._whole.owned, precision, share)
-        rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-        return cluster.all_reduce_seconds(size, group) + moved / rate
+        moved = optimizer_bytes(self._whole.owned, precision, candidate.tensor * candidate.pipeline)
+        return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
 
     def _need(self, candidate: Candidate) -> float:
         """Bytes that the first pipeline rank holds, as if the stages were even; at least, if it is not measured."""
@@ -232,8 +231,7 @@ class Search:
         if candidate.schedule != "gpipe":
             held = min(held, p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1)
         static = sum(state_bytes(row.owned, row.precision, 1).values())
-        copied = copied_bytes(row.owned, row.precision, 1)
-        return share * static / p + max(held * kept / (p * v), share * copied / p)
+        return share * static / p + held * kept / (p * v)
 
     def _is_too_full(self, candidate: Candidate) -> bool:
         need = self._need(candidate)

@@ -17,7 +17,15 @@ from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.trace import Phase, TimelineEntry, write_trace
 from autoptd.shared_cores import walk_shared
 from autoptd.stage_times import StageTimes, time_stages
-from autoptd.step_memory import Owned, copied_bytes, count_owned, optimizer_bytes, state_bytes, trace_memory
+from autoptd.step_memory import (
+    Owned,
+    copied_bytes,
+    count_owned,
+    gradient_bytes,
+    optimizer_bytes,
+    state_bytes,
+    trace_memory,
+)
 from autoptd.timeline import write_svg
 
 
@@ -80,14 +88,16 @@ class Simulation:
 class Training:
     """How the step is run beyond what the program says.
 
-    `overlap_transfers`: sending does not hold up the sender, as in our runtime; Megatron-LM of 2021 waited.
-    `overlap_data`: a stage's gradients are reduced while its last microbatch's backward runs. `zero` 1: the
-    replicas divide the optimizer's states among them.
+    `overlap_transfers`: sending does not hold up the sender.
+    `overlap_data`: a stage's gradients are summed over the replicas while later backwards run. `zero` 1: the replicas
+    divide the optimizer's states among them. `wide_gradients`: the sums are at least float32. All as in our runtime,
+    but that it divides states only where it is asked to; Megatron-LM of 2021 did none of them.
     """
 
     overlap_transfers: bool = True
-    overlap_data: bool = False
+    overlap_data: bool = True
     zero: int = 0
+    wide_gradients: bool = True
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1):
@@ -145,11 +155,12 @@ def simulate_times(
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
     shards = manifest.mesh.data if training.zero else 1
-    static = [state_bytes(own, precision, shards) for own in owned]
+    wide = training.wide_gradients
+    static = [state_bytes(own, precision, shards, wide) for own in owned]
     courses = [list(trace_memory(*row, times)) for row in zip(schedule, timeline, strict=True)]
     for phase in phases:
         if phase.name == "optimizer":
-            copied = copied_bytes(owned[phase.rank], precision, shards)
+            copied = copied_bytes(owned[phase.rank], precision, shards, wide)
             courses[phase.rank] += [(phase.start, 0.0, copied), (phase.end, 0.0, 0.0)]
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [
@@ -241,33 +252,41 @@ def _finish(
     precision: Precision,
     training: Training,
 ) -> Iterator[Phase]:
-    """After the schedule: the sums of gradients, in the runtime's order, then the optimizer on all ranks at once.
+    """After the schedule: what is left of the sums of gradients, in the runtime's order, then the optimizer.
 
-    Ranks that share cores all do so at once.
+    Ranks that share cores do so at once, and what they do beside their backwards costs these as much.
     """
-    mesh, item = manifest.mesh, ITEM_BYTES[precision.dtype]
+    mesh, each = manifest.mesh, gradient_bytes(precision, training.wide_gradients)
     crowding = cluster.crowding(range(mesh.size))
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
     shards = mesh.data if training.zero else 1
-    ends = []
+    overlap = training.overlap_data and cluster.devices_at_once == cluster.devices_per_node
+    # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
+    summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
+    ends, gathers = [], []
     for rank, own in enumerate(owned):
         here = mesh.rank_of(0, rank, 0)
+        replicas = mesh.data_group(here)
         start = end = timeline[rank][-1].end
-        end += _reduce(own.partial * item, mesh.tensor_group(here), cluster, crowding)
+        end += _reduce(own.partial * each, mesh.tensor_group(here), cluster, crowding)
         for owners, elements in own.tied.items():
             ready = max(timeline[owner][-1].end for owner in owners)
             ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
-            end = max(end, ready) + _reduce(elements * item, ranks, cluster, crowding)
-        reducing = _reduce(own.trained * item, mesh.data_group(here), cluster, crowding)
-        if training.overlap_data:
-            end = max(end, _last_backward(timeline[rank]).start + reducing)
-        else:
-            end += reducing
+            end = max(end, ready) + _reduce(elements * each, ranks, cluster, crowding)
+        beside = 0.0
+        ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
+        for stage in sorted(ended, key=ended.__getitem__):
+            beside = max(beside, ended[stage])
+            beside += summed * _reduce(own.after[stage] * each, replicas, cluster, crowding)
+        left = sum(own.tied.values()) if overlap else own.trained
+        end = max(end, beside) + summed * _reduce(left * each, replicas, cluster, crowding)
         ends.append(end)
+        gathers.append(shared * _reduce(own.trained * each, replicas, cluster, crowding))
         yield Phase(rank, "data", start, end)
     ready = max(ends)  # the norm of all gradients needs all ranks
     for rank, own in enumerate(owned):
-        yield Phase(rank, "optimizer", ready, ready + optimizer_bytes(own, precision, shards) / rate)
+        stepping = optimizer_bytes(own, precision, shards, training.wide_gradients) / rate
+        yield Phase(rank, "optimizer", ready, ready + stepping + gathers[rank])
 
 
 def _reduce(count: float, ranks: Sequence[int], cluster: Cluster, crowding: float) -> float:
@@ -276,5 +295,6 @@ def _reduce(count: float, ranks: Sequence[int], cluster: Cluster, crowding: floa
     return max(seconds, crowding * (seconds - 2 * cluster.waiting_seconds(ranks)))
 
 
-def _last_backward(entries: Sequence[TimelineEntry]) -> TimelineEntry:
-    return next(entry for entry in reversed(entries) if entry.action.kind == "B")
+def _last_backward(entries: Sequence[TimelineEntry], stage: int) -> float:
+    """When `stage` has had its last backward."""
+    return next(e.end for e in reversed(entries) if e.action.kind == "B" and e.action.stage == stage)

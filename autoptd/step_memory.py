@@ -20,34 +20,48 @@ MOMENT_BYTES = 4
 class Owned:
     """Elements of the parameters of one rank: all, the trained ones, and those whose gradients are partial sums.
 
-    `tied` has the trained ones that other pipeline ranks own too, by the ranks.
+    Of the trained ones, `tied` has those that other pipeline ranks own too, by the ranks; `after` the others, by the
+    stage whose last backward makes their gradients whole.
     """
 
     elements: int
     trained: int
     partial: int
     tied: Mapping[tuple[int, ...], int]
+    after: Mapping[int, int]
 
 
 def count_owned(manifest: Manifest, rank: int) -> Owned:
     """What pipeline rank `rank` owns; a parameter of several of its stages once."""
-    names = {name for stage in manifest.stages[rank :: manifest.mesh.pipeline] for name in stage.parameters}
+    first: dict[str, int] = {}  # of a rank's stages the first is the last to run backwards
+    for stage in manifest.stages[rank :: manifest.mesh.pipeline]:
+        for name in stage.parameters:
+            first.setdefault(name, stage.index)
     elements = trained = partial = 0
     tied: dict[tuple[int, ...], int] = {}
-    for name in sorted(names):
+    after: dict[int, int] = {}
+    for name in sorted(first):
         parameter = manifest.parameters[name]
         size = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
         elements += size
-        if parameter.kind == "parameter" and parameter.requires_grad:
+        if parameter.is_trained:
             trained += size
             partial += size * parameter.partial_gradient
             owners = manifest.owners(name)
             if len(owners) > 1:
                 tied[owners] = tied.get(owners, 0) + size
-    return Owned(elements, trained, partial, tied)
+            else:
+                after[first[name]] = after.get(first[name], 0) + size
+    return Owned(elements, trained, partial, tied, after)
 
 
-def state_bytes(owned: Owned, precision: Precision, shards: int) -> dict[str, float]:
+def gradient_bytes(precision: Precision, wide: bool = True) -> float:
+    """Bytes of one element's gradient: at least float32 where it is `wide`, as in our runtime."""
+    item = ITEM_BYTES[precision.dtype]
+    return max(MOMENT_BYTES, item) if wide else item
+
+
+def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
     """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1).
 
     Adam has two moments of each element and, of half-precision weights, a float32 copy.
@@ -57,27 +71,29 @@ def state_bytes(owned: Owned, precision: Precision, shards: int) -> dict[str, fl
     states = 2 * moment + (MOMENT_BYTES if item < MOMENT_BYTES else 0)
     return {
         "parameters": owned.elements * item,
-        "gradients": owned.trained * item,
+        "gradients": owned.trained * gradient_bytes(precision, wide),
         "optimizer": owned.trained * states / shards,
     }
 
 
-def copied_bytes(owned: Owned, precision: Precision, shards: int) -> float:
-    """Bytes that are held besides while the optimizer steps: gradients in half precision are made float32 first."""
-    return owned.trained / shards * (MOMENT_BYTES if ITEM_BYTES[precision.dtype] < MOMENT_BYTES else 0)
+def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
+    """Bytes that are held besides while the optimizer steps: narrow gradients are made float32 first."""
+    return owned.trained / shards * (MOMENT_BYTES if gradient_bytes(precision, wide) < MOMENT_BYTES else 0)
 
 
-def optimizer_bytes(owned: Owned, precision: Precision, shards: int) -> float:
+def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
     """Bytes that clipping by the global norm and an Adam step read and write.
 
-    The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. In half
-    precision the gradient is made float32 first, and the new weights half.
+    The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. Narrow
+    gradients are made float32 first, and of half-precision weights the new ones are narrowed.
     """
-    item = ITEM_BYTES[precision.dtype]
-    wide = max(MOMENT_BYTES, item)
-    each = item + 7 * wide
-    if item < wide:
-        each += (item + wide) + (wide + item)
+    item, gradient = ITEM_BYTES[precision.dtype], gradient_bytes(precision, wide)
+    moment = max(MOMENT_BYTES, item)
+    each = gradient + 7 * moment
+    if gradient < moment:
+        each += gradient + moment
+    if item < moment:
+        each += moment + item
     return owned.trained * each / shards
 
 

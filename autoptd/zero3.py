@@ -57,17 +57,16 @@ def simulate_zero3(
     breakdown = {
         "compute": crowding * m * (times.forward.compute + times.backward.compute),
         "data": m * passes * max(gathering, crowding * (gathering - waiting)),
-        "optimizer": crowding * optimizer_bytes(whole, precision, devices) / rate,
+        "optimizer": crowding * optimizer_bytes(whole, precision, devices, wide=False) / rate,
     }
     step = sum(breakdown.values())
-    static = sum(state_bytes(whole, precision, 1).values()) / devices
+    static = sum(state_bytes(whole, precision, 1, wide=False).values()) / devices
+    copied = copied_bytes(whole, precision, devices, wide=False)
     return Zero3Step(
         step,
         times.flops * m / step / 1e12,
         breakdown,
-        round(
-            static + max(times.kept + times.working + 2 * max(sizes), copied_bytes(whole, precision, devices))
-        ),
+        round(static + max(times.kept + times.working + 2 * max(sizes), copied)),
     )
 
 

@@ -17,8 +17,7 @@ from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
 from autoptd.runtime import aten
 
-# Bytes of a trainable element with Adam in mixed precision: weight, gradient, float32 weight, two moments.
-STATE_BYTES = 16
+FLOAT32_BYTES = 4
 
 
 class RowBytes(NamedTuple):
@@ -150,7 +149,10 @@ class Row:
         value = node.meta["val"]
         if not self.stage.parameters[str(node.target)].requires_grad:
             return tensor_bytes(value)
-        return int(value.numel() * STATE_BYTES * max(1, value.element_size() // 4))
+        # With Adam: weight, gradient, two moments and, of a weight in half precision, its float32 copy.
+        item = value.element_size()
+        wide = max(FLOAT32_BYTES, item)
+        return int(value.numel() * (item + 3 * wide + (wide if item < wide else 0)))
 
 
 def _order(graph: fx.Graph) -> list[fx.Node]:

@@ -121,7 +121,7 @@ def simulate_row(
     schedule = make_schedule(
         manifest.schedule, manifest.mesh.pipeline, manifest.num_microbatches, manifest.num_model_chunks
     )
-    training = Training(overlap_transfers=False)
+    training = Training(overlap_transfers=False, overlap_data=False, wide_gradients=False)
     return simulate_program(manifest, program.stages, schedule, cluster, None, training)
 
 
