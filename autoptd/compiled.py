@@ -33,7 +33,7 @@ from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.summary import summarize
 from autoptd.tracing import program_filename, trace_program
 from autoptd.verify import Report, verify_program
-from autoptd.weights import check_values, read_weights
+from autoptd.weights import check_given, check_values, read_weights
 from autoptd.zero3 import Zero3Step, simulate_zero3
 
 
@@ -200,20 +200,21 @@ class CompiledProgram:
 
         Args:
             device: default the CUDA device LOCAL_RANK where there is one, else the CPU. NCCL or gloo to match.
-            weights: whole tensors by the user's names: a module, a state_dict, or a folder or file of safetensors;
-                default the compiled model's own. Only this rank's slices are copied. Parameters of a model on the
-                meta device are drawn from the program's seed, as building the model on a real device would.
+            weights: whole tensors by the user's names: a module, a state_dict, or a folder or file of safetensors
+                such as ``save_pretrained`` writes; default the compiled model's own. Only this rank's slices are
+                read and copied. Parameters of a model on the meta device are drawn from the program's seed, as
+                building the model on a real device would.
             backend: of ``torch.compile``, applied to each stage of this rank ("inductor"); default: none, the text
                 runs as it is.
 
-        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing, torch knows no such backend, or a
-        buffer whose values were compiled into the program (`Manifest.proved`) has other ones; RuntimeError where
-        ranks have different programs.
+        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or of another shape, torch knows no
+        such backend, or a buffer whose values were compiled into the program (`Manifest.proved`) has other ones;
+        RuntimeError where ranks have different programs.
         """
         if backend is not None:
             check_backend(backend)
         placed = torch.device(device) if device is not None else _default_device()
-        tensors = self._own_weights() if weights is None else read_weights(weights, self.buffers)
+        tensors = self._own_weights() if weights is None else self._given_weights(weights)
         check_proved(self.manifest, tensors)
         connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
         at = connection.rank.coordinates.pipeline
@@ -228,6 +229,11 @@ class CompiledProgram:
             tensors,
             drawn=weights is None,
         )
+
+    def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
+        tensors = read_weights(weights, self.buffers)
+        check_given(self.manifest, tensors)
+        return tensors
 
     def _own_weights(self) -> Mapping[str, Tensor]:
         """The model's weights, for a program that can draw those that have no values. ValueError where it cannot."""

@@ -69,7 +69,7 @@ def verify_program(
     tensors = draw_weights(manifest, model, buffers, weights, seed)
     check_proved(manifest, tensors)
     values = draw_batch(program, manifest, batch, seed)
-    wide = _widen(manifest)
+    wide = widen(manifest)
     # The plain model first: what it takes, the texts must take.
     with _explain_rows("the plain model", "pass batch= with values that it takes", values):
         loss, gradients, promoted = _run_plain(manifest, model, loss_fn, tensors, values)
@@ -121,7 +121,7 @@ def available_bytes() -> int:
 # The program
 
 
-def _widen(manifest: Manifest) -> Manifest:
+def widen(manifest: Manifest) -> Manifest:
     """The manifest with every floating dtype float64."""
     return replace(
         manifest,

@@ -1,18 +1,18 @@
-"""Where a program's weights come from: a module, a state_dict, or safetensors on disk read one tensor at a time."""
+"""Where a program's weights come from: a module, a state_dict, or safetensors on disk, of which rows are read alone."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.weights import has_values
+from autoptd.runtime.weights import Stored, all_names, has_values
+from autoptd.safetensors_folder import SafetensorsFolder
 
-INDEX = "model.safetensors.index.json"
+SHOWN = 3  # missing names an error shows with the nearest one there is
 WAYS_OUT = (
     "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, "
     "as you would call it on one with real weights"
@@ -21,7 +21,7 @@ WAYS_OUT = (
 
 def read_weights(
     weights: nn.Module | Mapping[str, Tensor] | str | Path | None, buffers: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
+) -> Overlay:
     """Whole tensors by the user's names; `buffers` fill in what `weights` lacks.
 
     A path is a safetensors file, or a folder of them (with or without Hugging Face's index). Raises ValueError for
@@ -67,7 +67,45 @@ def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     )
 
 
-class Overlay(Mapping[str, Tensor]):
+def check_given(manifest: Manifest, tensors: Stored) -> None:
+    """Raise ValueError unless `tensors` has every tensor of the program, with values and in its shape; reads none."""
+    wanted = [
+        name for name, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(name)
+    ]
+    missing = [name for name in wanted if not any(known in tensors for known in all_names(manifest, name))]
+    if missing:
+        raise ValueError(_describe_missing(manifest, tensors, missing, len(wanted)))
+    for name in wanted:
+        known = next(known for known in all_names(manifest, name) if known in tensors)
+        if tensors.is_meta(known):
+            raise ValueError(f"{known} is on the meta device and has no values: give real weights=")
+        found, expected = tensors.shape(known), manifest.parameters[name].shape
+        if found != expected:
+            raise ValueError(
+                f"{known} has shape {list(found)} in the weights given, {list(expected)} in the program: give the "
+                "weights of the model that was compiled, or compile the model with their sizes"
+            )
+
+
+def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], wanted: int) -> str:
+    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
+    others = [name for name in tensors if name not in own]
+    shown = []
+    for name in missing[:SHOWN]:
+        ends = (other for other in others if name.endswith("." + other) or other.endswith("." + name))
+        near = [next(ends, "")] if others else []
+        near = near if near and near[0] else get_close_matches(name, others, 1)
+        shown.append(f"{name}{list(manifest.parameters[name].shape)}" + f" (nearest: {near[0]})" * bool(near))
+    more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
+    return (
+        f"{len(missing)} of the model's {wanted} tensors are not among the {len(tensors)} given: {', '.join(shown)}"
+        f"{more}; give the whole model's, under the names of its state_dict. Files of another class or version of the "
+        "model have other names, and transformers writes some models' experts one by one: load them with "
+        "from_pretrained of the compiled class, and save with save_pretrained(folder, save_original_format=False)"
+    )
+
+
+class Overlay(Stored):
     """`first`, and `second` for what it lacks or has on the meta device only."""
 
     def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
@@ -75,9 +113,7 @@ class Overlay(Mapping[str, Tensor]):
         self._second = second
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._first and not (name in self._second and self._first[name].is_meta):
-            return self._first[name]
-        return self._second[name]
+        return self._source(name)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter({**dict.fromkeys(self._first), **dict.fromkeys(self._second)})
@@ -85,31 +121,28 @@ class Overlay(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len({*self._first, *self._second})
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._first or name in self._second
 
-class SafetensorsFolder(Mapping[str, Tensor]):
-    """The tensors of a safetensors file or folder, each read when it is asked for."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        source = self._source(name)
+        return source.shape(name) if isinstance(source, Stored) else tuple(source[name].shape)
 
-    def __init__(self, path: Path) -> None:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files or not files[0].exists():
-            raise ValueError(f"{path} has no safetensors; expected a file, or a folder with *.safetensors")
-        index = path / INDEX
-        if index.exists():
-            table = json.loads(index.read_text())["weight_map"]
-            self._files = {name: path / file for name, file in table.items()}
-            return
-        self._files = {}
-        for file in files:
-            with safe_open(file, framework="pt") as reader:
-                self._files.update(dict.fromkeys(reader.keys(), file))
+    def is_meta(self, name: str) -> bool:
+        return _is_meta(self._source(name), name)
 
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as reader:
-            tensor: Tensor = reader.get_tensor(name)
-            return tensor
+    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
+        source = self._source(name)
+        if isinstance(source, Stored):
+            source.copy_rows(name, dim, first, end, into)
+        else:
+            into.copy_(source[name].detach().narrow(dim, first, end - first))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+    def _source(self, name: str) -> Mapping[str, Tensor]:
+        if name in self._first and not (name in self._second and _is_meta(self._first, name)):
+            return self._first
+        return self._second
 
-    def __len__(self) -> int:
-        return len(self._files)
+
+def _is_meta(source: Mapping[str, Tensor], name: str) -> bool:
+    return source.is_meta(name) if isinstance(source, Stored) else source[name].is_meta

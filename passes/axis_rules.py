@@ -98,7 +98,14 @@ ELEMENTWISE = """
     full_like fill floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid softsign trunc frac
 """.split()  # noqa: SIM905  (a list of 70 quoted words is 70 lines)
 
+# What sends tokens to experts, and turns an image into patches: every tensor rank does it whole, experts included.
+WHOLE = """
+    aten.topk aten.sort aten.argsort aten.histc aten.bincount aten.one_hot aten.scatter aten.scatter_add aten.index_add
+    aten.index_put aten.index_select aten.empty_like aten._grouped_mm transformers.grouped_mm_fallback aten.conv2d
+""".split()  # noqa: SIM905
+
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(WHOLE, shape_rules.keep_whole),
     **{f"aten.{name}": shape_rules.broadcast for name in ELEMENTWISE},
     **dict.fromkeys(
         ["aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"], shape_rules.view
@@ -121,6 +128,7 @@ RULES: Mapping[str, Rule] = {
         ["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], shape_rules.split
     ),
     **dict.fromkeys(["aten.cat", "aten.concat", "aten.concatenate"], shape_rules.concatenate),
+    "aten.slice_scatter": shape_rules.slice_scatter,
     "aten.stack": shape_rules.stack,
     **dict.fromkeys(["aten.pad", "aten.constant_pad_nd"], shape_rules.pad),
     "_operator.getitem": shape_rules.getitem,

@@ -236,6 +236,25 @@ def make_new(analysis: Analysis, node: fx.Node) -> Axes:
     return tuple(Axis(size) for size in shape_of(node))
 
 
+def slice_scatter(analysis: Analysis, node: fx.Node) -> Axes:
+    """Some rows of a dimension replaced by others: it stays whole, and the rest of both is the same."""
+    into, rows = analysis.of(node.args[0]), analysis.of(node.args[1])
+    dim = int(argument(node, 2, "dim", 0)) % len(into)
+    for place, (own, other) in enumerate(zip(into, rows, strict=True)):
+        if place != dim:
+            ax.unify(own, other)
+        else:
+            ax.block(own, f"{called(node)} replaces rows of it")
+            ax.block(other, f"{called(node)} replaces rows by it")
+    return into
+
+
+def keep_whole(analysis: Analysis, node: fx.Node) -> Any:
+    """`opaque`, of an operator that every rank computes whole by intention."""
+    found = opaque(analysis, node)
+    return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
+
+
 def opaque_tensor(analysis: Analysis, node: fx.Node) -> Axes:
     """`opaque`, of an operator with one result."""
     (axes,) = opaque(analysis, node)

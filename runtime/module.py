@@ -21,6 +21,7 @@ from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.measured import gather_measured
+from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.trace import write_trace
@@ -185,6 +186,15 @@ class Parallel(nn.Module):
         Every rank must call it.
         """
         return gather_whole(self._manifest, self._rank, self._slices())
+
+    def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
+
+        Every rank must call it; rank 0 writes, and never holds more than one whole tensor. A tied tensor is written
+        once. ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError
+        for a `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
+        """
+        write_pretrained(self._manifest, self._rank, self._slices(), folder, max_shard_size)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's slices of a whole `state`, given to every rank.

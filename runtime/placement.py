@@ -67,6 +67,27 @@ class Placement:
             pieces.append(rows)
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
 
+    def runs(self, size: int, index: int) -> list[tuple[int, int]]:
+        """The global rows that tensor rank `index` of `size` owns, as ascending (first, end), in the slice's order.
+
+        Without the rows of padding, which are the slice's last. Of a divided tensor only.
+        """
+        found: list[tuple[int, int]] = []
+        begin, end = 0, sum(s.rows for s in self.segments) - self.padding
+        for segment in self.segments:
+            count, width = (
+                (segment.outer, segment.size // size * segment.inner) if segment.divided else (1, 0)
+            )
+            for outer in range(count):
+                first = begin + outer * segment.size * segment.inner + index * width
+                last = min(end, first + (width or segment.rows))
+                if found and found[-1][1] == first:
+                    found[-1] = found[-1][0], last
+                elif first < last:
+                    found.append((first, last))
+            begin += segment.rows
+        return found
+
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The global tensor from all tensor ranks' shards, in order: the inverse of `take`."""
         if self.dim is None:

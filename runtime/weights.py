@@ -18,6 +18,21 @@ Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 _BLOCK = 1 << 20  # elements hashed at once
 
 
+class Stored(Mapping[str, Tensor]):
+    """Whole tensors by name, of which rows can be had alone: nobody reads what he does not keep."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def is_meta(self, name: str) -> bool:
+        """Whether the tensor has no values."""
+        raise NotImplementedError
+
+    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
+        """Copy rows `first` to `end` of dimension `dim` to `into`, in whose dtype and on whose device they arrive."""
+        raise NotImplementedError
+
+
 class OnCPU(Mapping[str, Tensor]):
     """`tensors`, each brought to the CPU when it is asked for: where a program's constants are computed."""
 
@@ -58,8 +73,9 @@ def take_slices(
 ) -> dict[str, Tensor]:
     """This rank's slice of every tensor it keeps, by name, in the manifest's order, as memory of its own.
 
-    `weights` has whole tensors under the user's names; it is asked only for what this rank keeps and what its
-    constants are computed from. With `drawn`, parameters that have no values there begin as the manifest says.
+    `weights` has whole tensors under the user's names; it is asked only for what this rank keeps (of `Stored` tensors
+    that are divided, for its rows) and what its constants are computed from. With `drawn`, parameters that have no
+    values there begin as the manifest says.
     """
     here = rank.coordinates.pipeline
     kept = [name for name in manifest.parameters if here in manifest.homes(name)]
@@ -72,7 +88,11 @@ def take_slices(
             if drawn and parameter.initial and not has_values(manifest, weights, name):
                 slices[name] = draw_slice(parameter, rank, manifest.seed)
                 continue
-            slices[name] = take_slice(parameter, find_tensor(manifest, source, name), rank)
+            known = find_name(manifest, source, name)
+            if isinstance(source, Stored) and parameter.placement.dim is not None:
+                slices[name] = read_slice(parameter, source, known, rank)
+            else:
+                slices[name] = take_slice(parameter, source[known], rank)
     return slices
 
 
@@ -91,33 +111,61 @@ def refresh_constants(
 
 def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
     """Whether the tensor stored as `name` is among `tensors`, and not on the meta device."""
-    return any(not tensors[known].is_meta for known in _names(manifest, name) if known in tensors)
+    known = (known for known in all_names(manifest, name) if known in tensors)
+    if isinstance(tensors, Stored):
+        return any(not tensors.is_meta(candidate) for candidate in known)
+    return any(not tensors[candidate].is_meta for candidate in known)
 
 
 def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """The tensor stored as `name`, which may go by one of its aliases; ValueError where it is missing."""
-    for candidate in _names(manifest, name):
+    return tensors[find_name(manifest, tensors, name)]
+
+
+def find_name(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> str:
+    """Which of its names the tensor stored as `name` has among `tensors`; ValueError where it has none."""
+    for candidate in all_names(manifest, name):
         if candidate in tensors:
-            return tensors[candidate]
+            return candidate
     shape = list(manifest.parameters[name].shape)
     raise ValueError(f"no tensor {name}{shape} among the {len(tensors)} given: give the whole model's")
 
 
-def _names(manifest: Manifest, name: str) -> tuple[str, ...]:
+def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
+    """`name` and the further names of the tensor stored as it."""
     return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
 
 
 def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
     """This rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
-    if whole.is_meta:
-        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
-    if tuple(whole.shape) != parameter.shape:
-        raise ValueError(
-            f"{parameter.name} has shape {list(whole.shape)}, expected {list(parameter.shape)}: "
-            "give the weights of the model that was compiled"
-        )
+    _check_whole(parameter, tuple(whole.shape), whole.is_meta)
     own = parameter.placement.take(whole.detach(), rank.tensor.size, rank.tensor.index)
     return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
+
+
+def read_slice(parameter: Parameter, stored: Stored, name: str, rank: Rank) -> Tensor:
+    """`take_slice` of the divided tensor that is `stored` as `name`, of which only this rank's rows are read."""
+    _check_whole(parameter, stored.shape(name), stored.is_meta(name))
+    placement, dim = parameter.placement, parameter.placement.dim
+    assert dim is not None
+    shape = placement.local_shape(parameter.shape, rank.tensor.size)
+    made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
+    filled = 0
+    for first, end in placement.runs(rank.tensor.size, rank.tensor.index):
+        stored.copy_rows(name, dim, first, end, made.narrow(dim, filled, end - first))
+        filled += end - first
+    made.narrow(dim, filled, shape[dim] - filled).zero_()  # the rows of padding
+    return made
+
+
+def _check_whole(parameter: Parameter, shape: tuple[int, ...], is_meta: bool) -> None:
+    if is_meta:
+        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
+    if shape != parameter.shape:
+        raise ValueError(
+            f"{parameter.name} has shape {list(shape)}, expected {list(parameter.shape)}: "
+            "give the weights of the model that was compiled"
+        )
 
 
 def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -134,7 +182,7 @@ def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a buffer among the whole `tensors` with other values than the program was proved of."""
     for proved in manifest.proved:
         dtype = manifest.parameters[proved.name].dtype
-        for name in _names(manifest, proved.name):
+        for name in all_names(manifest, proved.name):
             given = tensors.get(name)
             if given is not None and not given.is_meta and hash_values(given, dtype) != proved.digest:
                 raise ValueError(compiled_in(name))
@@ -171,33 +219,42 @@ def _open_path(modules: dict[str, nn.Module], path: str) -> nn.Module:
 
 
 def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere.
-
-    One tensor at a time: joined over the tensor group of its first home, then broadcast along the pipeline.
-    """
-    root = rank.mesh.coordinates(0)
-    at = rank.coordinates
+    """Every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
     gathered: dict[str, Tensor] = {}
-    if at.data != root.data:
-        return gathered
-    names = [name for name in manifest.parameters if manifest.is_saved(name)]
-    for name in names:
-        parameter = manifest.parameters[name]
-        home = manifest.homes(name)[0]
-        whole = torch.empty(0)
-        if at.pipeline == home:
-            own = slices[name].detach().to(parameter.dtype)
-            whole = parameter.placement.join(rank.tensor.all_gather(own))
-        if at.tensor == root.tensor:
-            if at.pipeline != home:
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
-            whole = rank.pipeline.broadcast(whole, home)
-            if at == root:
-                gathered[name] = whole.to("cpu", copy=True)
-    if at == root:
+    for name in saved_names(manifest):
+        whole = gather_tensor(manifest, rank, slices, name)
+        if whole is not None:
+            gathered[name] = whole
+    if rank.coordinates == rank.mesh.coordinates(0):
         for alias, stored in manifest.aliases.items():
             gathered[alias] = gathered[stored]
     return gathered
+
+
+def saved_names(manifest: Manifest) -> list[str]:
+    """The names that a saved model's tensors are stored under, in the manifest's order."""
+    return [name for name in manifest.parameters if manifest.is_saved(name)]
+
+
+def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """The whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank of its replica must call it.
+
+    Joined over the tensor group of its first home, then broadcast along the pipeline.
+    """
+    root, at = rank.mesh.coordinates(0), rank.coordinates
+    if at.data != root.data:
+        return None
+    parameter, home = manifest.parameters[name], manifest.homes(name)[0]
+    whole = torch.empty(0)
+    if at.pipeline == home:
+        own = slices[name].detach().to(parameter.dtype)
+        whole = parameter.placement.join(rank.tensor.all_gather(own))
+    if at.tensor != root.tensor:
+        return None
+    if at.pipeline != home:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
+    whole = rank.pipeline.broadcast(whole, home)
+    return whole.to("cpu", copy=True) if at == root else None
 
 
 def _is_constant(manifest: Manifest, name: str) -> bool:

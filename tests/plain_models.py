@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from samples.attention_coverage import make_model
+
 VOCABULARY, LENGTH, HIDDEN, HEADS, LAYERS = 61, 16, 32, 4, 2
 
 
@@ -214,4 +216,24 @@ HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {
     "phi3": lambda: _llama_like("Phi3", resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0),
     "falcon": _falcon,
     "gemma2": lambda: _llama_like("Gemma2", head_dim=8, sliding_window=4),
+}
+
+
+def _other(name: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = make_model(name, "sdpa")
+        assert model is not None
+        return model
+
+    return make
+
+
+FURTHER: dict[str, Callable[[], nn.Module]] = {
+    "stablelm": lambda: _llama_like("StableLm"),
+    "olmo2": lambda: _llama_like("Olmo2"),
+    "mixtral": _other("MixtralForCausalLM"),
+    "deepseek-v3": _other("DeepseekV3ForCausalLM"),
+    "bert": _other("BertForMaskedLM"),
+    "t5": _other("T5ForConditionalGeneration"),
+    "vit": _other("ViTForImageClassification"),
 }

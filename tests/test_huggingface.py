@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import autoptd
-from tests.parity import Batch, Run, Training, compare_states, train_compiled, train_plain
-from tests.plain_models import HUGGING_FACE, LENGTH, PLAIN, VOCABULARY
+from autoptd import promotion
+from autoptd.verify import widen
+from tests.parity import (
+    GRADIENT_TOLERANCE,
+    Batch,
+    Run,
+    Training,
+    compare,
+    compare_states,
+    train_compiled,
+    train_plain,
+)
+from tests.plain_models import FURTHER, HUGGING_FACE, LENGTH, PLAIN, VOCABULARY
 
-NAMES = ["gpt2", "opt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "phi3"]
-MODELS = {name: HUGGING_FACE[name] for name in NAMES} | PLAIN
+MODELS = HUGGING_FACE | FURTHER | PLAIN
+QUICK = ["gpt2", "opt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "phi3", *PLAIN]
 MICROBATCHES = 4
 EPSILON = torch.finfo(torch.float32).eps
 # Rounding is luck: where the plain run happens to be right to far less than a unit in the last place, twice its
@@ -51,13 +63,17 @@ class Promotion(TorchFunctionMode):
         return result
 
 
+def promote_batch(batch: Batch) -> Batch:
+    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+
+
 def train_exact(model: nn.Module, batches: Sequence[Batch], training: Training) -> Run:
     """What `train_plain` would give without rounding to float32."""
     double = copy.deepcopy(model).double()
     torch.set_default_dtype(torch.float64)
     try:
         with Promotion():
-            return train_plain(double, batches, MICROBATCHES, training)
+            return train_plain(double, [promote_batch(b) for b in batches], MICROBATCHES, training)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -75,6 +91,10 @@ def build(name: str) -> nn.Module:
 
 def make_batches(name: str, count: int) -> list[Batch]:
     torch.manual_seed(1)
+    if name == "vit":
+        shape = (count, MICROBATCHES, 3, 16, 16)
+        images, classes = torch.randn(shape), torch.randint(0, 10, shape[:2])
+        return [{"pixel_values": x, "labels": y} for x, y in zip(images, classes, strict=True)]
     ids = torch.randint(0, VOCABULARY, (count, MICROBATCHES, LENGTH))
     if name in PLAIN:
         return [{"idx": x, "targets": x.roll(-1, 1)} for x in ids]
@@ -100,25 +120,55 @@ def check_against_exact(found: Run, plain: Run, reference: Run) -> None:
         assert not worse, f"gradients with (error, plain error, size): {worse}"
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", MODELS)
-def test_float32_is_as_exact_as_the_plain_run(name: str) -> None:
-    model = build(name)
-    batches = make_batches(name, 1)
-    example = {n: x[:1] for n, x in batches[0].items()}
-    program = autoptd.compile(
+def promote_casts() -> None:
+    """In a rank's own process, to its end."""
+    promotion.Promotion().__enter__()  # type: ignore[no-untyped-call]
+
+
+def compile_interleaved(name: str, model: nn.Module, batches: Sequence[Batch]) -> autoptd.CompiledProgram:
+    return autoptd.compile(
         model,
         mesh=(2, 2, 1),
-        example_inputs=example,
+        example_inputs={n: x[:1] for n, x in batches[0].items()},
         num_microbatches=MICROBATCHES,
         schedule="interleaved_1f1b",
         num_model_chunks=2,
     )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in MODELS]
+)
+def test_float32_is_as_exact_as_the_plain_run(name: str) -> None:
+    model = build(name)
+    batches = make_batches(name, 1)
+    program = compile_interleaved(name, model, batches)
     reference = train_exact(model, batches, Training())
     plain = train_plain(model, batches, MICROBATCHES)
     assert {g.dtype for g in plain.steps[0].gradients.values()} == {torch.float32}
     assert {g.dtype for g in reference.steps[0].gradients.values()} == {torch.float64}
     check_against_exact(train_compiled(program, batches), plain, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_of_every_model_in_float64(name: str) -> None:
+    """What a model casts to float32 is promoted in both, as ``program.verify`` does."""
+    model = build(name)
+    batches = make_batches(name, 3)
+    training = Training(lr=0.1)
+    program = compile_interleaved(name, model, batches)
+    program.check()
+    wide = replace(program, manifest=widen(program.manifest), model=copy.deepcopy(model).double())
+    doubled = [promote_batch(batch) for batch in batches]
+    with promotion.Promotion():
+        plain = train_plain(copy.deepcopy(model).double(), doubled, MICROBATCHES, training)
+    found = train_compiled(wide, doubled, training, prepare=promote_casts)
+    for own, true in zip(found.steps, plain.steps, strict=True):
+        compare(own, true)
+    compare_states(found.state, plain.state, tolerance=GRADIENT_TOLERANCE)
 
 
 @pytest.mark.timeout(120)
