@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoptd.passes.cluster import Cluster
     from autoptd.planner import plan
     from autoptd.ranking import Plan
+    from autoptd.safetensors_folder import SafetensorsFolder
     from autoptd.simulation import Simulation
     from autoptd.simulator import simulate_schedule
 
@@ -26,6 +27,7 @@ _HOMES = {
     "plan": "autoptd.planner",
     "CompiledProgram": "autoptd.compiled",
     "ProgramError": "autoptd.check",
+    "SafetensorsFolder": "autoptd.safetensors_folder",
     "Simulation": "autoptd.simulation",
     "compile": "autoptd.compiler",
     "load": "autoptd.compiler",
@@ -37,6 +39,7 @@ __all__ = [
     "CompiledProgram",
     "Plan",
     "ProgramError",
+    "SafetensorsFolder",
     "Simulation",
     "calibrate",
     "compile",

@@ -39,7 +39,10 @@ from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Schedule, make_schedule
 from autoptd.runtime.weights import hash_values
 from autoptd.tracing import trace_program
+from autoptd.versions import read_versions, warn_untested
 from autoptd.watch import Watch
+
+warn_untested(read_versions())
 
 
 def compile(

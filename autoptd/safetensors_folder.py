@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,29 @@ BLOCK = 1 << 22  # elements of a file that are in memory at once where columns a
 class SafetensorsFolder(Stored):
     """The tensors at `path`, each read when it is asked for, and no more of it than that.
 
-    A folder's one file ``model.safetensors`` counts, else those of its index, else all there are. Raises ValueError
-    where there is none, one of the index is missing or cannot be read, or two files have the same tensor.
+    A folder's one file ``model.safetensors`` counts, else those of its index, else all there are. `rename` gives the
+    model's name for one in the files. Raises ValueError where there is no file, one of the index is missing or cannot
+    be read, or two tensors have the same name.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._files: dict[str, Path] = {}
+    def __init__(self, path: str | Path, rename: Callable[[str], str] | None = None) -> None:
+        path = Path(path)
+        self._places: dict[str, tuple[Path, str]] = {}  # file and the name there
         self._shapes: dict[str, tuple[int, ...]] = {}
         index = _read_index(path)
         for file in _list_files(path, index):
             for name, shape in _read_shapes(file).items():
                 if index is not None and index.get(name) != file.name:
                     continue  # transformers too goes by the index
-                if name in self._files:
+                own = name if rename is None else rename(name)
+                if own in self._places:
                     raise ValueError(
-                        f"{self._files[name]} and {file} both have the tensor {name}: give one model's file or folder"
+                        f"{self._places[own][0]} and {file} both have the tensor {own}: give one model's file or "
+                        "folder, and a rename= that keeps names apart"
                     )
-                self._files[name], self._shapes[name] = file, shape
-        lost = [name for name in index or {} if name not in self._files]
+                self._places[own], self._shapes[own] = (file, name), shape
+        found = {name for _, name in self._places.values()}
+        lost = [name for name in index or {} if name not in found]
         if lost:
             raise ValueError(
                 f"{path / INDEX} says that {len(lost)} tensors are in files which do not have them ({lost[0]} in "
@@ -45,18 +50,19 @@ class SafetensorsFolder(Stored):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as reader:
-            tensor: Tensor = reader.get_tensor(name)
+        file, known = self._places[name]
+        with safe_open(file, framework="pt") as reader:
+            tensor: Tensor = reader.get_tensor(known)
             return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._files
+        return name in self._places
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
@@ -80,8 +86,9 @@ class SafetensorsFolder(Stored):
             into[rows].copy_(self._read(name, (rows, *columns)))
 
     def _read(self, name: str, rows: tuple[slice, ...]) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as reader:
-            tensor: Tensor = reader.get_slice(name)[rows]
+        file, known = self._places[name]
+        with safe_open(file, framework="pt") as reader:
+            tensor: Tensor = reader.get_slice(known)[rows]
             return tensor
 
 

@@ -99,9 +99,10 @@ def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], w
     more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
     return (
         f"{len(missing)} of the model's {wanted} tensors are not among the {len(tensors)} given: {', '.join(shown)}"
-        f"{more}; give the whole model's, under the names of its state_dict. Files of another class or version of the "
-        "model have other names, and transformers writes some models' experts one by one: load them with "
-        "from_pretrained of the compiled class, and save with save_pretrained(folder, save_original_format=False)"
+        f"{more}; give the whole model's, under the names of its state_dict. Files of the class below, or for another "
+        "version of the model, have other names: give weights=autoptd.SafetensorsFolder(path, rename=function), or "
+        "(where experts are saved one by one, too) load them with from_pretrained of the compiled class and save with "
+        "save_pretrained(folder, save_original_format=False)"
     )
 
 

@@ -1,9 +1,13 @@
-"""Hugging Face models of the sample's sizes, as transformers defines them, with no weights to download."""
+"""Hugging Face models of the sample's sizes, as transformers defines them, and the names in files of theirs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from samples.gpt import GPTConfig
 
@@ -43,3 +47,21 @@ def make_llama(sizes: GPTConfig) -> nn.Module:
             use_cache=False,
         )
     )
+
+
+def read_names(model: PreTrainedModel) -> Callable[[str], str]:
+    """What `model` calls a tensor of its files: ``autoptd.SafetensorsFolder(folder, rename=read_names(model))``.
+
+    As ``from_pretrained`` does: names of other versions, and the prefix that the class below has not. What it computes
+    from several tensors (experts saved one by one) is not renamed.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
+    known = model.state_dict()
+    below: str = model.base_model_prefix
+
+    def rename(name: str) -> str:
+        renamed, _ = rename_source_key(name, renamings, [], below, known)
+        return renamed
+
+    return rename

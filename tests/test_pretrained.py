@@ -25,6 +25,7 @@ from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import take_slices
 from autoptd.tracing import program_filename
 from autoptd.weights import read_weights
+from samples.huggingface import read_names
 from tests.plain_models import FURTHER, HUGGING_FACE, LENGTH, PLAIN, VOCABULARY
 from tests.ranks import run_ranks
 
@@ -44,25 +45,29 @@ def randomize(model: nn.Module) -> nn.Module:
     return model
 
 
-def compile_tiny(name: str, model: nn.Module) -> CompiledProgram:
-    """Any two stages a rank, four ranks."""
+def compile_tiny(
+    name: str, model: nn.Module, mesh: tuple[int, int, int] = (2, 2, 1), num_model_chunks: int = 2
+) -> CompiledProgram:
     ids = torch.zeros(1, LENGTH, dtype=torch.long)
     example = {"idx": ids, "targets": ids} if name in PLAIN else {"input_ids": ids, "labels": ids}
     if name == "vit":
         example = {"pixel_values": torch.zeros(1, 3, 16, 16), "labels": ids[:, 0]}
-    return autoptd.compile(model, (2, 2, 1), example_inputs=example, num_microbatches=2, num_model_chunks=2)
+    return autoptd.compile(
+        model, mesh, example_inputs=example, num_microbatches=2, num_model_chunks=num_model_chunks
+    )
 
 
 def save_plain(name: str, model: nn.Module, folder: Path, **options: Any) -> None:
     """As its own project saves it."""
     if name in PLAIN:
         state = model.state_dict()
-        tied = {"lm_head.weight"} if state["lm_head.weight"] is state["transformer.wte.weight"] else set()
+        if state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr():
+            del state["lm_head.weight"]
         folder.mkdir()
-        kept = {n: x.clone() for n, x in state.items() if n not in tied}
-        save_file(kept, str(folder / WHOLE), {"format": "pt"})
+        save_file({n: x.clone() for n, x in state.items()}, str(folder / WHOLE), {"format": "pt"})
         return
-    model.save_pretrained(folder, save_original_format=name not in OWN_NAMES, **options)  # type: ignore[operator]
+    # Of some models transformers else writes other names, and their experts one by one.
+    model.save_pretrained(folder, save_original_format=False, **options)  # type: ignore[operator]
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
@@ -317,6 +322,43 @@ def read_memory(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+# Other names
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _below(model: nn.Module) -> nn.Module:
+    below: nn.Module = model.base_model  # type: ignore[assignment]
+    return below
+
+
+@pytest.mark.parametrize(("name", "saved"), [("gpt-neox", _whole), ("vit", _whole), ("gpt2", _below)])
+def test_names_of_older_files_and_of_the_class_below(
+    name: str, saved: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    """GPT-NeoX has another head on disk, ViT other layers, and GPT-2 without its head no prefix."""
+    model = randomize(MODELS[name]())
+    saved(model).save_pretrained(tmp_path)  # type: ignore[operator]
+    program = compile_one(name, MODELS[name]())
+    with pytest.raises(ValueError, match=r"tensors are not among the .* rename="):
+        program.bind(device="cpu", weights=tmp_path)
+    folder = autoptd.SafetensorsFolder(tmp_path, rename=read_names(model))  # type: ignore[arg-type]
+    found = program.bind(device="cpu", weights=folder).full_state_dict()
+    assert_same_bytes(found, dict(model.state_dict()))
+
+
+def compile_one(name: str, model: nn.Module) -> CompiledProgram:
+    return compile_tiny(name, model, mesh=(1, 1, 1), num_model_chunks=1)
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, str(tmp_path / WHOLE))
+    with pytest.raises(ValueError, match=r"both have the tensor c: give one model's"):
+        autoptd.SafetensorsFolder(tmp_path, rename=lambda name: "c")
+
+
 # What is refused
 
 
@@ -332,7 +374,7 @@ def test_names_of_the_class_below_are_refused_with_the_nearest(
     model.model.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     message = (
         r"21 of the model's 22 tensors are not among the 22 given: model\.embed_tokens\.weight\[61, 32\] "
-        r"\(nearest: embed_tokens\.weight\), .* and 18 more; .*from_pretrained of the compiled class"
+        r"\(nearest: embed_tokens\.weight\), .* and 18 more; .*rename="
     )
     with pytest.raises(ValueError, match=message):
         llama.bind(device="cpu", weights=tmp_path)

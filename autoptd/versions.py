@@ -1,0 +1,42 @@
+"""The versions of torch and triton that the tests have run with, and a word about others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+# From the first to the last version, (major, minor).
+TESTED = {"torch": ((2, 13), (2, 13)), "triton": ((3, 9), (3, 9))}
+
+
+def read_versions() -> dict[str, str]:
+    """The installed versions of the packages in `TESTED`; what is not installed is left out."""
+    found = {}
+    for name in TESTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # triton is there on GPUs only
+    return found
+
+
+def warn_untested(versions: Mapping[str, str]) -> None:
+    """Warn of each package whose version is outside the tested range: what is found, the range, how to proceed."""
+    for name, found in versions.items():
+        first, last = TESTED[name]
+        number = re.match(r"(\d+)\.(\d+)", found)
+        if number and first <= (int(number[1]), int(number[2])) <= last:
+            continue
+        tested = f"{_write(first)} to {_write(last)}" if first != last else _write(first)
+        warnings.warn(
+            f"{name} {found} is not among the versions autoptd is tested with ({tested}): install "
+            f'"{name}=={_write(last)}.*", or run autoptd\'s tests and program.verify() here before you trust a long '
+            "run to it",
+            stacklevel=2,
+        )
+
+
+def _write(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"
