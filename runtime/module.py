@@ -190,7 +190,7 @@ class Parallel(nn.Module):
     def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
 
-        Every rank must call it; rank 0 writes, and never holds more than one whole tensor. A tied tensor is written
+        Every rank must call it; rank 0 writes, a tensor at a time. A tied tensor is written
         once. ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError
         for a `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
         """

@@ -1,7 +1,7 @@
 """The whole model as a folder of safetensors files that transformers' ``from_pretrained`` reads.
 
 One file, or several and an index. The ranks join one tensor after the other, and rank 0 writes each before the next
-is joined, so that nobody ever holds more than one whole tensor. A file is, bit by bit, what the safetensors library
+is joined, so that nobody ever holds the whole model. A file is, bit by bit, what the safetensors library
 writes: eight bytes with the length of a header in JSON, the header, the tensors without gaps, wide dtypes first.
 """
 

@@ -171,6 +171,26 @@ def test_three_steps_of_every_model_in_float64(name: str) -> None:
     compare_states(found.state, plain.state, tolerance=GRADIENT_TOLERANCE)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_experts_as_transformers_multiplies_them(name: str) -> None:
+    """Its default is torch's grouped product, which takes no float64: each tensor rank has all experts, and says so."""
+    model = build(name)
+    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    batches = make_batches(name, 1)
+    program = compile_interleaved(name, model, batches)
+    for weight in ("gate_up_proj", "down_proj"):
+        assert any(
+            "replicated: model.layers." in line and f"experts.{weight}" in line for line in program.log
+        )
+    attention = [p for n, p in program.manifest.parameters.items() if n.endswith("self_attn.o_proj.weight")]
+    assert [p.placement.dim for p in attention] == [1, 1]
+    plain = train_plain(model, batches, MICROBATCHES)
+    found = train_compiled(program, batches)
+    compare(found.steps[0], plain.steps[0], loss_tolerance=8 * EPSILON, gradient_tolerance=64 * EPSILON)
+
+
 @pytest.mark.timeout(120)
 def test_five_steps_of_gpt2() -> None:
     model = build("gpt2")

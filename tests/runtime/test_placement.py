@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -40,6 +42,21 @@ def test_parts_join_to_the_whole(shape: tuple[int, ...], size: int, placement: P
         assert part.shape == placement.local_shape(padded, size)
         assert part.is_contiguous()
     assert torch.equal(placement.join(parts), whole)
+
+
+@pytest.mark.parametrize(("shape", "size", "placement"), PLACEMENTS[1:])
+def test_runs_are_the_rows_that_are_taken(shape: tuple[int, ...], size: int, placement: Placement) -> None:
+    assert placement.dim is not None
+    whole = torch.randn(shape)
+    for index in range(size):
+        runs = placement.runs(size, index)
+        assert all(end < first for (_, end), (first, _) in pairwise(runs))
+        rows = torch.cat(
+            [whole.narrow(placement.dim, first, end - first) for first, end in runs], placement.dim
+        )
+        own = placement.take(whole, size, index)
+        assert torch.equal(own.narrow(placement.dim, 0, rows.shape[placement.dim]), rows)
+        assert own.count_nonzero() == rows.count_nonzero()  # the rest is padding
 
 
 def test_packed_qkv_takes_the_same_heads_of_each_block() -> None:
