@@ -190,9 +190,9 @@ class Parallel(nn.Module):
     def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
 
-        Every rank must call it; rank 0 writes, a tensor at a time. A tied tensor is written
-        once. ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError
-        for a `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
+        Every rank must call it; rank 0 writes, a tensor at a time. A tied tensor is written once.
+        ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError for a
+        `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
         """
         write_pretrained(self._manifest, self._rank, self._slices(), folder, max_shard_size)
 
