@@ -23,6 +23,7 @@ from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
 from autoptd.runtime.connection import connect
+from autoptd.runtime.launch import watch
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
@@ -217,6 +218,7 @@ class CompiledProgram:
         tensors = self._own_weights() if weights is None else self._given_weights(weights)
         check_proved(self.manifest, tensors)
         connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
+        watch(self.manifest, connection, compiles=backend is not None)
         at = connection.rank.coordinates.pipeline
         text = read_program(self.texts[at], program_filename(at, len(self.texts)))
         stages = text.stages if backend is None else compile_stages(text, backend)

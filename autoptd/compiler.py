@@ -33,6 +33,7 @@ from autoptd.passes.program import Program
 from autoptd.passes.stages import boundaries, count_units, cut_stages
 from autoptd.passes.work import forward_work
 from autoptd.planner import plan
+from autoptd.row_numbers import describe_rows
 from autoptd.runtime.manifest import Manifest, Proved, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
@@ -178,7 +179,7 @@ def _describe(
         microbatch_size=_microbatch_size(program),
         scatter_gather=True,
         seed=0,
-        inputs=describe_labels(program),
+        inputs=describe_rows(program, describe_labels(program)),
         stages=_interfaces(program),
         parameters=parameters,
         aliases=program.aliases,

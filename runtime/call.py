@@ -57,6 +57,8 @@ def bind_batch(
         )
     for expected in manifest.inputs:
         _check_input(manifest, expected, given[expected.name], device)
+    if device.type == "cpu":  # on a GPU looking would wait for it
+        check_rows(manifest, given)
     return {name: given[name] for name in names}
 
 
@@ -86,6 +88,26 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
         raise ValueError(
             f"argument {name} is on {value.device}, expected {device}: give it .to({str(device)!r})"
         )
+
+
+def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for the first row number of the batch that its table, or its loss, does not have."""
+    for expected in manifest.inputs:
+        name, rows, values = expected.name, expected.rows, batch[expected.name]
+        if rows is None or values.numel() == 0:
+            continue
+        low, high = values.aminmax()
+        if high < rows and low >= 0:
+            continue
+        wrong = ((values < 0) | (values >= rows)) & (values != expected.ignore_index)
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            largest = values[wrong].max().item()
+            raise ValueError(
+                f"argument {name} has {values[tuple(place)].item()} at {place}, and its largest number outside is "
+                f"{largest}: expected are 0 to {rows - 1}, the {rows} rows of its table; take the tokenizer of this "
+                "model, or a model with a larger vocabulary"
+            )
 
 
 def split_batch(

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.channel import Channel, process_channels, thread_channels
-from autoptd.runtime.communicator import Group, ProcessGroup, ThreadGroup
+from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, ThreadGroup
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.position import Position
 from autoptd.runtime.rank import Rank, thread_ranks
 from autoptd.runtime.threads import Meeting, ThreadWorld
 
@@ -28,13 +29,16 @@ class Connection:
     """A rank and whom it reaches beside its groups.
 
     `outgoing` and `incoming` are its channels, by the pipeline rank at the other end. `tied` has a group for
-    each set of pipeline ranks that together own a parameter, this rank among them.
+    each set of pipeline ranks that together own a parameter, this rank among them. `world` is all ranks, by their
+    global numbers; `position` is what this rank is doing.
     """
 
     rank: Rank
     outgoing: Mapping[int, Channel] = field(default_factory=dict)
     incoming: Mapping[int, Channel] = field(default_factory=dict)
     tied: Mapping[Owners, Group] = field(default_factory=dict)
+    world: Group = field(default_factory=LocalGroup)
+    position: Position = field(default_factory=Position)
 
 
 def connect(manifest: Manifest, device: torch.device, program: str) -> Connection:
@@ -64,7 +68,9 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         group = dist.new_group(list(members))  # collective over all ranks
         if own in members:
             tied[owners] = ProcessGroup(group)
-    return _join(rank, own, process_channels(mesh, device), tied)
+    assert dist.group.WORLD is not None
+    everyone = ProcessGroup(dist.group.WORLD)
+    return _join(rank, own, process_channels(mesh, device), tied, everyone)
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -83,7 +89,11 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
     channels = thread_channels(mesh, world)
     for rank in ranks:
         rank.randomness.seed = manifest.seed
-    return world.run(body, [_join(rank, own, channels, tied[own]) for own, rank in enumerate(ranks)])
+    everyone = Meeting(world, mesh.size, "group of all ranks")
+    connections = [
+        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own)) for own, rank in enumerate(ranks)
+    ]
+    return world.run(body, connections)
 
 
 def check_world_size(mesh: Mesh, world_size: int) -> None:
@@ -114,13 +124,17 @@ def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]
 
 
 def _join(
-    rank: Rank, own: int, channels: Mapping[tuple[int, int], Channel], tied: Mapping[Owners, Group]
+    rank: Rank,
+    own: int,
+    channels: Mapping[tuple[int, int], Channel],
+    tied: Mapping[Owners, Group],
+    world: Group,
 ) -> Connection:
     """The connection of `rank`, whose global number is `own`."""
     at = rank.mesh.coordinates
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return Connection(rank, outgoing, incoming, tied)
+    return Connection(rank, outgoing, incoming, tied, world)
 
 
 def _compare(program: str, device: torch.device) -> None:

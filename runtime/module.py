@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from autoptd.runtime.agreement import compare_ranks
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.clipping import global_norm, scale_gradients
 from autoptd.runtime.communicator import Posted
@@ -21,6 +23,7 @@ from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.measured import gather_measured
+from autoptd.runtime.nonfinite import explain_nonfinite
 from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.shards import Shard, lay_out_shards
@@ -121,7 +124,8 @@ class Parallel(nn.Module):
             leaves = self._stepped()
             loss = _Step.apply(self, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
-            loss = self._run(batch, gradients=False)
+            with self._connection.position.call(training=False):
+                loss = self._run(batch, gradients=False)
         return self._build_output(loss)
 
     def shard_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
@@ -153,7 +157,8 @@ class Parallel(nn.Module):
         Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``.
         """
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        norm = global_norm(self._manifest, self._rank, gradients, self._shards, float(norm_type))
+        with self._connection.position.during("norm of the gradient"):
+            norm = global_norm(self._manifest, self._rank, gradients, self._shards, float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
@@ -289,17 +294,30 @@ class Parallel(nn.Module):
             self._sums.start(weights)
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
             seeds = (scale / divisors).unbind()
+        position = self._connection.position
         losses = self._executor.run(weights, inputs, seeds, self._await_stage, self._sums.end_stage)
+        position.phase("loss")
         pair = share_loss(rank, losses, divisors)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
         if self.training:
             rank.randomness.call += 1
         if gradients:
+            position.phase("sum of gradients")
             self._sums.finish()
             if self._loss_scale is not None and not self._loss_scale.unscale(rank, self._sums.gradients()):
                 self._sums.clear()
         self._executor.measured.finish()
+        position.phase("agreement")
+        # Of a scaled loss the scale has judged the gradients.
+        summed = self._sums.gradients() if self._loss_scale is None and gradients else []
+        nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed)
+        if nonfinite and seeds is not None:
+            self._sums.clear()
+            run = partial(self._executor.run, weights, inputs, seeds, self._await_stage, lambda _: None)
+            raise FloatingPointError(
+                explain_nonfinite(manifest, self._connection, batch, pair[0], summed, run)
+            )
         return pair[0].to(self._loss_dtype)
 
     def _find_divisors(self, batch: Batch) -> Tensor:
@@ -337,7 +355,8 @@ class _Step(torch.autograd.Function):
         anchor: Tensor,
         *stepped: Tensor,
     ) -> Tensor:
-        loss = parallel._run(batch, gradients=True)
+        with parallel._connection.position.call(training=True):
+            loss = parallel._run(batch, gradients=True)
         ctx.kept = parallel._sums.take(keys)
         return loss
 

@@ -1,0 +1,157 @@
+"""One small reduction a step, over all ranks: whether replicas agree on their batches, and nothing is non-finite.
+
+What is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they differ where one
+rank's h does. Positions are hashed with the elements, and one changed element always changes h.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from autoptd.runtime.call import check_rows
+from autoptd.runtime.communicator import Group
+from autoptd.runtime.connection import Connection
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.mesh import Mesh
+
+# Odd, of random bits: the constants of splitmix64.
+_STEP, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_LOWEST = torch.iinfo(torch.int64).min
+BLOCK = 1 << 20  # elements hashed at once
+PIECES = 64  # that a tensor is cut into to find where two differ
+
+Batch = Mapping[str, Tensor]
+
+
+def compare_ranks(
+    manifest: Manifest, connection: Connection, batch: Batch, loss: Tensor, gradients: Sequence[Tensor]
+) -> bool:
+    """Whether the `loss`, or a gradient of any rank, is not finite: the same answer on every rank.
+
+    Every rank must call it; without `gradients` only the loss counts. Raises ValueError on every rank where the
+    tensor and pipeline ranks of a replica have different batches, or a batch on a GPU has rows that its table lacks.
+    On a GPU it waits for the step.
+    """
+    rank, mesh = connection.rank, manifest.mesh
+    row = torch.full((2 * mesh.data + 2,), _LOWEST, device=rank.device)
+    if mesh.tensor * mesh.pipeline > 1:
+        own = hash_batch(batch, rank.device)
+        row[2 * rank.coordinates.data] = own
+        row[2 * rank.coordinates.data + 1] = ~own
+    row[-2] = has_unknown_rows(manifest, batch)
+    row[-1] = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    *hashes, unknown, nonfinite = connection.world.all_reduce(row, "max").tolist()
+    differing = [
+        i for i in range(mesh.data) if hashes[2 * i] != ~hashes[2 * i + 1] and hashes[2 * i] != _LOWEST
+    ]
+    if differing:
+        raise ValueError(describe_difference(mesh, connection.world, batch, differing[0]))
+    if unknown:
+        check_rows(manifest, batch)
+        raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
+    return bool(nonfinite)
+
+
+def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether all elements of `gradients` are; a bool on `device`."""
+    # The maximum norm does not overflow, as a sum of squares may.
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return get_total_norm(filled, torch.inf).isfinite()
+
+
+def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
+    """Whether the batch has row numbers outside their table; on a CPU that was refused before the step."""
+    found: Tensor | bool = False
+    for expected in manifest.inputs:
+        values = batch[expected.name]
+        if expected.rows is not None and not values.is_cpu:
+            wrong = (values < 0) | (values >= expected.rows)
+            found = found | (wrong & (values != expected.ignore_index)).any()
+    return found
+
+
+def hash_batch(batch: Batch, device: torch.device) -> Tensor:
+    """A hash of all tensors of `batch`, their order included: an int64 on `device`."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in batch.values():
+        total = total * _FIRST + hash_words(read_words(tensor))
+    return total
+
+
+def read_words(tensor: Tensor) -> Tensor:
+    """The bits of each element as an int64, flat."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    if flat.is_floating_point():
+        flat = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
+    return flat.to(torch.int64)
+
+
+def hash_words(words: Tensor) -> Tensor:
+    """The sum of every element mixed with its position, modulo 2**64: an int64."""
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for begin in range(0, words.numel(), BLOCK):
+        block = words[begin : begin + BLOCK]
+        places = torch.arange(begin + 1, begin + block.numel() + 1, device=words.device)
+        # Every operation is one to one in 64 bits, so an element of another value has another summand.
+        mixed = places.mul_(_STEP).add_(block)
+        mixed ^= (mixed >> 30) & 0x3FFFFFFFF
+        mixed *= _FIRST
+        mixed ^= (mixed >> 27) & 0x1FFFFFFFFF
+        mixed *= _SECOND
+        total += (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)).sum()
+    return total
+
+
+def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) -> str:
+    """Which ranks of `replica` were given another batch, and the first element that differs.
+
+    Every rank of the mesh must call it.
+    """
+    ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank).data == replica]
+    own = torch.stack([hash_words(read_words(tensor)) for tensor in batch.values()])
+    table = [row.tolist() for row in world.all_gather(own)]
+    index = next(i for i in range(len(batch)) if len({table[rank][i] for rank in ranks}) > 1)
+    name = list(batch)[index]
+    common = Counter(table[rank][index] for rank in ranks).most_common(1)[0][0]
+    others = [rank for rank in ranks if table[rank][index] != common]
+    like = next(rank for rank in ranks if table[rank][index] == common)
+    words = read_words(batch[name])
+    place = _find_first(world, words, others[0], like)
+    values = batch[name].detach().contiguous().view(-1)
+    each = len(words) // max(len(values), 1)  # a complex number is two words
+    value = values[place // each]
+    bits = value.abs() if value.is_complex() else value
+    given = [float(x) for x in world.all_gather(bits.to(torch.float64).view(1))]
+    indices = [int(i) for i in torch.unravel_index(torch.tensor(place // each), batch[name].shape)]
+    at = mesh.coordinates(others[0])
+    return (
+        f"argument {name} differs inside replica {replica}: on rank {others[0]} (tensor {at.tensor}, pipeline "
+        f"{at.pipeline}) element {indices} is {given[others[0]]:g}, on rank {like} it is {given[like]:g}; "
+        f"ranks {others} differ from the rest of {ranks}. All tensor and pipeline ranks of a replica take the same "
+        "batch, so let the data coordinate alone, program.rank(r).coordinates.data, choose it"
+    )
+
+
+def _find_first(world: Group, words: Tensor, one: int, other: int) -> int:
+    """The first position at which the `words` of two ranks differ; a collective of all."""
+    begin, end = 0, words.numel()
+    while end - begin > 1:
+        width = -(-(end - begin) // PIECES)
+        bounds = range(begin, end, width)
+        table = world.all_gather(torch.stack([hash_words(words[i : min(i + width, end)]) for i in bounds]))
+        first = _differing(table[one].tolist(), table[other].tolist())
+        begin, end = bounds[first], min(bounds[first] + width, end)
+    return begin
+
+
+def _differing(left: Sequence[int], right: Sequence[int]) -> int:
+    return next(i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y)

@@ -1,0 +1,103 @@
+"""AUTOPTD_TRACE: a file per rank with a line for everything that it begins and ends, to read after a hang."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TextIO
+
+from torch import Tensor
+
+from autoptd.runtime.communicator import Group, Reduction
+from autoptd.runtime.connection import Connection
+from autoptd.runtime.position import Position
+from autoptd.runtime.schedule import Action
+
+
+class Journal:
+    """Appends to ``rank_00003.jsonl`` in a folder; every line is there as soon as it is written."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / f"rank_{rank:05d}.jsonl").open("a", buffering=1)
+
+    def write(self, step: int, **fields: object) -> None:
+        self._file.write(json.dumps({"time": time.time(), "step": step, **fields}) + "\n")
+
+
+class TracedPosition(Position):
+    """A position that writes down what it is told."""
+
+    def __init__(self, slots: memoryview | None, journal: Journal) -> None:
+        super().__init__(slots)
+        self.journal = journal
+        self._begun = ""
+
+    def act(self, action: Action) -> None:
+        super().act(action)
+        self._note()
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self._note()
+
+    def leave(self) -> None:
+        super().leave()
+        self._note()
+
+    def _note(self) -> None:
+        place = self.read()
+        if self._begun:
+            self.journal.write(place.step, end=self._begun)
+        self._begun = place.activity
+        if self._begun:
+            self.journal.write(place.step, begin=self._begun)
+
+    def trace_groups(self, connection: Connection) -> None:
+        """Write down the collectives of `connection` too."""
+        rank = connection.rank
+        rank.tensor = TracedGroup(rank.tensor, "tensor", self)
+        rank.pipeline = TracedGroup(rank.pipeline, "pipeline", self)
+        rank.data = TracedGroup(rank.data, "data", self)
+        connection.world = TracedGroup(connection.world, "world", self)
+        connection.tied = {
+            owners: TracedGroup(group, f"tied {list(owners)}", self)
+            for owners, group in connection.tied.items()
+        }
+
+
+class TracedGroup:
+    """A group whose calls are written down under its name."""
+
+    def __init__(self, group: Group, name: str, position: TracedPosition) -> None:
+        self.size = group.size
+        self.index = group.index
+        self.counts = group.counts
+        self.elements = group.elements
+        self._group = group
+        self._name = name
+        self._position = position
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        self._note("begin", f"all_reduce {op}", x)
+        result = self._group.all_reduce(x, op)
+        self._note("end", f"all_reduce {op}", x)
+        return result
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self._note("begin", "all_gather", x)
+        result = self._group.all_gather(x)
+        self._note("end", "all_gather", x)
+        return result
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._note("begin", f"broadcast from {source}", x)
+        result = self._group.broadcast(x, source)
+        self._note("end", f"broadcast from {source}", x)
+        return result
+
+    def _note(self, event: str, what: str, x: Tensor) -> None:
+        if self.size > 1:
+            fields = {event: what, "group": self._name, "shape": list(x.shape), "dtype": str(x.dtype)}
+            self._position.journal.write(self._position.read().step, **fields)

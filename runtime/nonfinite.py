@@ -1,0 +1,147 @@
+"""Where a loss or gradient that is not finite comes from: the step once more, with every operator looked at."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoptd.runtime.connection import Connection
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.position import Position
+from autoptd.runtime.schedule import Action
+
+PROGRAM = re.compile(r"program_\d+\.py")
+LETTERS = 600  # of a rank's finding
+SHOWN = 3
+LABELS, FORWARD, BACKWARD, SUM, NOTHING = range(5)  # in the order in which one causes the other
+
+
+class Inspector(TorchDispatchMode):
+    """Remembers the first operator that gave a NaN or an infinity, and where; -inf is what a mask is made of."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: tuple[Action, str] | None = None
+        self._position = position
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        # What communicates may not have arrived, what is empty has no values yet.
+        if self.found is None and not name.startswith("c10d") and "empty" not in name and _has_broken(result):
+            action = Action.parse(self._position.read().activity)
+            self.found = action, f"{name}{_source_line()}"
+        return result
+
+
+def explain_nonfinite(
+    manifest: Manifest,
+    connection: Connection,
+    batch: Mapping[str, Tensor],
+    loss: Tensor,
+    gradients: Mapping[str, Tensor],
+    repeat: Callable[[], object],
+) -> str:
+    """Say where the first value that is not finite comes up; every rank must call it, and gets the same text.
+
+    `repeat` runs the schedule of the step again, forwards and backwards.
+    """
+    inspector = Inspector(connection.position)
+    with inspector, torch.compiler.set_stance("force_eager"):  # a compiled stage does not show its operators
+        repeat()
+    connection.position.phase("search for the first operator")
+    order, text = _judge(manifest, connection, batch, gradients, inspector)
+    orders = connection.world.all_gather(torch.tensor(order, device=connection.rank.device))
+    letters = torch.tensor(list(text.encode()[:LETTERS].ljust(LETTERS)), dtype=torch.uint8)
+    texts = connection.world.all_gather(letters.to(connection.rank.device))
+    first = min(range(len(orders)), key=lambda rank: orders[rank].tolist())
+    what = f"the loss is {loss.item()}"
+    if torch.isfinite(loss):
+        what += ", but a gradient is not finite"
+    where = bytes(texts[first].tolist()).decode(errors="replace").strip()
+    return (
+        f"{what}: {where} (rank {first}). No gradient was handed to .grad, so the parameters are as before this "
+        "step: skip the batch, or look at its data and at the learning rate"
+    )
+
+
+def _judge(
+    manifest: Manifest,
+    connection: Connection,
+    batch: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    inspector: Inspector,
+) -> tuple[list[int], str]:
+    """What this rank has found, and its place in the order of causes."""
+    replica = connection.rank.coordinates.data
+    ignored = find_ignored(manifest, batch)
+    if ignored is not None:
+        microbatch, words = ignored
+        return [LABELS, microbatch, 0], f"microbatch {microbatch} of replica {replica} {words}"
+    if inspector.found is not None:
+        (stage, kind, microbatch), where = inspector.found
+        forward = kind == "F"
+        words = "forward" if forward else "backward"
+        order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]
+        return (
+            order,
+            f"it comes up first in the {words} of stage {stage} on microbatch {microbatch}, in {where}",
+        )
+    broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+    if broken:
+        return [
+            SUM,
+            0,
+            0,
+        ], f"every rank's own values are finite, their sum is not in {', '.join(broken[:SHOWN])}"
+    return [
+        NOTHING,
+        0,
+        0,
+    ], "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
+
+
+def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor]) -> tuple[int, str] | None:
+    """The first microbatch whose labels are all left out by the loss, and words for it."""
+    for expected in manifest.inputs:
+        dim, ignored = expected.batch_dim, expected.ignore_index
+        if dim is None or ignored is None:
+            continue
+        valid = batch[expected.name] != ignored
+        valid.narrow(-1, 0, expected.skipped).fill_(False)
+        for microbatch, part in enumerate(valid.split(expected.shape[dim], dim)):
+            if not part.any():
+                return microbatch, f"has no label: all of {expected.name} that the loss reads are {ignored}"
+    return None
+
+
+def _has_broken(result: object) -> bool:
+    return any(
+        bool((x.isnan() | (x == torch.inf)).any())
+        for x in tree_leaves(result)
+        if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta
+    )
+
+
+def _source_line() -> str:
+    """The line of the rank program that is being run, with its number; "" outside of it."""
+    frame = sys._getframe()
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if PROGRAM.fullmatch(Path(filename).name):
+            return f", {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,110 @@
+"""What a rank is doing, in memory that the ranks of its machine share: it is there still when the rank is not."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
+from typing import NamedTuple, get_args
+
+from autoptd.runtime.schedule import Action, Kind
+
+KINDS = get_args(Kind)
+PHASES = (
+    "begin",
+    "loss",
+    "sum of gradients",
+    "agreement",
+    "norm of the gradient",
+    "search for the first operator",
+)
+CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, SLOTS = range(6)
+_NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
+_NAMES = {number: name for name, number in _NUMBERS.items()}
+
+
+class Place(NamedTuple):
+    """Where a rank was last seen: the calls and training steps so far, its activity, and since when it is at it.
+
+    `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `since` and
+    `heartbeat` are seconds of the machine's monotonic clock; 0: never.
+    """
+
+    calls: int
+    step: int
+    activity: str
+    stage: int | None
+    since: float
+    heartbeat: float
+
+    def __str__(self) -> str:
+        if self.activity:
+            return f"{self.activity} of step {self.step}"
+        return f"between steps, after step {self.step}" if self.step else "before its first step"
+
+
+class Position:
+    """The place of this rank, which it keeps up to date; `slots` are SLOTS numbers, shared or its own.
+
+    `compiling` while a call of a kind runs that has not ended before. `failed` is where the last call broke off.
+    """
+
+    def __init__(self, slots: memoryview | None = None) -> None:
+        self.slots = memoryview(array("q", [0] * SLOTS)) if slots is None else slots
+        self.compiling = False
+        self.failed: Place | None = None
+        self._done: set[bool] = set()
+
+    def act(self, action: Action) -> None:
+        """This action begins. Called for every one: takes well under a microsecond."""
+        stage, kind, microbatch = action
+        slots = self.slots
+        slots[ACTIVITY] = stage << 32 | microbatch << 5 | _NUMBERS[kind]
+        slots[SINCE] = monotonic_ns()
+
+    def phase(self, name: str) -> None:
+        """One of PHASES begins."""
+        self.slots[ACTIVITY] = _NUMBERS[name]
+        self.slots[SINCE] = monotonic_ns()
+
+    def leave(self) -> None:
+        """The call has ended."""
+        self.slots[ACTIVITY] = 0
+        self.slots[SINCE] = monotonic_ns()
+
+    @contextmanager
+    def call(self, training: bool) -> Iterator[None]:
+        """A call of the parallel model."""
+        self.slots[CALLS] += 1
+        self.slots[STEP] += training
+        self.compiling = training not in self._done
+        with self.during("begin"):
+            yield
+        self._done.add(training)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What begins with `phase` and is watched."""
+        self.phase(phase)
+        try:
+            yield
+        except BaseException:
+            self.failed = self.read()
+            raise
+        finally:
+            self.compiling = False
+            self.leave()
+
+    def read(self) -> Place:
+        return read_place(self.slots)
+
+
+def read_place(slots: memoryview) -> Place:
+    """The place that SLOTS numbers stand for."""
+    code = slots[ACTIVITY]
+    name, stage, microbatch = _NAMES.get(code & 31, ""), code >> 32, code >> 5 & 0x7FFFFFF
+    acts = name in KINDS
+    activity = f"{stage}{name}{microbatch}" if acts else name
+    since, heartbeat = slots[SINCE] / 1e9, slots[HEARTBEAT] / 1e9
+    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, since, heartbeat)

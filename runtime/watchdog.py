@@ -1,0 +1,232 @@
+"""A watchdog in every rank: a job whose rank fails, dies or hangs ends, and says once what came first.
+
+The first failing rank writes the record and shows its traceback; every other one prints a line. A rank that was
+killed or stopped writes nothing: whoever sees it first does so for it, from the place that it shared.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from autoptd.runtime.failure import Failure, Record
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.position import HEARTBEAT, Place, Position, read_place
+from autoptd.runtime.roster import Roster
+
+INTERVAL = 0.5  # seconds between looks
+SILENT = 2.0  # without a heartbeat: the process is stopped
+GRACE = 2.0  # for the main thread to fail of itself, or for what runs at exit
+PATIENCE = 10  # times the limit, while a stage is compiled or a peer is in the user's own code
+
+Exit = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class Watchdog:
+    """The thread that watches this rank and those of its machine; `limit` is how long, in seconds, one may not move."""
+
+    def __init__(
+        self, manifest: Manifest, roster: Roster, record: Record, position: Position, limit: float
+    ) -> None:
+        self.position = position
+        self.manifest = manifest
+        self.compiles = False
+        self._roster = roster
+        self._record = record
+        self._limit = limit
+        self._ended: set[int] = set()
+        self._looked = time.monotonic()
+        self._resumed = self._looked
+        self._handled = threading.Event()
+        self._printing = threading.Lock()
+        self._printed = False
+        self._shown: Exit = sys.excepthook
+        self._wakeup, self._alarm = socket.socketpair()
+
+    def start(self, launched: bool) -> None:
+        """Start watching; where torchrun has `launched` this process, its SIGTERM no longer goes unexplained."""
+        self.position.slots[HEARTBEAT] = time.monotonic_ns()
+        sys.excepthook = self._explain
+        in_main = threading.current_thread() is threading.main_thread()
+        if launched and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            # A handler of Python's waits for the main thread, which may be waiting for a peer: the thread is woken.
+            self._alarm.setblocking(False)
+            signal.signal(signal.SIGTERM, _take_notice)
+            signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._watch, name="autoptd watchdog", daemon=True).start()
+
+    def _forget(self) -> None:
+        """In a forked child, such as a data loader's worker: none of this is its own."""
+        sys.excepthook = self._shown
+        if signal.getsignal(signal.SIGTERM) is _take_notice:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _watch(self) -> None:
+        ranks = {number: rank for rank, number in self._roster.processes.items() if number >= 0}
+        poll = select.poll()
+        for number in (self._wakeup.fileno(), *ranks):
+            poll.register(number, select.POLLIN)
+        interval = min(INTERVAL, self._limit / 5)
+        terminated = 0.0
+        while True:
+            for number, _ in poll.poll(1000 * (interval if not terminated else 0.01)):
+                if number in ranks:
+                    self._ended.add(ranks[number])
+                    poll.unregister(number)
+                elif signal.SIGTERM in self._wakeup.recv(4096):
+                    terminated = terminated or time.monotonic()
+            failure = self._find_failure(interval)
+            if failure is not None:
+                self._end(failure, at_once=bool(terminated))
+                return
+            if terminated and time.monotonic() - terminated > INTERVAL:
+                _die_terminated()
+                terminated = 0.0
+
+    def _find_failure(self, interval: float) -> Failure | None:
+        now = time.monotonic()
+        if now - self._looked > SILENT + interval:
+            self._resumed = now  # this process was stopped, and so may the others have been
+        self._looked = now
+        self.position.slots[HEARTBEAT] = time.monotonic_ns()
+        found = self._record.read()
+        return found or self._find_ended() or self._find_hanging(now)
+
+    def _find_ended(self) -> Failure | None:
+        """A rank whose process ended where others need it: in a call, or before one that this rank is in."""
+        calls = self.position.read().calls
+        for rank in sorted(self._ended):
+            place = read_place(self._roster.slots(rank))
+            if place.activity or place.calls < calls:
+                return self._claim(
+                    rank, place, "its process ended without a word (killed, or out of memory?)"
+                )
+        return None
+
+    def _find_hanging(self, now: float) -> Failure | None:
+        """The rank to blame if this one has waited too long: one that is silent, else who moved last."""
+        own = self.position.read()
+        waited = now - max(own.since, self._resumed)
+        if not own.activity or waited < self._limit:
+            return None
+        places = {rank: read_place(self._roster.slots(rank)) for rank in self._roster.processes}
+        silent = [
+            rank
+            for rank, place in places.items()
+            if rank not in self._ended and now - place.heartbeat > SILENT + INTERVAL
+        ]
+        for rank in silent:
+            # It would hold up the launcher, which waits long for it to end.
+            reason = f"its process has been silent for {now - places[rank].heartbeat:.0f} s (stopped?)"
+            failure = self._claim(rank, places[rank], reason)
+            signal.pidfd_send_signal(self._roster.processes[rank], signal.SIGKILL)
+            return failure
+        elsewhere = any(not place.activity and place.calls < own.calls for place in places.values())
+        if waited < self._limit * PATIENCE and (elsewhere or (self.compiles and self.position.compiling)):
+            return None
+        places[self._roster.rank] = own
+        awaited = {rank: place for rank, place in places.items() if place.activity or place.calls < own.calls}
+        rank = min(awaited, key=lambda rank: awaited[rank].since)
+        return self._claim(rank, places[rank], f"it has not moved for {now - places[rank].since:.0f} s")
+
+    def _claim(self, rank: int, place: Place, reason: str, trace: str = "") -> Failure:
+        slots = self._roster.slots
+        places = {
+            str(r): str(read_place(slots(r))) for r in sorted({*self._roster.processes, self._roster.rank})
+        }
+        failure = Failure(
+            rank,
+            f"{place} ({self._stages(rank, place)})",
+            reason,
+            socket.gethostname(),
+            str(self.manifest.mesh.coordinates(rank)),
+            trace,
+            places,
+        )
+        return self._record.claim(failure)
+
+    def _stages(self, rank: int, place: Place) -> str:
+        if place.stage is not None:
+            return f"stage {place.stage}"
+        mesh = self.manifest.mesh
+        own = range(mesh.coordinates(rank).pipeline, len(self.manifest.stages), mesh.pipeline)
+        return f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+
+    def _end(self, failure: Failure, at_once: bool) -> None:
+        """End this process for `failure`; unless `at_once`, its main thread may fail of itself first."""
+        if at_once or not self._handled.wait(GRACE / 2):
+            self._follow(failure)
+            os._exit(1)
+
+    def _follow(self, failure: Failure) -> None:
+        """Print the line of a rank that ends for another's failure, once; then let that one's process end first."""
+        with self._printing:
+            if self._printed:
+                return
+            self._printed = True
+        own = self.position.failed or self.position.read()
+        _write(
+            f"autoptd: rank {self._roster.rank} stopped in {own}: rank {failure.rank} failed first, in "
+            f"{failure.place}: {failure.reason}; see {self._record.path}"
+        )
+        process = self._roster.processes.get(failure.rank, -1)
+        if process >= 0:  # so that the launcher, which names the first to end, names it
+            select.select([process], [], [], GRACE / 2)
+
+    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """The exception hook: show the error if it is the job's first, else one line about the first."""
+        self._handled.set()
+        first = self._record.read()
+        until = time.monotonic() + GRACE / 2
+        while first is None and isinstance(error, RuntimeError) and time.monotonic() < until:
+            time.sleep(0.01)  # a peer's end may be the cause, and be about to be seen
+            first = self._record.read()
+        text = "".join(traceback.format_exception(kind, error, trace))
+        place = self.position.failed or self.position.read()
+        reason = " ".join(traceback.format_exception_only(kind, error)[0].split())
+        mine = first is None
+        if first is None:
+            first = self._claim(self._roster.rank, place, reason, text)
+            mine = first.traceback == text and first.rank == self._roster.rank
+        if mine:
+            _write(f"autoptd: rank {first.rank} failed in {first.place}: {reason}; see {self._record.path}")
+            self._shown(kind, error, trace)
+        else:
+            self._follow(first)
+        # The interpreter's end waits for messages that no longer come; what was registered for it may do so too.
+        faulthandler.dump_traceback_later(GRACE, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _take_notice(number: int, frame: object) -> None:
+    """In place of the default, which ends a process before it can say why: the watchdog ends it."""
+
+
+def _die_terminated() -> None:
+    """End by SIGTERM, as a process does that has no handler; a user's own handler, set later, has its way."""
+    if signal.getsignal(signal.SIGTERM) is _take_notice:
+        ctypes.CDLL(None).signal(
+            signal.SIGTERM, ctypes.c_void_p(0)
+        )  # Python lets the main thread alone do so
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,150 @@
+"""The one reduction of a step: batches that differ inside a replica, and values that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autoptd
+from autoptd.runtime.agreement import are_finite, compare_ranks, hash_batch, hash_words, read_words
+from autoptd.runtime.connection import Connection, run_threads
+from tests.generated_models import ModelConfig, make_batch, make_model
+from tests.parity import loss_of
+from tests.ranks import run_ranks
+from tests.runtime.chain import Chain
+
+CPU = torch.device("cpu")
+
+
+def draw(dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(5, 7, generator=generator, dtype=torch.complex64).to(dtype)
+    return torch.randint(0, 2, (5, 7), generator=generator).to(dtype)
+
+
+DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64, torch.float32, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.complex64], ids=str)
+def test_a_changed_element_changes_the_hash(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(100):
+        batch = {"x": draw(dtype, generator), "y": draw(dtype, generator)}
+        before = hash_batch(batch, CPU)
+        assert hash_batch({name: value.clone() for name, value in batch.items()}, CPU) == before
+        other = batch["y"].clone()
+        place = tuple(int(torch.randint(0, size, (1,), generator=generator)) for size in other.shape)
+        other[place] = 1 - other[place].to(torch.int64) if dtype is torch.bool else other[place] + 1
+        assert hash_batch({**batch, "y": other}, CPU) != before
+
+
+def test_a_swap_changes_the_hash() -> None:
+    numbers = torch.arange(6)
+    assert hash_words(numbers) != hash_words(numbers.flip(0))
+    assert hash_batch({"a": numbers, "b": numbers + 1}, CPU) != hash_batch(
+        {"a": numbers + 1, "b": numbers}, CPU
+    )
+    assert hash_words(read_words(torch.zeros(3))) != hash_words(read_words(torch.zeros(4)))
+
+
+def test_the_hash_takes_views_as_they_look() -> None:
+    x = torch.arange(12).view(3, 4).t()
+    assert hash_words(read_words(x)) == hash_words(read_words(x.contiguous()))
+
+
+def test_a_hundred_perturbations_are_caught_and_named() -> None:
+    chain = Chain((2, 2, 2))
+    generator = torch.Generator().manual_seed(0)
+    cases = []
+    for _ in range(100):
+        rank = int(torch.randint(0, 8, (1,), generator=generator))
+        name = ("x", "ids", "target")[int(torch.randint(0, 3, (1,), generator=generator))]
+        place = int(torch.randint(0, chain.batch()[name].numel(), (1,), generator=generator))
+        cases.append((rank, name, place))
+
+    def body(connection: Connection) -> list[str]:
+        at = connection.rank.coordinates
+        caught = []
+        for rank, name, place in cases:
+            batch = chain.batch(at.data)
+            if connection.world.index == rank:
+                batch[name].view(-1)[place] += 1
+            with pytest.raises(ValueError, match="differs inside replica") as error:
+                compare_ranks(chain.manifest, connection, batch, torch.ones(()), {})
+            caught.append(str(error.value))
+        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), {})
+        return caught
+
+    messages = run_threads(chain.manifest, body)
+    for case, (rank, name, place) in enumerate(cases):
+        (text,) = {own[case] for own in messages}
+        at = chain.manifest.mesh.coordinates(rank)
+        shape = chain.batch()[name].shape
+        indices = [int(i) for i in torch.unravel_index(torch.tensor(place), shape)]
+        assert f"argument {name} differs inside replica {at.data}" in text
+        assert f"on rank {rank} (tensor {at.tensor}, pipeline {at.pipeline}) element {indices} is" in text
+        assert f"ranks {[rank]} differ" in text
+
+
+def test_a_step_refuses_a_batch_that_differs() -> None:
+    config = ModelConfig(layers=2)
+    program = autoptd.compile(
+        make_model(config), (2, 2, 1), example_inputs=make_batch(config, 1), num_microbatches=4
+    )
+    name = program.manifest.inputs[0].name
+
+    def work(rank: int) -> tuple[str, int, bool]:
+        parallel = program.bind()
+        batch = make_batch(config, 4)
+        loss_of(parallel(**batch)).backward()
+        before = dict(parallel._connection.world.counts)
+        loss_of(parallel(**batch)).backward()
+        reductions = parallel._connection.world.counts["all_reduce"] - before["all_reduce"]
+        parallel.zero_grad()
+        if rank == 3:
+            batch[name][1, 2] += 1
+        with pytest.raises(ValueError, match="differs inside replica 0") as caught:
+            parallel(**batch)
+        return str(caught.value), reductions, all(p.grad is None for p in parallel.parameters())
+
+    for text, reductions, untouched in run_ranks(work, 4):
+        assert f"argument {name}" in text
+        assert "on rank 3 (tensor 1, pipeline 1) element [1, 2]" in text
+        assert "ranks [3] differ from the rest of [0, 1, 2, 3]" in text
+        assert (reductions, untouched) == (1, True)
+
+
+def test_replicas_have_batches_of_their_own() -> None:
+    chain = Chain((1, 2, 2))
+
+    def body(connection: Connection) -> bool:
+        batch = chain.batch(connection.rank.coordinates.data)
+        return compare_ranks(chain.manifest, connection, batch, torch.ones(()), {})
+
+    assert run_threads(chain.manifest, body) == [False] * 4
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_one_rank_with_a_broken_gradient_tells_all(value: float) -> None:
+    chain = Chain((2, 1, 2))
+
+    def body(connection: Connection) -> Any:
+        rank = connection.world.index
+        gradient = torch.tensor([1e30, value if rank == 2 else -1e30])
+        batch = chain.batch(connection.rank.coordinates.data)
+        whole = compare_ranks(chain.manifest, connection, batch, torch.ones(()), {"w": torch.ones(2)})
+        broken = compare_ranks(chain.manifest, connection, batch, torch.ones(()), {"w": gradient})
+        return whole, broken
+
+    assert run_threads(chain.manifest, body) == [(False, True)] * 4
+
+
+def test_large_and_empty_gradients_are_finite() -> None:
+    gradients = {"a": torch.full((9,), 3e38), "b": torch.zeros(0), "c": torch.ones(2, dtype=torch.bfloat16)}
+    assert are_finite(gradients, CPU)
+    assert are_finite({}, CPU)
+    assert not are_finite({**gradients, "d": torch.tensor([torch.nan])}, CPU)
