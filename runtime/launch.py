@@ -23,7 +23,7 @@ from autoptd.runtime.watchdog import Watchdog
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
-_PARENT = os.getppid()
+_IMPORTED_BY = os.getpid(), os.getppid()
 _watchdogs: list[Watchdog] = []  # of this process: one at most
 
 
@@ -81,5 +81,6 @@ def _make_position(slots: memoryview | None, rank: int) -> Position:
 def die_with_parent() -> None:
     """Have Linux kill this process when its parent ends, or do so if it has ended since this module was imported."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != _PARENT:
-        os.kill(os.getpid(), signal.SIGKILL)
+    importer, parent = _IMPORTED_BY
+    if importer == os.getpid() and parent != os.getppid():
+        os.kill(importer, signal.SIGKILL)

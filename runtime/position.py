@@ -19,7 +19,7 @@ PHASES = (
     "norm of the gradient",
     "search for the first operator",
 )
-CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, SLOTS = range(6)
+CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, SLOTS = range(7)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
@@ -28,7 +28,8 @@ class Place(NamedTuple):
     """Where a rank was last seen: the calls and training steps so far, its activity, and since when it is at it.
 
     `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `since` and
-    `heartbeat` are seconds of the machine's monotonic clock; 0: never.
+    `heartbeat` are seconds of the machine's monotonic clock; `busy` is how many seconds between
+    them its main thread computed.
     """
 
     calls: int
@@ -37,6 +38,7 @@ class Place(NamedTuple):
     stage: int | None
     since: float
     heartbeat: float
+    busy: float
 
     def __str__(self) -> str:
         if self.activity:
@@ -106,5 +108,5 @@ def read_place(slots: memoryview) -> Place:
     name, stage, microbatch = _NAMES.get(code & 31, ""), code >> 32, code >> 5 & 0x7FFFFFF
     acts = name in KINDS
     activity = f"{stage}{name}{microbatch}" if acts else name
-    since, heartbeat = slots[SINCE] / 1e9, slots[HEARTBEAT] / 1e9
-    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, since, heartbeat)
+    times = (slots[number] / 1e9 for number in (SINCE, HEARTBEAT, BUSY))
+    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, *times)

@@ -23,7 +23,7 @@ from typing import Any
 
 from autoptd.runtime.failure import Failure, Record
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.position import HEARTBEAT, Place, Position, read_place
+from autoptd.runtime.position import BUSY, HEARTBEAT, SINCE, Place, Position, read_place
 from autoptd.runtime.roster import Roster
 
 INTERVAL = 0.5  # seconds between looks
@@ -49,6 +49,8 @@ class Watchdog:
         self._ended: set[int] = set()
         self._looked = time.monotonic()
         self._resumed = self._looked
+        self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._seen = (0, 0)  # since when the rank is where it is, and what its main thread had computed then
         self._handled = threading.Event()
         self._printing = threading.Lock()
         self._printed = False
@@ -57,7 +59,7 @@ class Watchdog:
 
     def start(self, launched: bool) -> None:
         """Start watching; where torchrun has `launched` this process, its SIGTERM no longer goes unexplained."""
-        self.position.slots[HEARTBEAT] = time.monotonic_ns()
+        self._beat()
         sys.excepthook = self._explain
         in_main = threading.current_thread() is threading.main_thread()
         if launched and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -97,12 +99,20 @@ class Watchdog:
                 _die_terminated()
                 terminated = 0.0
 
+    def _beat(self) -> None:
+        """Tell the others that this process runs, and how long its main thread has computed where it is."""
+        slots, computed = self.position.slots, time.clock_gettime_ns(self._clock)
+        if slots[SINCE] != self._seen[0]:
+            self._seen = slots[SINCE], computed
+        slots[BUSY] = computed - self._seen[1]
+        slots[HEARTBEAT] = time.monotonic_ns()
+
     def _find_failure(self, interval: float) -> Failure | None:
         now = time.monotonic()
         if now - self._looked > SILENT + interval:
             self._resumed = now  # this process was stopped, and so may the others have been
         self._looked = now
-        self.position.slots[HEARTBEAT] = time.monotonic_ns()
+        self._beat()
         found = self._record.read()
         return found or self._find_ended() or self._find_hanging(now)
 
@@ -120,8 +130,7 @@ class Watchdog:
     def _find_hanging(self, now: float) -> Failure | None:
         """The rank to blame if this one has waited too long: one that is silent, else who moved last."""
         own = self.position.read()
-        waited = now - max(own.since, self._resumed)
-        if not own.activity or waited < self._limit:
+        if not own.activity:
             return None
         places = {rank: read_place(self._roster.slots(rank)) for rank in self._roster.processes}
         silent = [
@@ -129,19 +138,30 @@ class Watchdog:
             for rank, place in places.items()
             if rank not in self._ended and now - place.heartbeat > SILENT + INTERVAL
         ]
+        elsewhere = any(
+            not place.activity and place.calls < own.calls
+            for rank, place in places.items()
+            if rank not in silent
+        )
+        compiling = self.compiles and self.position.compiling
+        if (elsewhere or compiling) and now - own.since < self._limit * PATIENCE:
+            self._resumed = now
+        waited = now - max(own.since, self._resumed)
+        if waited < self._limit:
+            return None
         for rank in silent:
             # It would hold up the launcher, which waits long for it to end.
             reason = f"its process has been silent for {now - places[rank].heartbeat:.0f} s (stopped?)"
             failure = self._claim(rank, places[rank], reason)
             signal.pidfd_send_signal(self._roster.processes[rank], signal.SIGKILL)
             return failure
-        elsewhere = any(not place.activity and place.calls < own.calls for place in places.values())
-        if waited < self._limit * PATIENCE and (elsewhere or (self.compiles and self.position.compiling)):
-            return None
         places[self._roster.rank] = own
         awaited = {rank: place for rank, place in places.items() if place.activity or place.calls < own.calls}
-        rank = min(awaited, key=lambda rank: awaited[rank].since)
-        return self._claim(rank, places[rank], f"it has not moved for {now - places[rank].since:.0f} s")
+        # Those who wait for it do not compute, unless a GPU makes them.
+        computing = {rank: place for rank, place in awaited.items() if place.busy > waited / 2}
+        rank, place = min((computing or awaited).items(), key=lambda item: item[1].since)
+        reason = f"it has not moved for {now - place.since:.0f} s{', and computes' if computing else ''}"
+        return self._claim(rank, place, reason)
 
     def _claim(self, rank: int, place: Place, reason: str, trace: str = "") -> Failure:
         slots = self._roster.slots

@@ -1,0 +1,352 @@
+"""A job whose rank is killed, stopped, or raises, ends by itself: soon, with a code, and with one line a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.compiled import CompiledProgram
+from autoptd.runtime import launch
+from autoptd.runtime.module import Parallel
+from autoptd.runtime.position import PHASES, Position
+from autoptd.runtime.schedule import Action
+from samples.gpt import GPT, GPTConfig
+from tests.jobs import Ended, mark, run_job
+
+LIMIT = 3.0  # AUTOPTD_TIMEOUT in these tests
+STEP = 2  # in which it happens
+BETWEEN = "between"
+LINES = 15
+Fault = Callable[[], Any]
+
+
+@cache
+def build(mesh: tuple[int, int, int] = (2, 2, 1)) -> CompiledProgram:
+    torch.manual_seed(0)
+    chunks = 2 if mesh[1] > 1 else 1
+    return autoptd.compile(
+        GPT(GPTConfig(32, 8, 2, 2, 8)),
+        mesh,
+        microbatch_size=1,
+        num_microbatches=4,
+        num_model_chunks=chunks,
+    )
+
+
+def places(victim: int) -> list[str]:
+    """Ten places of a step on rank `victim`: seven actions from first to last, and three phases."""
+    actions = build().rank(victim).schedule
+    chosen = [str(actions[i * (len(actions) - 1) // 6]) for i in range(7)]
+    return [*chosen, "loss", "agreement", BETWEEN]
+
+
+def fail_at(place: str, fault: Fault, folder: Path) -> None:
+    """In this forked rank, do `fault` when step STEP comes to `place`."""
+    kept = {name: getattr(Position, name) for name in ("act", "phase", "leave")}
+
+    def patched(name: str) -> Callable[..., None]:
+        def run(self: Position, *what: Action | str) -> None:
+            kept[name](self, *what)
+            here = str(what[0]) if what else BETWEEN
+            if self.read().step == STEP and here == place:
+                mark(folder)
+                fault()
+
+        return run
+
+    for name in kept:
+        setattr(Position, name, patched(name))
+
+
+def train(
+    victim: int,
+    place: str,
+    fault: Fault,
+    folder: Path,
+    mesh: tuple[int, int, int] = (2, 2, 1),
+    **options: Any,
+) -> Ended:
+    program = build()
+    steps = options.pop("steps", 1_000_000)
+
+    def work(rank: int) -> None:
+        parallel = program.bind()
+        if rank == victim:
+            fail_at(place, fault, folder)
+        take_steps(parallel, steps)
+
+    environment = {"AUTOPTD_TIMEOUT": str(LIMIT), **options.pop("environment", {})}
+    return run_job(work, program.mesh.size, folder, environment, **options)
+
+
+def take_steps(parallel: Parallel, steps: int) -> None:
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        idx = torch.randint(32, (4, 8), generator=generator)
+        parallel(idx, idx)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def strike(number: signal.Signals) -> Fault:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def fail() -> None:
+    raise ValueError("my own error")
+
+
+def describe(victim: int, place: str) -> str:
+    """How the lines name `victim`, failing at `place`."""
+    token = re.match(r"(\d+)[FBSR]", place)
+    stages = f"stage {token[1]}" if token else rf"stages {build().mesh.coordinates(victim).pipeline}, \d"
+    words = f"between steps, after step {STEP}" if place == BETWEEN else f"{place} of step {STEP}"
+    return rf"rank {victim} failed first, in {words} \({stages}\): "
+
+
+def check_lines(ended: Ended, victim: int, place: str, reason: str) -> None:
+    """Each other rank has written one line, which names the victim; and has ended with a code."""
+    for rank, text in ended.stderr.items():
+        assert ended.statuses[rank] != 0
+        if rank != victim:
+            (line,) = text.splitlines()
+            assert re.match(
+                rf"autoptd: rank {rank} stopped in .* step \d+: {describe(victim, place)}{reason}", line
+            ), line
+            record = json.loads(Path(line.rpartition("see ")[2]).read_text())
+            assert (record["rank"], record["coordinates"]) == (victim, str(build().mesh.coordinates(victim)))
+    assert len(ended.stderr[0].splitlines()) <= LINES
+
+
+KILLED = re.escape("its process ended without a word")
+
+
+@pytest.mark.parametrize(("victim", "index"), [(0, 3), (3, 7), (2, 9)])
+def test_a_killed_rank_ends_the_job(victim: int, index: int, tmp_path: Path) -> None:
+    place = places(victim)[index]
+    ended = train(victim, place, strike(signal.SIGKILL), tmp_path)
+    check_lines(ended, victim, place, KILLED)
+    assert max(ended.seconds.values()) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("index", range(10))
+def test_every_rank_killed_everywhere(
+    victim: int, index: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    place = places(victim)[index]
+    ended = train(victim, place, strike(signal.SIGKILL), tmp_path)
+    check_lines(ended, victim, place, KILLED)
+    assert max(ended.seconds.values()) < 5
+    record_property("seconds", max(ended.seconds.values()))
+
+
+@pytest.mark.parametrize(
+    ("victim", "index"), [(1, 4), *(pytest.param(v, 2 * v, marks=pytest.mark.slow) for v in range(4))]
+)
+def test_a_stopped_rank_ends_the_job(
+    victim: int, index: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    place = places(victim)[index]
+    ended = train(victim, place, strike(signal.SIGSTOP), tmp_path)
+    check_lines(ended, victim, place, "its process has been silent for [345] s")
+    assert ended.statuses[victim] == signal.SIGKILL  # by the rank that blames it: no launcher waits for it
+    assert max(ended.seconds.values()) < LIMIT + 5
+    record_property("seconds", max(ended.seconds.values()))
+
+
+def test_a_rank_in_a_loop_ends_the_job(tmp_path: Path) -> None:
+    place = places(2)[3]
+    ended = train(2, place, spin, tmp_path)
+    check_lines(ended, 2, place, "it has not moved for [3456] s, and computes; see")
+    assert max(ended.seconds.values()) < LIMIT + 5
+
+
+@pytest.mark.parametrize("index", [5, 9])
+def test_an_exception_is_shown_once(index: int, tmp_path: Path) -> None:
+    place = places(1)[index]
+    ended = train(1, place, fail, tmp_path)
+    check_lines(ended, 1, place, "ValueError: my own error; see ")
+    first, *rest = ended.stderr[1].splitlines()
+    assert re.match(rf"autoptd: {describe(1, place)}".replace("failed first,", "failed"), first)
+    assert rest[0].endswith("Traceback (most recent call last):")
+    assert sum("Traceback" in line for line in ended.lines) == 1
+    assert max(ended.seconds.values()) < 5
+
+
+def test_time_between_calls_does_not_count(tmp_path: Path) -> None:
+    ended = train(0, BETWEEN, lambda: time.sleep(LIMIT + 1.5), tmp_path, steps=3)
+    assert set(ended.statuses.values()) == {0}
+    assert ended.lines == []
+    assert list(tmp_path.glob("machine_*/*")) == []
+
+
+def test_ranks_of_another_machine_hear_of_it(tmp_path: Path) -> None:
+    place = places(3)[4]
+    ended = train(3, place, strike(signal.SIGKILL), tmp_path, machines=2)
+    check_lines(ended, 3, place, KILLED)
+    assert len(list(tmp_path.glob("machine_*/autoptd-*.json"))) == 2
+    assert max(ended.seconds.values()) < 5
+
+
+def test_a_trace_tells_what_every_rank_did(tmp_path: Path) -> None:
+    ended = train(
+        1, "agreement", strike(signal.SIGKILL), tmp_path, environment={"AUTOPTD_TRACE": str(tmp_path / "t")}
+    )
+    assert ended.statuses[1] == signal.SIGKILL
+    for rank in range(4):
+        lines = [json.loads(x) for x in (tmp_path / "t" / f"rank_{rank:05d}.jsonl").read_text().splitlines()]
+        assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+        begun = [
+            line["begin"] for line in lines if line["step"] == 1 and "begin" in line and "group" not in line
+        ]
+        actions = [str(action) for action in build().rank(rank).schedule]
+        assert begun == [PHASES[0], *actions, *PHASES[1:4]]
+        groups = {line["group"] for line in lines if "group" in line}
+        assert {"tensor", "pipeline", "world"} <= groups
+        assert lines[-1]["step"] == STEP
+
+
+def test_a_limit_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "-1", "soon", "nan"):
+        monkeypatch.setenv("AUTOPTD_TIMEOUT", text)
+        with pytest.raises(ValueError, match=f"AUTOPTD_TIMEOUT is '{text}', expected a positive number"):
+            launch.watch(build((1, 1, 1)).manifest, None, compiles=False)  # type: ignore[arg-type]
+
+
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    parent = os.fork()
+    if parent == 0:
+        child = os.fork()
+        if child == 0:
+            launch.die_with_parent()
+            (tmp_path / "child").write_text(str(os.getpid()))
+            time.sleep(60)
+        while True:
+            time.sleep(1)
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    child = int((tmp_path / "child").read_text())
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    began = time.monotonic()
+    while is_running(child):
+        assert time.monotonic() - began < 2
+        time.sleep(0.01)
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from tests.test_failures import build, fail_at, strike, take_steps
+
+torch.set_num_threads(1)
+victim, place, number, folder = sys.argv[1:]
+parallel = build().bind()
+rank = os.environ["RANK"]
+(Path(folder) / rank).write_text(str(os.getpid()))
+if rank == victim:
+    fail_at(place, strike(getattr(signal, number)), Path(folder))
+take_steps(parallel, 1_000_000)
+"""
+
+
+def launch_job(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], dict[str, int]]:
+    """torchrun on four ranks of SCRIPT, and all their process numbers once they have started or failed."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "AUTOPTD_TIMEOUT": str(LIMIT),
+        "TMPDIR": str(folder),
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    process = subprocess.Popen(
+        [*torchrun, str(script), *arguments, str(folder)],
+        env=environment,
+        stderr=(folder / "stderr").open("w"),
+        text=True,
+    )
+    ranks = [folder / str(rank) for rank in range(4)]
+    while not all(path.exists() and path.read_text() for path in ranks):
+        assert process.poll() is None, (folder / "stderr").read_text()
+        time.sleep(0.01)
+    return process, {path.name: int(path.read_text()) for path in ranks}
+
+
+def wait_for_ends(processes: dict[str, int], began: float) -> dict[str, float]:
+    """The seconds after which each process had ended."""
+    ends: dict[str, float] = {}
+    while len(ends) < len(processes):
+        assert time.time() - began < 60, f"{sorted(processes.keys() - ends.keys())} still run"
+        for name, process in processes.items():
+            if name not in ends and not is_running(process):
+                ends[name] = time.time() - began
+        time.sleep(0.01)
+    return ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "limit"), [("SIGKILL", 5.0), ("SIGSTOP", LIMIT + 5)])
+@pytest.mark.parametrize(("victim", "index"), [(0, 2), (1, 5), (2, 8), (3, 4)])
+def test_under_torchrun(
+    victim: int,
+    index: int,
+    number: str,
+    limit: float,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    place = places(victim)[index]
+    process, ranks = launch_job(tmp_path, str(victim), place, number)
+    while not (tmp_path / "failed").exists():
+        time.sleep(0.01)
+    ends = wait_for_ends(ranks, float((tmp_path / "failed").read_text()))
+    assert process.wait(30) != 0
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    ours = [line for line in lines if line.startswith("autoptd:")]
+    assert len(ours) == 3
+    assert all(re.search(describe(victim, place), line) for line in ours)
+    assert max(ends.values()) < limit
+    record_property("seconds", max(ends.values()))
+    record_property("lines", len(lines))
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_torchrun(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    process, ranks = launch_job(tmp_path, "none", "loss", "SIGKILL")
+    time.sleep(1)
+    process.kill()
+    ends = wait_for_ends(ranks, time.time())
+    process.wait()
+    assert max(ends.values()) < 2
+    record_property("seconds", max(ends.values()))
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
