@@ -151,28 +151,24 @@ def test_a_killed_rank_ends_the_job(victim: int, index: int, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", range(4))
 @pytest.mark.parametrize("index", range(10))
-def test_every_rank_killed_everywhere(
-    victim: int, index: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_every_rank_killed_everywhere(victim: int, index: int, tmp_path: Path) -> None:
     place = places(victim)[index]
     ended = train(victim, place, strike(signal.SIGKILL), tmp_path)
     check_lines(ended, victim, place, KILLED)
     assert max(ended.seconds.values()) < 5
-    record_property("seconds", max(ended.seconds.values()))
+    print(f"gone after {max(ended.seconds.values()):.2f} s")
 
 
 @pytest.mark.parametrize(
     ("victim", "index"), [(1, 4), *(pytest.param(v, 2 * v, marks=pytest.mark.slow) for v in range(4))]
 )
-def test_a_stopped_rank_ends_the_job(
-    victim: int, index: int, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_stopped_rank_ends_the_job(victim: int, index: int, tmp_path: Path) -> None:
     place = places(victim)[index]
     ended = train(victim, place, strike(signal.SIGSTOP), tmp_path)
     check_lines(ended, victim, place, "its process has been silent for [345] s")
     assert ended.statuses[victim] == signal.SIGKILL  # by the rank that blames it: no launcher waits for it
     assert max(ended.seconds.values()) < LIMIT + 5
-    record_property("seconds", max(ended.seconds.values()))
+    print(f"gone after {max(ended.seconds.values()):.2f} s")
 
 
 def test_a_rank_in_a_loop_ends_the_job(tmp_path: Path) -> None:
@@ -311,14 +307,7 @@ def wait_for_ends(processes: dict[str, int], began: float) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "limit"), [("SIGKILL", 5.0), ("SIGSTOP", LIMIT + 5)])
 @pytest.mark.parametrize(("victim", "index"), [(0, 2), (1, 5), (2, 8), (3, 4)])
-def test_under_torchrun(
-    victim: int,
-    index: int,
-    number: str,
-    limit: float,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_under_torchrun(victim: int, index: int, number: str, limit: float, tmp_path: Path) -> None:
     place = places(victim)[index]
     process, ranks = launch_job(tmp_path, str(victim), place, number)
     while not (tmp_path / "failed").exists():
@@ -330,19 +319,19 @@ def test_under_torchrun(
     assert len(ours) == 3
     assert all(re.search(describe(victim, place), line) for line in ours)
     assert max(ends.values()) < limit
-    record_property("seconds", max(ends.values()))
-    record_property("lines", len(lines))
+    print(f"gone after {max(ends.values()):.2f} s")
+    print(f"{len(lines)} lines with torchrun's own")
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_torchrun(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_no_rank_outlives_torchrun(tmp_path: Path) -> None:
     process, ranks = launch_job(tmp_path, "none", "loss", "SIGKILL")
     time.sleep(1)
     process.kill()
     ends = wait_for_ends(ranks, time.time())
     process.wait()
     assert max(ends.values()) < 2
-    record_property("seconds", max(ends.values()))
+    print(f"gone after {max(ends.values()):.2f} s")
 
 
 def is_running(process: int) -> bool:
