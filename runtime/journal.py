@@ -9,7 +9,7 @@ from typing import TextIO
 
 from torch import Tensor
 
-from autoptd.runtime.communicator import Group, Reduction
+from autoptd.runtime.communicator import Group, Posted, Reduction
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.position import Position
 from autoptd.runtime.schedule import Action
@@ -96,6 +96,18 @@ class TracedGroup:
         result = self._group.broadcast(x, source)
         self._note("end", f"broadcast from {source}", x)
         return result
+
+    def post_all_reduce(self, x: Tensor) -> Posted:
+        self._note("post", "all_reduce sum", x)
+        return self._group.post_all_reduce(x)
+
+    def post_reduce_scatter(self, x: Tensor) -> Posted:
+        self._note("post", "reduce_scatter", x)
+        return self._group.post_reduce_scatter(x)
+
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+        self._note("post", "all_gather", x)
+        return self._group.post_all_gather(x, into)
 
     def _note(self, event: str, what: str, x: Tensor) -> None:
         if self.size > 1:

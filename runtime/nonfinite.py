@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from autoptd.runtime.connection import Connection
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.position import Position
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.weighting import count_valid
 
 PROGRAM = re.compile(r"program_\d+\.py")
 LETTERS = 600  # of a rank's finding
-SHOWN = 3
-LABELS, FORWARD, BACKWARD, SUM, NOTHING = range(5)  # in the order in which one causes the other
+FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes the other
 
 
 class Inspector(TorchDispatchMode):
@@ -50,7 +50,7 @@ def explain_nonfinite(
     connection: Connection,
     batch: Mapping[str, Tensor],
     loss: Tensor,
-    gradients: Mapping[str, Tensor],
+    gradients: Sequence[Tensor],
     repeat: Callable[[], object],
 ) -> str:
     """Say where the first value that is not finite comes up; every rank must call it, and gets the same text.
@@ -58,8 +58,12 @@ def explain_nonfinite(
     `repeat` runs the schedule of the step again, forwards and backwards.
     """
     inspector = Inspector(connection.position)
+    randomness = connection.rank.randomness
+    call = randomness.call
+    randomness.call -= randomness.training  # for the same masks
     with inspector, torch.compiler.set_stance("force_eager"):  # a compiled stage does not show its operators
         repeat()
+    randomness.call = call
     connection.position.phase("search for the first operator")
     order, text = _judge(manifest, connection, batch, gradients, inspector)
     orders = connection.world.all_gather(torch.tensor(order, device=connection.rank.device))
@@ -80,31 +84,25 @@ def _judge(
     manifest: Manifest,
     connection: Connection,
     batch: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
+    gradients: Sequence[Tensor],
     inspector: Inspector,
 ) -> tuple[list[int], str]:
     """What this rank has found, and its place in the order of causes."""
-    replica = connection.rank.coordinates.data
-    ignored = find_ignored(manifest, batch)
-    if ignored is not None:
-        microbatch, words = ignored
-        return [LABELS, microbatch, 0], f"microbatch {microbatch} of replica {replica} {words}"
     if inspector.found is not None:
         (stage, kind, microbatch), where = inspector.found
         forward = kind == "F"
+        ignored = find_ignored(manifest, batch, microbatch) if stage == len(manifest.stages) - 1 else ""
+        if forward and ignored:
+            replica = connection.rank.coordinates.data
+            return [FORWARD, microbatch, stage], f"microbatch {microbatch} of replica {replica} {ignored}"
         words = "forward" if forward else "backward"
         order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]
         return (
             order,
             f"it comes up first in the {words} of stage {stage} on microbatch {microbatch}, in {where}",
         )
-    broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-    if broken:
-        return [
-            SUM,
-            0,
-            0,
-        ], f"every rank's own values are finite, their sum is not in {', '.join(broken[:SHOWN])}"
+    if any(not gradient.isfinite().all() for gradient in gradients):
+        return [SUM, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
     return [
         NOTHING,
         0,
@@ -112,18 +110,13 @@ def _judge(
     ], "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
 
 
-def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor]) -> tuple[int, str] | None:
-    """The first microbatch whose labels are all left out by the loss, and words for it."""
-    for expected in manifest.inputs:
-        dim, ignored = expected.batch_dim, expected.ignore_index
-        if dim is None or ignored is None:
-            continue
-        valid = batch[expected.name] != ignored
-        valid.narrow(-1, 0, expected.skipped).fill_(False)
-        for microbatch, part in enumerate(valid.split(expected.shape[dim], dim)):
-            if not part.any():
-                return microbatch, f"has no label: all of {expected.name} that the loss reads are {ignored}"
-    return None
+def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor], microbatch: int) -> str:
+    """What to say of a microbatch whose loss is a mean over no label; "" of one that has some."""
+    for labels in manifest.inputs:
+        known = labels.batch_dim is not None and labels.ignore_index is not None
+        if known and not count_valid(labels, batch[labels.name])[microbatch]:
+            return f"has no label: all of {labels.name} that the loss reads are {labels.ignore_index}"
+    return ""
 
 
 def _has_broken(result: object) -> bool:

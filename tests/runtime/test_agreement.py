@@ -74,9 +74,9 @@ def test_a_hundred_perturbations_are_caught_and_named() -> None:
             if connection.world.index == rank:
                 batch[name].view(-1)[place] += 1
             with pytest.raises(ValueError, match="differs inside replica") as error:
-                compare_ranks(chain.manifest, connection, batch, torch.ones(()), {})
+                compare_ranks(chain.manifest, connection, batch, torch.ones(()), [])
             caught.append(str(error.value))
-        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), {})
+        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), [])
         return caught
 
     messages = run_threads(chain.manifest, body)
@@ -123,7 +123,7 @@ def test_replicas_have_batches_of_their_own() -> None:
 
     def body(connection: Connection) -> bool:
         batch = chain.batch(connection.rank.coordinates.data)
-        return compare_ranks(chain.manifest, connection, batch, torch.ones(()), {})
+        return compare_ranks(chain.manifest, connection, batch, torch.ones(()), [])
 
     assert run_threads(chain.manifest, body) == [False] * 4
 
@@ -136,15 +136,15 @@ def test_one_rank_with_a_broken_gradient_tells_all(value: float) -> None:
         rank = connection.world.index
         gradient = torch.tensor([1e30, value if rank == 2 else -1e30])
         batch = chain.batch(connection.rank.coordinates.data)
-        whole = compare_ranks(chain.manifest, connection, batch, torch.ones(()), {"w": torch.ones(2)})
-        broken = compare_ranks(chain.manifest, connection, batch, torch.ones(()), {"w": gradient})
+        whole = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [torch.ones(2)])
+        broken = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [gradient])
         return whole, broken
 
     assert run_threads(chain.manifest, body) == [(False, True)] * 4
 
 
 def test_large_and_empty_gradients_are_finite() -> None:
-    gradients = {"a": torch.full((9,), 3e38), "b": torch.zeros(0), "c": torch.ones(2, dtype=torch.bfloat16)}
+    gradients = [torch.full((9,), 3e38), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]
     assert are_finite(gradients, CPU)
-    assert are_finite({}, CPU)
-    assert not are_finite({**gradients, "d": torch.tensor([torch.nan])}, CPU)
+    assert are_finite([], CPU)
+    assert not are_finite([*gradients, torch.tensor([torch.nan])], CPU)
