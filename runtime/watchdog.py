@@ -29,6 +29,7 @@ from autoptd.runtime.roster import Roster
 INTERVAL = 0.5  # seconds between looks
 SILENT = 2.0  # without a heartbeat: the process is stopped
 GRACE = 2.0  # for the main thread to fail of itself, or for what runs at exit
+COMPUTING = 0.05  # of its time: a rank that does not only wait
 PATIENCE = 10  # times the limit, while a stage is compiled or a peer is in the user's own code
 
 Exit = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -157,9 +158,11 @@ class Watchdog:
             return failure
         places[self._roster.rank] = own
         awaited = {rank: place for rank, place in places.items() if place.activity or place.calls < own.calls}
-        # Those who wait for it do not compute, unless a GPU makes them.
-        computing = {rank: place for rank, place in awaited.items() if place.busy > waited / 2}
-        rank, place = min((computing or awaited).items(), key=lambda item: item[1].since)
+        # Those who wait for it do not compute; its share of a busy machine may be small.
+        rank, place = max(awaited.items(), key=lambda item: item[1].busy)
+        computing = place.busy > waited * COMPUTING
+        if not computing:
+            rank, place = min(awaited.items(), key=lambda item: item[1].since)
         reason = f"it has not moved for {now - place.since:.0f} s{', and computes' if computing else ''}"
         return self._claim(rank, place, reason)
 
