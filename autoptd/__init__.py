@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from autoptd.passes.cluster import Cluster
     from autoptd.planner import plan
     from autoptd.ranking import Plan
+    from autoptd.runtime.checkpoint_error import CheckpointError
     from autoptd.safetensors_folder import SafetensorsFolder
     from autoptd.simulation import Simulation
     from autoptd.simulator import simulate_schedule
 
 _HOMES = {
+    "CheckpointError": "autoptd.runtime.checkpoint_error",
     "Cluster": "autoptd.passes.cluster",
     "Plan": "autoptd.ranking",
     "calibrate": "autoptd.calibration",
@@ -35,6 +37,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "Cluster",
     "CompiledProgram",
     "Plan",

@@ -19,7 +19,11 @@ FORMAT = "autoptd 1"
 
 def to_json(manifest: Manifest) -> str:
     """The manifest as JSON, a line per input, stage and parameter, so that versions compare."""
-    fields = {"format": FORMAT, **_encode(manifest)}
+    return write_fields({"format": FORMAT, **encode(manifest)})
+
+
+def write_fields(fields: Mapping[str, Any]) -> str:
+    """A JSON object, a line for each field and for each item of one."""
     lines = []
     for name, value in fields.items():
         if isinstance(value, (dict, list)) and value and name != "mesh":
@@ -42,7 +46,7 @@ def from_json(text: str, filename: str = "manifest.json") -> Manifest:
     found = fields.pop("format", None) if isinstance(fields, dict) else None
     if found != FORMAT:
         raise ValueError(f"{filename}: format is {found!r}, expected {FORMAT!r}; save the program again")
-    manifest = _decode(Manifest, fields, filename)
+    manifest = decode(Manifest, fields, filename)
     assert isinstance(manifest, Manifest)
     return manifest
 
@@ -51,25 +55,28 @@ def _key(key: str | None) -> str:
     return "" if key is None else f"{json.dumps(key)}: "
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """What JSON can hold of a dataclass, and of what its fields hold."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if dataclasses.is_dataclass(value):
         return {
-            field.name: _encode(getattr(value, field.name))
+            field.name: encode(getattr(value, field.name))
             for field in dataclasses.fields(value)
             if getattr(value, field.name) != field.default
         }
     if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
+        return {key: encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     return value
 
 
-def _decode(kind: Any, value: Any, place: str) -> Any:
-    """The `value` that JSON gave for a field of type `kind`; `place` names the field in messages."""
+def decode(kind: Any, value: Any, place: str) -> Any:
+    """The `value` that JSON gave for a field of type `kind`; `place` names the field in messages: ValueErrors."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
     if dataclasses.is_dataclass(kind):
         return _decode_fields(kind, _expect(value, dict, place), place)
     if kind is torch.dtype:
@@ -81,17 +88,17 @@ def _decode(kind: Any, value: Any, place: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         (kind,) = (argument for argument in arguments if argument is not type(None))
-        return _decode(kind, value, place)
+        return decode(kind, value, place)
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"{place} is {value!r}, expected one of {', '.join(map(repr, arguments))}")
         return value
     if origin is tuple:
         items = _expect(value, list, place)
-        return tuple(_decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(items))
+        return tuple(decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(items))
     if origin is not None:
         table = _expect(value, dict, place)
-        return {key: _decode(arguments[1], item, f"{place}[{key!r}]") for key, item in table.items()}
+        return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in table.items()}
     return _expect(value, kind, place)
 
 
@@ -104,10 +111,8 @@ def _decode_fields(kind: Any, table: dict[str, Any], place: str) -> Any:
             raise ValueError(f"{place}: unknown key {key!r}; {hint}")
     missing = [name for name in required if name not in table]
     if missing:
-        raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}; save the program again")
-    return kind(
-        **{key: _decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()}
-    )
+        raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}; save it again")
+    return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
 
 
 @cache

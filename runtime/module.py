@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from autoptd.runtime.agreement import compare_ranks
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
+from autoptd.runtime.checkpoint_loading import load_step
+from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name_schedulers, save_step
 from autoptd.runtime.clipping import global_norm, scale_gradients
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
@@ -82,6 +84,7 @@ class Parallel(nn.Module):
         self._constants = constants
         self._completion = Completion.of(manifest, at.pipeline, actions)
         self._loss_scale = LossScale() if manifest.scales_loss else None
+        self._saving: Saving | None = None
         slices = take_slices(manifest, self._rank, constants, weights, drawn)
         # What the stages compute with of the half-precision weights, which are kept in float32.
         self._narrow = {
@@ -256,6 +259,56 @@ class Parallel(nn.Module):
         """This rank's tensors under the user's names; trained weights in half precision as the float32 they step in."""
         self._await_gathers()
         return super().state_dict(*args, **kwargs)
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Schedulers = None,
+        *,
+        data: Any = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Write a checkpoint into a new folder below `folder`, which all ranks share. Every rank must call it.
+
+        `scheduler` may be a list or dict, a gradient scaler among them. `load_checkpoint` will give `data` back: JSON's
+        types and tuples, as rank 0 has it. `keep` removes all but the last so many checkpoints of `folder`. With
+        `asynchronous` a thread writes a copy. CheckpointError, on every rank, where one cannot write all as it is.
+        """
+        self.finish_checkpoint()
+        self._saving = save_step(self._training(optimizer, scheduler), Path(folder), data, keep, asynchronous)
+        if not asynchronous:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for an asynchronous save, as the next save and load do; every rank must call it. CheckpointError."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def load_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Schedulers = None,
+        *,
+        trust_pickle: bool = False,
+    ) -> Any:
+        """Take over the last committed checkpoint of `folder`, or the step's folder `folder`; give its `data`.
+
+        Every rank must call it. It may be from any mesh. With `trust_pickle` a folder of torch.distributed.checkpoint
+        is read too, of which only the model's tensors are taken: reading it can run any code that is in it.
+        CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
+        """
+        self.finish_checkpoint()
+        given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
+        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+        return given
+
+    def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
+        named, slices = name_schedulers(scheduler), self._slices()
+        return Training(self._manifest, self._rank, slices, self._shards, optimizer, named, self._loss_scale)
 
     def _slices(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}

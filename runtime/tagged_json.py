@@ -1,0 +1,129 @@
+"""Python values as JSON and back, exactly: floats, tuples, counters, dictionaries in their order, single numbers.
+
+JSON has no tuple, no infinity and only text as keys; such a value is {"!": its kind, "of": what it holds}.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TAG = "!"
+LONGEST_KEY = 10_000
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
+}
+show = reprlib.repr  # short, whatever a file holds
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_TABLES: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+
+
+def encode_value(value: Any, place: str) -> Any:
+    """What JSON can hold of `value`; TypeError, naming the `place`, for what would not come back as it was."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if value - value == 0 else {TAG: "float", "of": repr(value)}
+    if kind is list:
+        return [encode_value(item, f"{place}[{i}]") for i, item in enumerate(value)]
+    if kind is tuple:
+        return {TAG: "tuple", "of": encode_value(list(value), place)}
+    if kind in _TABLES.values():
+        items = {key: encode_value(item, f"{place}[{key!r}]") for key, item in value.items()}
+        if kind is dict and all(type(key) is str for key in value) and TAG not in value:
+            return items
+        pairs = [[encode_value(key, f"{place}: key"), item] for key, item in items.items()]
+        return {TAG: kind.__name__, "of": pairs}
+    if kind is Tensor and value.dim() == 0 and value.dtype in _NAMES:
+        return {TAG: _NAMES[value.dtype], "of": encode_value(value.item(), place)}
+    shape = f" of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else ""
+    raise TypeError(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}{shape}, which a checkpoint cannot hold as it is: "
+        "give None, bool, int, float, str, list, tuple, dict, or a tensor of no dimension"
+    )
+
+
+def decode_value(value: Any, place: str) -> Any:
+    """The value that `encode_value` made this JSON of; ValueError for anything else."""
+    if isinstance(value, list):
+        return [decode_value(item, f"{place}[{i}]") for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: decode_value(item, f"{place}[{key!r}]") for key, item in value.items()}
+    kind, inner = value[TAG], value.get("of")
+    if set(value) == {TAG, "of"} and isinstance(kind, str):
+        if kind == "float" and inner in ("inf", "-inf", "nan"):
+            return float(inner)
+        if kind == "tuple" and isinstance(inner, list):
+            return tuple(decode_value(inner, place))
+        if kind in _TABLES and isinstance(inner, list):
+            return _TABLES[kind](dict(_decode_pairs(inner, place)))
+        if kind in DTYPES:
+            return _decode_number(decode_value(inner, place), kind, place)
+    raise ValueError(f"{place} is {show(value)}, which is no tagged value")
+
+
+def read_json(text: bytes) -> Any:
+    """The JSON in `text`; ValueError for what is not, has a key twice, or is nested too deeply."""
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_make_table, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _decode_pairs(pairs: list[Any], place: str) -> list[tuple[Any, Any]]:
+    decoded = []
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{place} has {show(pair)}, expected a key and a value")
+        key, item = (decode_value(part, place) for part in pair)
+        try:
+            hash(key)
+        except TypeError:
+            raise ValueError(f"{place} has the key {show(key)}, which can be none") from None
+        decoded.append((key, item))
+    return decoded
+
+
+def _decode_number(value: Any, kind: str, place: str) -> Tensor:
+    dtype = DTYPES[kind]
+    expected = bool if kind == "bool" else float if dtype.is_floating_point else int
+    if type(value) is not expected:
+        raise ValueError(f"{place} is {show(value)}, expected a number of {dtype}")
+    try:
+        return torch.tensor(value, dtype=dtype)
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"{place} is {show(value)}, which is outside {dtype}") from error
+
+
+def _make_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("an object has one key twice")
+    if any(len(key) > LONGEST_KEY for key in table):
+        raise ValueError(f"a key is longer than {LONGEST_KEY} characters")
+    return table
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,79 @@
+"""Pieces of all ranks together are each logical tensor once, and are what the ranks' slices hold there."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from autoptd.runtime import boxes
+from autoptd.runtime.boxes import Box, local_parts, own_pieces
+from autoptd.runtime.manifest import Manifest, Output, StageInterface
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.placement import Parameter, Placement, Segment
+from autoptd.runtime.rank import Rank
+
+PACKED = Placement(0, (Segment(3, 4, 5, True), Segment(1, 6, 1, False), Segment(1, 8, 2, True)))
+PADDED = Placement(0, (Segment(1, 56, 1, True),), padding=3)
+COLUMNS = Placement(1, (Segment(1, 8, 2, True),))
+PARAMETERS = {
+    "packed": Parameter("packed", (82, 3), torch.float32, placement=PACKED),
+    "padded": Parameter("padded", (53, 2), torch.float32, placement=PADDED),
+    "columns": Parameter("columns", (7, 16), torch.float32, placement=COLUMNS),
+    "whole": Parameter("whole", (40,), torch.float32),
+    "number": Parameter("number", (), torch.float32),
+    "empty": Parameter("empty", (0, 4), torch.float32),
+    "constant": Parameter("constant", (9,), torch.float32, kind="constant"),
+}
+
+
+def make_manifest(mesh: Mesh) -> Manifest:
+    """Stage 0 has all; the last one "padded", which is tied, too."""
+    stages = [StageInterface(0, (), (), (), tuple(PARAMETERS))]
+    stages += [StageInterface(i, (), (), (), ("padded",)) for i in range(1, mesh.pipeline)]
+    return Manifest(mesh, "1f1b", 1, 1, 1, False, 0, (), tuple(stages), PARAMETERS, {}, Output("tensor"))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (2, 3, 2), (1, 2, 3)])
+@pytest.mark.parametrize("piece", [1 << 24, 20])
+def test_pieces_are_every_element_once(shape: tuple[int, int, int], piece: int) -> None:
+    mesh = Mesh(*shape)
+    manifest = make_manifest(mesh)
+    logical = {n: torch.arange(torch.Size(p.shape).numel()).reshape(p.shape) for n, p in PARAMETERS.items()}
+    seen = {name: torch.zeros(p.shape, dtype=torch.int) for name, p in PARAMETERS.items()}
+    written = [0] * mesh.size
+    with mock.patch.object(boxes, "PIECE_ELEMENTS", piece):
+        for number in range(mesh.size):
+            rank = Rank.local(mesh, mesh.coordinates(number))
+            for name, box, local in own_pieces(manifest, rank):
+                own = PARAMETERS[name].placement.take(logical[name], mesh.tensor, rank.coordinates.tensor)
+                assert torch.equal(own[local.slices], logical[name][box.slices])
+                seen[name][box.slices] += 1
+                written[number] += box.elements
+    for name, counts in seen.items():
+        assert bool((counts == (name != "constant")).all()), name
+    if piece == 20 and mesh.pipeline == 1:
+        assert max(written) <= 2 * sum(written) / mesh.size  # of what is divided and what is not
+
+
+def test_a_divided_tensor_has_a_box_for_each_run() -> None:
+    found = local_parts((82, 3), PACKED, 2, 1)
+    assert [(part.box.starts[0], part.box.lengths[0], part.local[0], part.shared) for part in found] == [
+        (10, 10, 0, False),
+        (30, 10, 10, False),
+        (50, 10, 20, False),
+        (60, 6, 30, True),
+        (74, 8, 36, False),
+    ]
+
+
+def test_padding_is_no_part() -> None:
+    assert [part.box.lengths for part in local_parts((53, 2), PADDED, 4, 3)] == [(11, 2)]
+    assert local_parts((13,), Placement(0, (Segment(1, 16, 1, True),), padding=3), 8, 7) == []
+
+
+def test_boxes_meet() -> None:
+    assert Box((0, 2), (4, 4)).meet(Box((3, 0), (4, 3))) == Box((3, 2), (1, 1))
+    assert Box((0,), (4,)).meet(Box((4,), (2,))) is None
+    assert Box((), ()).meet(Box((), ())) == Box((), ())
