@@ -27,6 +27,8 @@ from autoptd.runtime.launch import watch
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
+from autoptd.runtime.optimizer_watch import refuse_forgotten
+from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.program_text import compile_stages, read_program
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.weights import check_proved
@@ -208,13 +210,17 @@ class CompiledProgram:
             backend: of ``torch.compile``, applied to each stage of this rank ("inductor"); default: none, the text
                 runs as it is.
 
-        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or of another shape, torch knows no
-        such backend, or a buffer whose values were compiled into the program (`Manifest.proved`) has other ones;
-        RuntimeError where ranks have different programs.
+        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or of another shape, a parameter of
+        the compiled model was frozen or unfrozen since, torch knows no such backend, or a buffer whose values were
+        compiled into the program (`Manifest.proved`) has other ones; RuntimeError where ranks have different programs.
         """
         if backend is not None:
             check_backend(backend)
+        if weights is None and self.model is not None:
+            check_frozen(self.manifest, self.model)
         placed = torch.device(device) if device is not None else _default_device()
+        if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
+            placed = torch.device("cpu")
         tensors = self._own_weights() if weights is None else self._given_weights(weights)
         check_proved(self.manifest, tensors)
         connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
@@ -222,7 +228,7 @@ class CompiledProgram:
         at = connection.rank.coordinates.pipeline
         text = read_program(self.texts[at], program_filename(at, len(self.texts)))
         stages = text.stages if backend is None else compile_stages(text, backend)
-        return Parallel(
+        parallel = Parallel(
             self.manifest,
             connection,
             stages,
@@ -231,6 +237,11 @@ class CompiledProgram:
             tensors,
             drawn=weights is None,
         )
+        parallel.loss_type = getattr(self.model, "loss_type", None)
+        for model in (self.model, weights):
+            if isinstance(model, nn.Module):
+                refuse_forgotten(parallel, model.named_parameters())
+        return parallel
 
     def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
         tensors = read_weights(weights, self.buffers)

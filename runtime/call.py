@@ -165,6 +165,19 @@ def output_builder(output: Output) -> Callable[[Tensor], Any]:
     return build
 
 
+def find_loss(output: Output, result: Any) -> Tensor:
+    """The loss in what `output_builder` built."""
+    if output.kind == "tensor":
+        loss: Tensor = result
+    elif output.kind == "tuple":
+        loss = result[int(output.loss)]
+    elif output.kind == "dict":
+        loss = result[output.loss]
+    else:
+        loss = getattr(result, output.loss)
+    return loss
+
+
 def _find_class(path: str) -> type:
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)

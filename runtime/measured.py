@@ -27,11 +27,14 @@ class Measured:
 
     stopwatch: Stopwatch
     spans: tuple[Span, ...] = ()
+    begin: Any = None  # of the step, and its end: marks
+    end: Any = None
     _running: list[Span] = field(default_factory=list)
 
     def start(self) -> None:
         """A step begins; the one before is forgotten."""
         self.spans = ()
+        self.begin = self.stopwatch.mark()
         self._running.clear()
 
     def add(self, action: Action, begin: Any) -> None:
@@ -45,6 +48,7 @@ class Measured:
     def finish(self) -> None:
         """The step is whole."""
         self.spans = tuple(self._running)
+        self.end = self.stopwatch.mark()
 
 
 def gather_measured(

@@ -15,21 +15,25 @@ from autoptd.runtime.agreement import compare_ranks
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.checkpoint_loading import load_step
 from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name_schedulers, save_step
-from autoptd.runtime.clipping import global_norm, scale_gradients
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
 from autoptd.runtime.executor import Executor
+from autoptd.runtime.gradient_share import Whole, share_gradients, stand_in
 from autoptd.runtime.gradient_sums import Completion, GradientSums
 from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.label_count import NAME as ITEMS
+from autoptd.runtime.label_count import weigh_items
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.measured import gather_measured
 from autoptd.runtime.nonfinite import explain_nonfinite
+from autoptd.runtime.own_slice import mark_slices
+from autoptd.runtime.parameter_watch import ParameterWatch
 from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.shards import Shard, lay_out_shards
-from autoptd.runtime.trace import write_trace
+from autoptd.runtime.step import Step
+from autoptd.runtime.trained import Trained
 from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import (
     Constants,
@@ -47,7 +51,7 @@ Batch = Mapping[str, Tensor]
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-class Parallel(nn.Module):
+class Parallel(Trained):
     """This rank's part of the model, used as the whole: ``loss = parallel(**batch).loss; loss.backward()``.
 
     A call runs the schedule, forwards and backwards, and keeps the gradients; ``backward`` scales them by
@@ -76,6 +80,7 @@ class Parallel(nn.Module):
         self._connection = connection
         self._device = connection.rank.device
         self._executor = Executor(manifest, connection, functions, actions)
+        self._measured = self._executor.measured
         self._build_output = output_builder(manifest.output)
         self._loss_dtype: torch.dtype | None = None
         at = connection.rank.coordinates
@@ -91,6 +96,9 @@ class Parallel(nn.Module):
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
         hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
+        self._loss = self._norm = None
+        if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
+            self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
 
     def _share_steps(self, shards: Sequence[Shard]) -> None:
@@ -102,6 +110,14 @@ class Parallel(nn.Module):
         self._sums = GradientSums(
             self._manifest, self._connection, self._completion, self._shards, self._executor.measured
         )
+        if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:
+            names = {index: shard.names for index, shard in enumerate(shards)}
+            whole = Whole.of(self._manifest, self._stepped, self._measure_norm, names)
+            share_gradients(self._stepped(), whole)
+            parameters = dict(super().named_parameters())
+            for shard in shards:
+                stand_in(shard.own, {name: parameters[name] for name in shard.names}, whole)
+        self._watch = ParameterWatch(self._manifest, self)
 
     @property
     def sent_elements(self) -> Mapping[str, int]:
@@ -109,7 +125,14 @@ class Parallel(nn.Module):
         return self._executor.sent
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this replica's batch; give what the model returns, with only the loss filled in."""
+        """Run the step on this replica's batch; give what the model returns, with only the loss filled in.
+
+        With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
+        for steps of several calls, whose counts of labels differ.
+        """
+        self._watch.check(self)
+        known = any(i.name == ITEMS for i in self._manifest.inputs)
+        items = None if known else kwargs.pop(ITEMS, None)
         batch = bind_batch(self._manifest, args, kwargs, self._device)
         if torch.is_autocast_enabled(self._device.type):
             warnings.warn(
@@ -125,10 +148,12 @@ class Parallel(nn.Module):
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._device, requires_grad=True)
             leaves = self._stepped()
-            loss = _Step.apply(self, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
+            loss = Step.apply(self, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
             with self._connection.position.call(training=False):
                 loss = self._run(batch, gradients=False)
+        if items is not None:
+            loss = loss * weigh_items(self._manifest, self._rank, batch, items).to(loss.dtype)
         return self._build_output(loss)
 
     def shard_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
@@ -151,42 +176,6 @@ class Parallel(nn.Module):
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
         return optimizer
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the gradient of the whole model, over all ranks, to `max_norm`; give its norm before.
-
-        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``.
-        """
-        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        with self._connection.position.during("norm of the gradient"):
-            norm = global_norm(self._manifest, self._rank, gradients, self._shards, float(norm_type))
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
-                "or pass error_if_nonfinite=False to scale by it all the same"
-            )
-        stepped = (leaf.grad for leaf in self._stepped().values())
-        scale_gradients((gradient for gradient in stepped if gradient is not None), norm, max_norm)
-        dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
-        return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
-
-    def save_trace(self, path: str | Path) -> None:
-        """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
-
-        Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
-        where its values have arrived; what is sent is not shown. Times are by the clocks of the ranks' machines.
-        Raises RuntimeError where no step has run, or the last one failed.
-        """
-        if not self._executor.measured.spans:
-            raise RuntimeError(
-                "no step has run, or the last one failed: call the parallel model before save_trace"
-            )
-        rows, phases = gather_measured(self._executor.measured, self._rank)
-        if self._rank.coordinates == self._rank.mesh.coordinates(0):
-            about = {"step": "measured", "device": self._device.type, "mesh": str(self._manifest.mesh)}
-            write_trace(path, rows, phases, (), about)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
@@ -371,6 +360,7 @@ class Parallel(nn.Module):
             raise FloatingPointError(
                 explain_nonfinite(manifest, self._connection, batch, pair[0], summed, run)
             )
+        self._loss, self._norm = pair[0], None
         return pair[0].to(self._loss_dtype)
 
     def _find_divisors(self, batch: Batch) -> Tensor:
@@ -394,34 +384,3 @@ class Parallel(nn.Module):
         for posted in self._gathering.values():
             posted.wait()
         self._gathering = {}
-
-
-class _Step(torch.autograd.Function):
-    """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        parallel: Parallel,
-        batch: Batch,
-        keys: tuple[str | int, ...],
-        anchor: Tensor,
-        *stepped: Tensor,
-    ) -> Tensor:
-        with parallel._connection.position.call(training=True):
-            loss = parallel._run(batch, gradients=True)
-        ctx.kept = parallel._sums.take(keys)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.kept is None:
-            raise RuntimeError(
-                "the gradients of this step were handed to .grad by an earlier backward: "
-                "call the parallel model again, or scale the loss before its one backward"
-            )
-        kept, ctx.kept = ctx.kept, None
-        # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
-        if not (scale.is_cpu and scale.item() == 1):
-            kept = [g if g is None else g.mul_(scale) for g in kept]
-        return None, None, None, None, *kept

@@ -144,7 +144,7 @@ def test_no_exception_is_swallowed(file: Path) -> None:
 
 def test_a_table_has_one_place() -> None:
     places: dict[tuple[str, str], list[Path]] = {}
-    for file in FILES:
+    for file in (file for file in FILES if "scripts" not in file.parts):  # those are copies by intention
         for statement in parse(file).body:
             if isinstance(statement, ast.Assign) and isinstance(
                 statement.value, ast.Tuple | ast.Dict | ast.Set

@@ -1,0 +1,199 @@
+"""Gradients of a divided model, of which torch's own norm would be one rank's: they give the whole model's.
+
+``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``, and so Accelerate, the Trainer and Lightning, take the norm
+of each gradient and then the norm of these. Both are recognised, and the second is taken over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.manifest import Manifest
+
+NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
+CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
+
+
+Leaves = Mapping[str | int, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The model whose gradients are shared: ``norm()(norm_type)``, of all, is a collective of its ranks."""
+
+    norm: WeakMethod[Callable[[float], Tensor]]
+    leaves: WeakMethod[Callable[[], Leaves]]  # what this rank's optimizer steps, under the names of gradients
+    everywhere: bool  # whether every rank has parameters to train, and so asks too
+    shards: Mapping[int, Sequence[str]]  # the parameters of what a sharded optimizer steps
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        leaves: Callable[[], Leaves],
+        norm: Callable[[float], Tensor],
+        shards: Mapping[int, Sequence[str]],
+    ) -> Whole:
+        """Of a module with the methods `leaves` and `norm`."""
+        owners = {
+            rank for name, p in manifest.parameters.items() if p.is_trained for rank in manifest.owners(name)
+        }
+        return cls(WeakMethod(norm), WeakMethod(leaves), len(owners) == manifest.mesh.pipeline, shards)
+
+
+class ShareNorm(Tensor):
+    """Norms of this rank's gradients `of` some parameters, on the way to the norm of all."""
+
+    whole: Whole
+    of: tuple[str | int, ...]
+    norm_type: float
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is Tensor.to:
+                return tag(result, args[0].whole, args[0].of, args[0].norm_type)
+            if func is torch.stack:
+                return _join(result, args[0])
+        if func is torch.linalg.vector_norm and len(args) == 2 and not kwargs:
+            return _whole_norm(args[0], float(args[1]), result)
+        return result
+
+
+class GradientShare(Tensor):
+    """This rank's share of the gradient `of` a parameter, or a copy of it: a tensor in every respect but its norm."""
+
+    whole: Whole
+    of: str | int
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().clone()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        # A norm along a dimension, or the like, is the caller's own affair.
+        if func not in NORMS or len(args) != 2 or kwargs:
+            return result
+        norm_type = float(args[1])
+        if isinstance(result, Tensor):
+            return tag(result, args[0].whole, (args[0].of,), norm_type)
+        return [
+            tag(norm, share.whole, (share.of,), norm_type) if isinstance(share, cls) else norm
+            for norm, share in zip(result, args[0], strict=True)
+        ]
+
+
+class Elsewhere(GradientShare):
+    """Stands for the gradient of a parameter that a sharded optimizer steps: it has no values, only its norm.
+
+    `own` is what the optimizer steps of the parameter and its like; all of that is scaled with one of them.
+    """
+
+    own: nn.Parameter | None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.mul_, Tensor.zero_):
+            own = args[0].own
+            if func is Tensor.mul_ and own is not None and own.grad is not None:
+                own.grad.mul_(*args[1:])
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: float) -> ShareNorm:
+    """`norms` as those of the gradients `names`."""
+    tagged = norms.as_subclass(ShareNorm)
+    tagged.whole, tagged.of, tagged.norm_type = whole, names, norm_type
+    return tagged
+
+
+def share_gradients(leaves: Leaves, whole: Whole) -> None:
+    """Make every gradient that a backward leaves in the ``.grad`` of one of `leaves` a share of `whole`."""
+
+    def mark(name: str | int, leaf: Tensor) -> None:
+        if leaf.grad is not None and not isinstance(leaf.grad, GradientShare):
+            share = leaf.grad.as_subclass(GradientShare)
+            share.whole, share.of = whole, name
+            leaf.grad = share
+
+    for name, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(partial(mark, name))
+
+
+def stand_in(own: nn.Parameter, parameters: Mapping[str, nn.Parameter], whole: Whole) -> None:
+    """After every backward, let each of `parameters`, of which the optimizer steps `own`, have a gradient elsewhere."""
+    kept: dict[str, Elsewhere] = {}
+    for name, parameter in parameters.items():
+        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        kept[name] = zero.expand(parameter.shape).as_subclass(Elsewhere)
+        kept[name].whole, kept[name].of, kept[name].own = whole, name, own if len(kept) == 1 else None
+
+    def give(_: Tensor) -> None:
+        for name, parameter in parameters.items():
+            parameter.grad = kept[name]
+
+    own.register_post_accumulate_grad_hook(give)
+
+
+def _join(stacked: Tensor, norms: Sequence[Tensor]) -> ShareNorm:
+    shares = [norm for norm in norms if isinstance(norm, ShareNorm)]
+    first = shares[0]
+    if len(shares) < len(norms) or any(s.whole is not first.whole for s in shares):
+        raise ValueError(
+            "the norm of gradients of a parallel model together with others: each rank has other shares of the "
+            f"model's, so clip the others alone, and for the model {CALL}"
+        )
+    return tag(stacked, first.whole, tuple(name for s in shares for name in s.of), first.norm_type)
+
+
+def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
+    """The norm of the whole model's gradient, in the dtype that torch gives; `own` is that of this rank's shares."""
+    norm, leaves = norms.whole.norm(), norms.whole.leaves()
+    if norm is None or leaves is None:
+        raise ValueError(
+            "these are gradients of a parallel model that is no more: keep it as long as its parameters"
+        )
+    given = set(norms.of)
+    given |= {index for index, names in norms.whole.shards.items() if given.issuperset(names)}
+    missing = sorted(
+        str(name) for name, leaf in leaves().items() if leaf.grad is not None and name not in given
+    )
+    if missing or norms.norm_type != norm_type or not norms.whole.everywhere:
+        reason = f"not of {missing[0]}" if missing else "some ranks have no parameters and do not ask for it"
+        raise ValueError(
+            "torch's norm of a parallel model's gradients is taken over all its ranks where it is of all "
+            f"gradients on each; here it is of {len(norms.of)}, {reason}: {CALL}"
+        )
+    return norm(norm_type).to(own.dtype)

@@ -1,0 +1,71 @@
+"""What the program was compiled for and bound to, beside what the parallel module has when it is called."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autoptd.runtime.manifest import Manifest
+
+
+class ParameterWatch:
+    """The parameters of a module as they were bound; `check` refuses a module that has others."""
+
+    def __init__(self, manifest: Manifest, module: nn.Module) -> None:
+        self._bound = {name: (p, p.shape, p.dtype) for name, p in nn.Module.named_parameters(module)}
+        # The boundaries of a program carry no gradients to what was frozen when it was compiled.
+        self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ValueError, naming a parameter, where one was replaced, has another shape or dtype, or was unfrozen.
+
+        And where DDP is round the module: it has given every rank the tensors of the first.
+        """
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise ValueError(
+                "the parallel model is called inside DistributedDataParallel, which gave every rank the first one's "
+                "share of the weights; it sums gradients over the replicas itself: bind again, and use it as it is "
+                "(Lightning: strategy=SingleDeviceStrategy(device=...))"
+            )
+        now = dict(
+            nn.Module.named_parameters(module)
+        )  # a parallel model's own waits for weights on their way
+        for name, (parameter, shape, dtype) in self._bound.items():
+            found = now.get(name)
+            if found is not parameter:
+                raise ValueError(
+                    f"the parameter {name} was {'removed' if found is None else 'replaced'} after bind, and an "
+                    "optimizer may have the old one: write its values instead, with torch.no_grad(): "
+                    "parameter.copy_(...), or change the model and compile it again"
+                )
+            if found.shape != shape or found.dtype is not dtype:
+                raise ValueError(
+                    f"the parameter {name} is {found.dtype}{list(found.shape)}, but was {dtype}{list(shape)} when it "
+                    "was bound: change the model and compile it again"
+                )
+            if found.requires_grad and name in self._frozen:
+                raise ValueError(
+                    f"the parameter {name} was frozen when the program was compiled, which has no gradient for it: "
+                    "compile the model with it unfrozen (and freeze it on the parallel model for as long as you like)"
+                )
+        added = sorted(set(now) - set(self._bound))
+        if added:
+            raise ValueError(
+                f"the parameter {added[0]} was added after bind, and the program does not read it: add it to the "
+                "model and compile it again"
+            )
+
+
+def check_frozen(manifest: Manifest, model: nn.Module) -> None:
+    """Raise ValueError for a parameter of the `model` that was frozen, or unfrozen, after it was compiled."""
+    for name, p in model.named_parameters():
+        compiled = manifest.parameters.get(manifest.aliases.get(name, name))
+        if (
+            compiled is not None
+            and compiled.kind == "parameter"
+            and compiled.requires_grad != p.requires_grad
+        ):
+            raise ValueError(
+                f"the parameter {name} {'requires' if p.requires_grad else 'requires no'} gradient now, unlike when "
+                "the model was compiled: compile it again, or bind(weights=model.state_dict()) if only its values count"
+            )

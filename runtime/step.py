@@ -1,0 +1,40 @@
+"""The call of a parallel model as one node of autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Step(torch.autograd.Function):
+    """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parallel: Any,
+        batch: Mapping[str, Tensor],
+        keys: tuple[str | int, ...],
+        anchor: Tensor,
+        *stepped: Tensor,
+    ) -> Tensor:
+        with parallel._connection.position.call(training=True):
+            loss: Tensor = parallel._run(batch, gradients=True)
+        ctx.kept = parallel._sums.take(keys)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is None:
+            raise RuntimeError(
+                "the gradients of this step were handed to .grad by an earlier backward: "
+                "call the parallel model again, or scale the loss before its one backward"
+            )
+        kept, ctx.kept = ctx.kept, None
+        # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
+        if not (scale.is_cpu and scale.item() == 1):
+            kept = [g if g is None else g.mul_(scale) for g in kept]
+        return None, None, None, None, *kept

@@ -1,0 +1,126 @@
+"""What a training loop asks of a parallel model beside the call: the norm, numbers, a step, where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.call import find_loss
+from autoptd.runtime.clipping import global_norm, scale_gradients
+from autoptd.runtime.connection import Connection
+from autoptd.runtime.last_step import LastStep, read_last_step
+from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.measured import Measured, gather_measured
+from autoptd.runtime.mesh import Coordinates
+from autoptd.runtime.rank import Rank
+from autoptd.runtime.shards import Shard
+from autoptd.runtime.trace import write_trace
+
+
+class Trained(nn.Module):
+    """A module whose ``forward`` is a whole step of `_manifest`, with what loops and their frameworks ask of it."""
+
+    _manifest: Manifest
+    _rank: Rank
+    _connection: Connection
+    _measured: Measured
+    _shards: tuple[Shard, ...]
+    _loss: Tensor | None  # of the last call
+    _norm: Tensor | None  # of the last call's gradients, where they were clipped
+
+    # Accelerate leaves a model that says so as it is: no DDP round it, no autocast, no move to another device.
+    _is_accelerate_prepared = True
+    # By which transformers' Trainer knows how the model's labels are counted; bind takes it from the model.
+    loss_type: str | None = None
+
+    def _stepped(self) -> Mapping[str | int, nn.Parameter]:
+        """What the optimizer steps: parameters by name, this replica's parts of shards by their position."""
+        raise NotImplementedError
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank is in the mesh; ``.data`` is the replica whose batches it takes."""
+        return self._rank.coordinates
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether a call takes ``num_items_in_batch``: the Trainer asks."""
+        return self._manifest.weighing_labels is not None
+
+    @property
+    def last_step(self) -> LastStep:
+        """The last call in numbers, as this rank saw it; waits for the device. RuntimeError where no step has run."""
+        if self._loss is None or not self._measured.spans:
+            raise RuntimeError(
+                "no step has run, or the last one failed: call the parallel model before last_step"
+            )
+        return read_last_step(self._manifest, self._measured, self._rank.device, self._loss, self._norm)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
+
+        Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
+        where its values have arrived; what is sent is not shown. Times are by the clocks of the ranks' machines.
+        Raises RuntimeError where no step has run, or the last one failed.
+        """
+        if not self._measured.spans:
+            raise RuntimeError(
+                "no step has run, or the last one failed: call the parallel model before save_trace"
+            )
+        rows, phases = gather_measured(self._measured, self._rank)
+        if self._rank.coordinates == self._rank.mesh.coordinates(0):
+            about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
+            write_trace(path, rows, phases, (), about)
+
+    def train_step(
+        self,
+        batch: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        max_norm: float | None = None,
+    ) -> Tensor:
+        """One whole training step: call, backward, clip to `max_norm`, `optimizer`, `scheduler`, no gradients left.
+
+        Every rank must call it; the same loss on each. As the plain loop, and raises what these calls raise.
+        """
+        loss = find_loss(self._manifest.output, self(**batch))
+        loss.backward()
+        if max_norm is not None:
+            self.clip_grad_norm_(max_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradient of the whole model, over all ranks, to `max_norm`; give its norm before.
+
+        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``.
+        """
+        norm = self._measure_norm(float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
+                "or pass error_if_nonfinite=False to scale by it all the same"
+            )
+        stepped = (leaf.grad for leaf in self._stepped().values())
+        scale_gradients((gradient for gradient in stepped if gradient is not None), norm, max_norm)
+        dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
+        return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+    def _measure_norm(self, norm_type: float) -> Tensor:
+        """The norm of the whole gradient, in float64: a collective of all ranks."""
+        gradients = {
+            name: p.grad
+            for name, p in self._stepped().items()
+            if isinstance(name, str) and p.grad is not None
+        }
+        with self._connection.position.during("norm of the gradient"):
+            self._norm = global_norm(self._manifest, self._rank, gradients, self._shards, norm_type)
+        return self._norm

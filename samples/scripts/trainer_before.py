@@ -1,0 +1,41 @@
+"""Train Hugging Face's GPT-2 on text with its Trainer."""
+
+import sys
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from samples import corpus
+from samples.gpt import GPTConfig
+from samples.huggingface import make_gpt2
+
+max_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
+length = 64
+
+torch.manual_seed(1337)
+tokens = torch.from_numpy(corpus.load_corpus()[: 4096 * length].astype("int64")).view(-1, length)
+tokens = tokens[torch.randperm(len(tokens))]
+dataset = [{"input_ids": row, "labels": row.clone()} for row in tokens]
+for number, row in enumerate(dataset):
+    row["labels"][: number * 7 % 40] = -100  # a prompt, whose tokens are not learned
+model = make_gpt2(GPTConfig(corpus.VOCAB_SIZE, length, n_layer=4, n_head=4, n_embd=64))
+
+arguments = TrainingArguments(
+    "out/trainer",
+    use_cpu=not torch.cuda.is_available(),
+    max_steps=max_steps,
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=2,
+    learning_rate=6e-4,
+    lr_scheduler_type="cosine",
+    warmup_steps=10,
+    max_grad_norm=1.0,
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    train_sampling_strategy="sequential",
+)
+trainer = Trainer(model, arguments, train_dataset=dataset)
+trainer.train()
+model.save_pretrained("out/trainer")

@@ -1,0 +1,142 @@
+"""torch's own norm of a divided model's gradients is the whole model's, or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.gradient_share import GradientShare
+from autoptd.runtime.module import Parallel
+from tests.runtime.chain import Chain
+from tests.runtime.test_module import Plain
+
+FORMS: list[dict[str, Any]] = [{"foreach": True}, {"fused": True}, {"foreach": False, "fused": False}]
+
+
+def run(chain: Chain, ask: Callable[[Parallel], Any]) -> list[Any]:
+    """``ask(parallel)`` on every rank, after a backward."""
+
+    def body(connection: Connection) -> Any:
+        parallel = chain.parallel(connection)
+        parallel(**chain.batch())["loss"].backward()
+        return ask(parallel)
+
+    return run_threads(chain.manifest, body)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: bool | None) -> None:
+    chain = Chain((2, 2, 2), "interleaved_1f1b", 2, 2, tied=True)
+
+    def ask(parallel: Parallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        first = get_total_norm([p.grad for p in parallel.parameters() if p.grad is not None], norm_type)
+        norm = clip_grad_norm_(parallel.parameters(), 0.01, norm_type, foreach=foreach)
+        return first, norm, {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
+
+    plain = Plain(chain)
+    plain.gradients(chain.batch())
+    expected = clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    for rank, (first, norm, own) in enumerate(run(chain, ask)):
+        assert type(norm) is Tensor
+        assert torch.equal(first, norm)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for name, gradient in own.items():
+            whole = plain.get_parameter(name).grad
+            assert whole is not None
+            part = chain.manifest.parameters[name].placement.take(
+                whole, 2, chain.mesh.coordinates(rank).tensor
+            )
+            torch.testing.assert_close(gradient.as_subclass(Tensor), part, rtol=1e-11, atol=1e-14)
+
+
+def test_a_norm_of_some_gradients_is_refused() -> None:
+    chain = Chain((2, 1, 1), "gpipe", 1, 1)
+
+    def some(parallel: Parallel) -> None:
+        with pytest.raises(ValueError, match=r"here it is of 3, not of layer.*parallel.clip_grad_norm_\(max"):
+            clip_grad_norm_([p for p in parallel.parameters() if p.grad is not None][:3], 1.0)
+        other = nn.Parameter(torch.ones(3, dtype=chain.dtype))
+        other.grad = torch.ones(3, dtype=chain.dtype)
+        with pytest.raises(ValueError, match="together with others"):
+            clip_grad_norm_([*parallel.parameters(), other], 1.0)
+
+    run(chain, some)
+
+
+def test_shares_are_tensors_else() -> None:
+    """Accumulated in place, scaled, copied, pickled, given to every form of an optimizer."""
+    chain = Chain((2, 1, 1), "gpipe", 1, 1)
+
+    def ask(parallel: Parallel) -> None:
+        p = parallel.get_parameter("layer.0.row.weight")
+        share = p.grad
+        assert isinstance(share, GradientShare)
+        once = share.clone()
+        assert type(once) is Tensor
+        assert type(copy.deepcopy(share)) is Tensor
+        assert type(pickle.loads(pickle.dumps(share))) is Tensor
+        assert type(share.norm(dim=0)) is Tensor
+        assert type(torch.linalg.vector_norm(share, 2, 0)) is Tensor
+        parallel(**chain.batch())["loss"].backward()
+        assert p.grad is share
+        torch.testing.assert_close(share.as_subclass(Tensor), 2 * once, rtol=1e-13, atol=0)
+        after = []
+        for form in FORMS:
+            before = p.detach().clone()
+            torch.optim.AdamW(parallel.parameters(), lr=0.1, **form).step()
+            after.append(p.detach().clone())
+            with torch.no_grad():
+                p.copy_(before)
+        torch.testing.assert_close(after[0], after[1], rtol=1e-12, atol=0)
+        torch.testing.assert_close(after[0], after[2], rtol=1e-12, atol=0)
+        parallel.zero_grad(set_to_none=False)
+        assert not p.grad.count_nonzero()
+
+    run(chain, ask)
+
+
+def test_one_rank_and_replicas_keep_plain_gradients() -> None:
+    for mesh in ((1, 1, 1), (1, 1, 2)):
+        chain = Chain(mesh, "gpipe", 1, 1)
+        kinds = run(chain, lambda parallel: {type(p.grad) for p in parallel.parameters()} - {type(None)})
+        assert all(kind == {Tensor} for kind in kinds)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 1, 2)])
+def test_torch_clips_what_a_sharded_optimizer_steps(mesh: tuple[int, int, int]) -> None:
+    chain = Chain(mesh, "gpipe", 1, 2)
+
+    def body(connection: Connection) -> tuple[list[Tensor], list[Tensor]]:
+        parallel = chain.parallel(connection)
+        used = [p for n, p in parallel.named_parameters() if not n.startswith("unused")]
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(used, lr=0.1))
+        stepped = optimizer.param_groups[0]["params"]
+        norms, scaled = [], []
+        asked: list[Callable[[], Tensor]] = [
+            lambda: clip_grad_norm_(parallel.parameters(), 0.01),
+            lambda: clip_grad_norm_(stepped, 0.01),
+            lambda: parallel.clip_grad_norm_(0.01),
+        ]
+        for ask in asked:
+            parallel(**chain.batch())["loss"].backward()
+            norms.append(ask())
+            scaled.append(torch.cat([p.grad for p in stepped]).as_subclass(Tensor))
+            with pytest.raises(ValueError, match="gradients on each; here it is of 1, not of "):
+                clip_grad_norm_(used[:1], 1.0)
+            optimizer.zero_grad()
+            parallel.zero_grad()
+        return norms, scaled
+
+    for norms, scaled in run_threads(chain.manifest, body):
+        assert norms[0] > 0.01
+        assert all(map(torch.equal, norms, norms[1:]))
+        assert all(map(torch.equal, scaled, scaled[1:]))

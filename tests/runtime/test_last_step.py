@@ -1,0 +1,70 @@
+"""The last step in numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.last_step import LastStep, count_tokens
+from tests.runtime.chain import Chain
+from tests.runtime.test_module import alone
+
+SLEEP = 0.02
+
+
+def test_numbers_of_a_step() -> None:
+    chain = Chain((1, 2, 1), "gpipe", 1, 2)
+    slow = dict(chain.functions)
+
+    def sleeping(index: int) -> object:
+        def stage(*values: object) -> object:
+            time.sleep(SLEEP)
+            return slow[index](*values)
+
+        return stage
+
+    for index in slow:
+        chain.functions[index] = sleeping(index)  # type: ignore[assignment]
+
+    def body(connection: Connection) -> tuple[LastStep, Tensor, Tensor]:
+        parallel = chain.parallel(connection)
+        with pytest.raises(RuntimeError, match="no step has run"):
+            _ = parallel.last_step
+        loss = parallel(**chain.batch())["loss"]
+        assert parallel.last_step.gradient_norm is None
+        assert "gradient_norm" not in parallel.last_step.as_dict()
+        loss.backward()
+        norm = parallel.clip_grad_norm_(1.0)
+        return parallel.last_step, loss, norm
+
+    for rank, (step, loss, norm) in enumerate(run_threads(chain.manifest, body)):
+        assert step.loss == loss.item()
+        assert step.gradient_norm == norm.item()
+        assert step.as_dict()["gradient_norm"] == norm.item()
+        assert step.step_seconds > 3 * SLEEP
+        assert step.bubble > 0
+        assert 0 < step.exposed_communication_seconds < step.step_seconds
+        assert step.tokens_per_second == pytest.approx(4 / step.step_seconds)
+        assert step.peak_memory_bytes > 10 * 2**20
+        if rank == 1:  # two forwards, and it waited for one
+            assert step.step_seconds * step.bubble / (1 + step.bubble) > SLEEP / 2
+
+
+def test_tokens_are_those_of_all_replicas() -> None:
+    manifest = Chain((1, 1, 2), "gpipe", 1, 3).manifest
+    assert count_tokens(manifest) == 2 * 3 * 2  # ids, [2] of a microbatch
+    real = [replace(i, dtype=torch.float32) for i in manifest.inputs]
+    assert count_tokens(replace(manifest, inputs=tuple(real))) is None
+
+
+def test_an_evaluation_is_a_step_too() -> None:
+    chain, parallel = alone()
+    parallel.eval()
+    with torch.no_grad():
+        loss = parallel(**chain.batch())["loss"]
+    assert parallel.last_step.loss == loss.item()

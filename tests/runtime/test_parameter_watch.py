@@ -1,0 +1,70 @@
+"""Parameters that changed after bind, and optimizers that have others, are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autoptd.runtime.connection import connect
+from autoptd.runtime.optimizer_watch import refuse_forgotten
+from tests.runtime.chain import Chain
+from tests.runtime.test_module import CPU, Plain, alone
+
+NAME = "layer.0.row.bias"
+
+
+def test_changed_parameters_are_named() -> None:
+    chain, parallel = alone()
+    row = parallel.get_submodule("layer.0.row")
+    own = parallel.get_parameter(NAME)
+    row.bias = nn.Parameter(own.detach().clone())
+    with pytest.raises(ValueError, match=f"{NAME} was replaced after bind, .*parameter.copy_"):
+        parallel(**chain.batch())
+    del row.bias
+    with pytest.raises(ValueError, match=f"{NAME} was removed after bind"):
+        parallel(**chain.batch())
+    row.bias = own
+    parallel.adapter = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="parameter adapter was added after bind"):
+        parallel(**chain.batch())
+    del parallel.adapter
+    parallel(**chain.batch())
+    parallel.float()
+    with pytest.raises(ValueError, match=r"is torch.float32\[.*\], but was torch.float64"):
+        parallel(**chain.batch())
+
+
+def test_what_was_compiled_frozen_stays_so() -> None:
+    chain = Chain((1, 1, 1), "gpipe", 1, 1)
+    parameters = dict(chain.manifest.parameters)
+    parameters[NAME] = replace(parameters[NAME], requires_grad=False)
+    chain.manifest = replace(chain.manifest, parameters=parameters)
+    parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+    parallel(**chain.batch())
+    parallel.get_parameter(NAME).requires_grad_()
+    with pytest.raises(ValueError, match=f"{NAME} was frozen when the program was compiled"):
+        parallel(**chain.batch())
+
+
+def test_an_optimizer_of_the_plain_model_is_refused() -> None:
+    chain, parallel = alone()
+    plain = Plain(chain)
+    refuse_forgotten(parallel, plain.named_parameters())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    optimizer.step()  # before any backward, as some warm-ups do: harmless
+    parallel(**chain.batch())["loss"].backward()
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)parameters of the model that was compiled \(.*\.\.\.\).*optimizer = AdamW\(parallel.parameters\(\)",
+    ):
+        optimizer.step()
+    plain.gradients(chain.batch())  # who trains the plain model is not disturbed
+    optimizer.step()
+    plain.zero_grad()
+    torch.optim.SGD(parallel.parameters(), lr=0.1).step()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    del parallel
+    optimizer.step()

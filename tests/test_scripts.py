@@ -1,0 +1,158 @@
+"""The scripts before and after: few lines apart, and the same losses; and the files that launch them."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import platform
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from samples import corpus
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "samples" / "scripts"
+STEPS = 3
+LINES = 10
+NAMES = ["nanogpt", "accelerate", "trainer"]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A place to run in, with a text of random tokens, so that no tokenizer is trained."""
+    kept = tmp_path / corpus.FOLDER
+    kept.mkdir(parents=True)
+    tokens = np.random.default_rng(0).zipf(1.3, size=400_000) % corpus.VOCAB_SIZE
+    np.save(kept / f"stdlib-{platform.python_version()}-{corpus.VOCAB_SIZE}.npy", tokens.astype(np.uint16))
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PYTHONPATH": path, "PATH": scripts, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(folder: Path, *command: str, **more: str) -> str:
+    finished = subprocess.run(
+        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=280
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished.stdout
+
+
+def numbers(text: str) -> list[float]:
+    """What the steps printed: losses and norms."""
+    lines = [line for line in text.splitlines() if "loss" in line and "train_loss" not in line]
+    return [float(x) for line in lines for x in re.findall(r"(?:loss|norm)'?:? '?([0-9.]+)", line)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_are_few_lines_apart(name: str) -> None:
+    before, after = (
+        (SCRIPTS / f"{name}_{which}.py").read_text().splitlines() for which in ("before", "after")
+    )
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
+    assert 0 < sum(max(i2 - i1, j2 - j1) for _, i1, i2, j1, j2 in changes) <= LINES
+
+
+def test_a_pair_trains_alike(folder: Path) -> None:
+    """As the slow test has it of all, in forked processes, which need not import torch first."""
+
+    def work(rank: int, module: str) -> str:
+        os.chdir(folder)
+        sys.argv = [module, "2"]
+        with redirect_stdout(io.StringIO()) as printed:
+            runpy.run_module(module, run_name="__main__")
+        return printed.getvalue()
+
+    before = numbers(*run_ranks(work, 1, "samples.scripts.nanogpt_before"))
+    after = numbers("".join(run_ranks(work, 4, "samples.scripts.nanogpt_after", timeout=120)))
+    assert len(before) == 5
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_train_alike(name: str, folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    module = f"samples.scripts.{name}"
+    before = numbers(run(folder, sys.executable, "-m", f"{module}_before", str(STEPS)))
+    launched = ["torchrun", "--standalone", "--nproc-per-node", "4"]
+    after = numbers(run(folder, *launched, "-m", f"{module}_after", str(STEPS)))
+    assert len(before) >= 2 * STEPS
+    assert after == pytest.approx(before, rel=2e-3 if name == "trainer" else 1e-4)
+    (saved,) = (file for file in (folder / "out" / name).iterdir() if file.suffix in (".pt", ".safetensors"))
+    assert saved.stat().st_size > 1_000_000
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_launchers_are_one_job(folder: Path) -> None:
+    port = free_port()
+    script = str(ROOT / "samples" / "launch" / "torchrun_two_nodes.sh")
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GPUS_PER_NODE": "2"}
+    settings["SCRIPT"] = "samples.scripts.nanogpt_after"
+    second = subprocess.Popen(
+        [script, str(STEPS)],
+        cwd=folder,
+        env=environment(NODE_RANK="1", **settings),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        first = run(folder, script, str(STEPS), NODE_RANK="0", **settings)
+        assert second.wait(60) == 0
+    finally:
+        second.kill()
+    assert len(numbers(first)) == 2 * STEPS + 1
+
+
+def test_slurm_starts_a_launcher_a_node(folder: Path) -> None:
+    """Against a stand-in of Slurm's commands: the node's launcher gets the job's nodes and the first one's address."""
+    for name, body in {
+        "scontrol": 'printf "%s\\n" node-a node-b',
+        "srun": 'printf "%s\\n" "$@"',
+    }.items():
+        file = folder / name
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(0o755)
+    settings = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77"}
+    settings["PATH"] = os.pathsep.join([str(folder), os.environ["PATH"]])
+    script = str(ROOT / "samples" / "launch" / "slurm.sh")
+    given = run(folder, script, "--mesh", "8,2,1", **settings, SLURM_GPUS_ON_NODE="4").split()
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
+    command += [
+        "--rdzv-endpoint",
+        "node-a:29500",
+        "--rdzv-id",
+        "77",
+        "-m",
+        "samples.train",
+        "--mesh",
+        "8,2,1",
+    ]
+    assert given == ["--kill-on-bad-exit=1", *command]
+
+
+def test_the_page_names_what_exists() -> None:
+    page = (ROOT / "samples" / "from_your_script_to_64_gpus.md").read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        assert (ROOT / "samples" / link).exists(), link
+    for path in re.findall(r"samples/[a-z_/]+\.(?:sh|py)", page):
+        assert (ROOT / path).exists(), path

@@ -1,0 +1,303 @@
+"""The loops that people have, on several ranks, beside the same loops on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import autoptd
+from autoptd.runtime.module import Parallel
+from samples.gpt import GPT, GPTConfig
+from tests.ranks import run_ranks
+
+SIZES = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
+STEPS, ROWS, MAX_NORM = 3, 4, 0.1
+MESHES = [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.slow)]
+Mesh = tuple[int, int, int]
+
+
+class Seen(NamedTuple):
+    """A call, as a loop saw it."""
+
+    loss: float
+    norm: float | None
+
+
+def make_model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**vars(SIZES), "dropout": dropout})).double()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(p, std=0.1)
+    return model
+
+
+def make_data(rows: int = 2 * STEPS * ROWS * 2) -> TensorDataset:
+    torch.manual_seed(1)
+    ids = torch.randint(0, SIZES.vocab_size, (rows, SIZES.block_size + 1))
+    return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+
+def compile_model(model: nn.Module, mesh: Mesh, **options: Any) -> autoptd.CompiledProgram:
+    example = tuple(x[:1].clone() for x in make_data(1).tensors)
+    return autoptd.compile(model, mesh=mesh, example_inputs=example, num_microbatches=ROWS, **options)
+
+
+def load(replicas: int = 1, replica: int = 0, rows: int = ROWS) -> DataLoader[tuple[Tensor, ...]]:
+    data = make_data()
+    sampler: Any = DistributedSampler(data, replicas, replica, shuffle=False)
+    return DataLoader(data, rows, sampler=sampler)
+
+
+def halve(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def compare(
+    mesh: Mesh, parallel_loop: Callable[[Parallel, Any], Any], plain_loop: Callable[..., Any]
+) -> None:
+    """``parallel_loop(parallel, loader)`` on every rank sees what ``plain_loop(model, loader)`` sees, and trains so."""
+    model = make_model()
+    program = compile_model(model, mesh)
+
+    def work(rank: int) -> tuple[list[Seen], dict[str, Tensor]]:
+        parallel = program.bind()
+        seen = parallel_loop(parallel, load(mesh[2], parallel.coordinates.data))
+        return seen, parallel.full_state_dict()
+
+    def alone(rank: int) -> tuple[list[Seen], dict[str, Tensor]]:
+        plain = copy.deepcopy(model)
+        return plain_loop(plain, load(rows=ROWS * mesh[2])), plain.state_dict()
+
+    ((expected, weights),) = run_ranks(alone, 1, timeout=150)
+    results = run_ranks(work, program.mesh.size, timeout=150)
+    for seen, _ in results:
+        assert len(seen) == len(expected)
+        for (loss, norm), (true, true_norm) in zip(seen, expected, strict=True):
+            assert loss == pytest.approx(true, rel=1e-10)
+            assert norm == (None if true_norm is None else pytest.approx(true_norm, rel=1e-10))
+    for name, tensor in weights.items():
+        torch.testing.assert_close(results[0][1][name], tensor, rtol=1e-7, atol=1e-9)
+
+
+def train_plainly(model: nn.Module, loader: Any) -> list[Seen]:
+    """Two calls a step, torch's own clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = halve(optimizer)
+    seen = []
+    for number, batch in zip(range(2 * STEPS), loader, strict=False):
+        loss = model(*batch)[1]
+        (loss / 2).backward()
+        norm = None
+        if number % 2:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        seen.append(Seen(loss.item(), norm))
+    return seen
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_plain_loop(mesh: Mesh) -> None:
+    compare(mesh, train_plainly, train_plainly)
+
+
+def train_with_accelerate(model: nn.Module, loader: Any) -> list[Seen]:
+    accelerate = pytest.importorskip("accelerate")
+    # The batch is not larger for there being more processes, so the scheduler takes one step at a time.
+    whole = accelerate.DataLoaderConfiguration(split_batches=True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=whole)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared, optimizer, scheduler = accelerator.prepare(model, optimizer, halve(optimizer))
+    seen = []
+    for _, batch in zip(range(2 * STEPS), loader, strict=False):
+        with accelerator.accumulate(prepared):
+            loss = prepared(*batch)[1]
+            accelerator.backward(loss)
+            norm = None
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(prepared.parameters(), MAX_NORM).item()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        seen.append(Seen(loss.item(), norm))
+    if isinstance(model, Parallel):
+        assert prepared is model  # not wrapped
+        if accelerator.is_main_process:
+            with pytest.raises(ValueError, match=r"one rank's slice .*full_state_dict"):
+                accelerator.save_state("state")
+    return seen
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_accelerate(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compare(mesh, train_with_accelerate, train_with_accelerate)
+    assert not [file for file in tmp_path.rglob("*") if file.stat().st_size and file.is_file()]
+
+
+def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
+    lightning = pytest.importorskip("lightning")
+    seen: list[Seen] = []
+
+    class Training(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: tuple[Tensor, ...], index: int) -> Tensor:
+            loss: Tensor = self.model(*batch)[1]
+            seen.append(Seen(loss.item(), None))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": halve(optimizer), "interval": "step"},
+            }
+
+    trainer = lightning.Trainer(
+        strategy=lightning.pytorch.strategies.SingleDeviceStrategy(device="cpu"),
+        accelerator="cpu",
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=MAX_NORM,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(Training(), loader)
+    if isinstance(model, Parallel):
+        with pytest.raises(ValueError, match=r"one rank's slice .*full_state_dict"):
+            trainer.save_checkpoint("checkpoint.pt")
+    return seen
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_lightning(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    compare(mesh, train_with_lightning, train_with_lightning)
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def train_explicitly(parallel: Parallel, loader: Any) -> list[Seen]:
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    scheduler = halve(optimizer)
+    seen = []
+    for _, (idx, targets) in zip(range(STEPS), loader, strict=False):
+        batch = {"idx": idx, "targets": targets}
+        loss = parallel.train_step(batch, optimizer, scheduler, MAX_NORM)
+        last = parallel.last_step
+        assert last.loss == loss.item()
+        assert last.tokens_per_second is not None
+        seen.append(Seen(last.loss, last.gradient_norm))
+    return seen
+
+
+def train_each_step(model: nn.Module, loader: Any) -> list[Seen]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = halve(optimizer)
+    seen = []
+    for _, batch in zip(range(STEPS), loader, strict=False):
+        loss = model(*batch)[1]
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append(Seen(loss.item(), norm.item()))
+    return seen
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_train_step(mesh: Mesh) -> None:
+    compare(mesh, train_explicitly, train_each_step)
+
+
+def test_evaluation_draws_no_masks() -> None:
+    """`eval` and ``no_grad``: forwards only, the plain model's loss, no gradients, and training goes on as before."""
+    model = make_model(dropout=0.3)
+    program = compile_model(model, (2, 2, 1))
+    batches = [batch for _, batch in zip(range(2), load(), strict=False)]
+
+    def work(rank: int, evaluate: bool) -> tuple[list[float], float | None]:
+        parallel = program.bind()
+        losses, evaluated = [], None
+        for idx, targets in batches:
+            losses.append(parallel(idx, targets)[1].item())
+            if evaluate:
+                parallel.eval()
+                with torch.no_grad():
+                    evaluated = parallel(*batches[1])[1].item()
+                    assert evaluated == parallel(*batches[1])[1].item()
+                assert all(p.grad is None for p in parallel.parameters())
+                parallel.train()
+        return losses, evaluated
+
+    with torch.no_grad():
+        expected = model.eval()(*batches[1])[1].item()
+    results = run_ranks(work, 4, True)
+    assert all(evaluated == pytest.approx(expected, rel=1e-12) for _, evaluated in results)
+    assert [losses for losses, _ in results] == [losses for losses, _ in run_ranks(work, 4, False)]
+    assert results[0][0][1] != pytest.approx(expected, rel=1e-6)  # masks were drawn
+
+
+def test_a_numbered_cpu_is_the_cpu() -> None:
+    parallel = compile_model(make_model(), (1, 1, 1)).bind("cpu:0")
+    assert parallel(*next(iter(load())))[1].isfinite()
+
+
+def test_an_optimizer_made_before_bind_is_refused() -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parallel = compile_model(model, (1, 1, 1)).bind()
+    parallel(*next(iter(load())))[1].backward()
+    with pytest.raises(
+        ValueError, match=r"wte.weight, .* optimizer = AdamW\(parallel.parameters\(\), \.\.\.\)"
+    ):
+        optimizer.step()
+
+
+def test_a_parameter_frozen_after_compile_is_refused() -> None:
+    model = make_model()
+    program = compile_model(model, (1, 1, 1))
+    model.get_parameter("wpe.weight").requires_grad_(False)
+    with pytest.raises(ValueError, match=r"parameter wpe\.weight requires no gradient now, unlike when"):
+        program.bind()
+    program.bind(weights=model.state_dict())
+
+
+def test_ddp_is_refused() -> None:
+    """With tensor ranks alone all shapes are the same, and DDP would not notice."""
+    program = compile_model(make_model(), (2, 1, 1))
+
+    def work(rank: int, nested: bool) -> None:
+        parallel: nn.Module = program.bind()
+        batch = next(iter(load()))
+        if nested:
+            parallel = nn.Sequential(parallel)
+            call = partial(DistributedDataParallel(parallel), batch[0])
+        else:
+            call = partial(DistributedDataParallel(parallel), *batch)
+        with pytest.raises(
+            ValueError, match="inside DistributedDataParallel, which gave every rank the first"
+        ):
+            call()
+
+    run_ranks(work, 2, False)
+    run_ranks(work, 2, True)
