@@ -78,7 +78,7 @@ SCORES = tensor(2, 4, 128, 128)
         (call(operator.getitem, X, 0, result=tensor(128, 64)), 0),
         (call(collectives.reduce_from_tensor, None, X, result=X), 0),
     ],
-    ids=lambda value: str(value.target) if isinstance(value, fx.Node) else "",
+    ids=lambda value: getattr(value.target, "__name__", "") if isinstance(value, fx.Node) else "",
 )
 def test_flops(node: fx.Node, flops: int) -> None:
     assert forward_work(node).flops == flops
