@@ -14,10 +14,12 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.manifest import Manifest
 
 NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
+UNREAD = (Tensor.detach, Tensor.as_subclass, Tensor.requires_grad_)  # of a tensor as a whole
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
@@ -126,10 +128,17 @@ class Elsewhere(GradientShare):
     ) -> Any:
         if func in (Tensor.mul_, Tensor.zero_):
             own = args[0].own
-            if func is Tensor.mul_ and own is not None and own.grad is not None:
-                own.grad.mul_(*args[1:])
+            if own is not None and own.grad is not None:
+                own.grad.mul_(*args[1:] if func is Tensor.mul_ else (0.0,))
             return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Tensor) and func not in (*NORMS, *UNREAD):
+            raise ValueError(
+                f"{getattr(func, '__name__', func)} of a gradient that is not here: a sharded optimizer has its "
+                "part of it, in the .grad of what it steps (optimizer.param_groups); for the norm of the whole "
+                f"gradient {CALL}"
+            )
+        return result
 
 
 def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: float) -> ShareNorm:
@@ -139,8 +148,11 @@ def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: fl
     return tagged
 
 
-def share_gradients(leaves: Leaves, whole: Whole) -> None:
-    """Make every gradient that a backward leaves in the ``.grad`` of one of `leaves` a share of `whole`."""
+def share_gradients(leaves: Leaves, whole: Whole) -> list[RemovableHandle]:
+    """Make every gradient that a backward leaves in the ``.grad`` of one of `leaves` a share of `whole`.
+
+    Until the handles given are removed.
+    """
 
     def mark(name: str | int, leaf: Tensor) -> None:
         if leaf.grad is not None and not isinstance(leaf.grad, GradientShare):
@@ -148,8 +160,7 @@ def share_gradients(leaves: Leaves, whole: Whole) -> None:
             share.whole, share.of = whole, name
             leaf.grad = share
 
-    for name, leaf in leaves.items():
-        leaf.register_post_accumulate_grad_hook(partial(mark, name))
+    return [leaf.register_post_accumulate_grad_hook(partial(mark, name)) for name, leaf in leaves.items()]
 
 
 def stand_in(own: nn.Parameter, parameters: Mapping[str, nn.Parameter], whole: Whole) -> None:

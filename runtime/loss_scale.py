@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoptd.runtime.rank import Rank
 
-INITIAL, LEAST = 2.0**16, 2.0**-14
+INITIAL, LEAST = 2.0**15, 2.0**-14  # float16 ends below 2**16
 GROWTH_INTERVAL = 2000  # steps
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.agreement import compare_ranks
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
-from autoptd.runtime.checkpoint_loading import load_step
-from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name_schedulers, save_step
+from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
@@ -29,21 +28,14 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch
-from autoptd.runtime.pretrained import write_pretrained
+from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.step import Step
-from autoptd.runtime.trained import Trained
 from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import (
     Constants,
-    check_proved,
-    compiled_in,
-    find_tensor,
-    gather_whole,
     hang_up,
-    refresh_constants,
-    take_slice,
     take_slices,
 )
 
@@ -51,7 +43,7 @@ Batch = Mapping[str, Tensor]
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-class Parallel(Trained):
+class Parallel(Persistent):
     """This rank's part of the model, used as the whole: ``loss = parallel(**batch).loss; loss.backward()``.
 
     A call runs the schedule, forwards and backwards, and keeps the gradients; ``backward`` scales them by
@@ -97,6 +89,7 @@ class Parallel(Trained):
         }
         hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
         self._loss = self._norm = None
+        self._hooks: list[RemovableHandle] = []
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
@@ -113,11 +106,14 @@ class Parallel(Trained):
         if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:
             names = {index: shard.names for index, shard in enumerate(shards)}
             whole = Whole.of(self._manifest, self._stepped, self._measure_norm, names)
-            share_gradients(self._stepped(), whole)
-            parameters = dict(super().named_parameters())
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = share_gradients(self._stepped(), whole)
+            parameters = dict(nn.Module.named_parameters(self))
             for shard in shards:
                 stand_in(shard.own, {name: parameters[name] for name in shard.names}, whole)
-        self._watch = ParameterWatch(self._manifest, self)
+        self._watch = ParameterWatch(self._manifest, self, sharded)
+        self._versions = self._read_versions()
 
     @property
     def sent_elements(self) -> Mapping[str, int]:
@@ -161,161 +157,38 @@ class Parallel(Trained):
 
         Each replica then sums only its part of the gradients, steps it, and sends the new weights to the others while
         the next step begins; in half precision the float32 weights are divided too. The parameter groups stay, their
-        parameters become flat parts of this replica's own, and the model's parameters have no ``.grad`` any more:
-        `clip_grad_norm_` knows where it is. Every rank must call it, with the like optimizer of
-        ``parallel.parameters()``, before or between steps.
+        parameters become flat parts of this replica's own, and only these have gradients with values: the ``.grad`` of
+        the model's parameters is good for torch's norm and clipping. Every rank must call it, with the like optimizer
+        of ``parallel.parameters()``, before or between steps.
 
         Raises ValueError for an optimizer that may not step each element by itself, or has other parameters.
         """
         if self._shards:
             raise ValueError("an optimizer of this parallel model is sharded already: it can have one")
         manifest = self._manifest
-        parameters = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        parameters = dict(self.named_parameters())
         dtypes = {name: manifest.parameters[name].dtype for name in parameters}
         rows = self._completion.rows
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
+        optimizer.register_step_pre_hook(lambda *_: self._adopt_writes())
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
         return optimizer
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
-
-        Every rank must call it.
-        """
-        return gather_whole(self._manifest, self._rank, self._slices())
-
-    def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
-
-        Every rank must call it; rank 0 writes, a tensor at a time. A tied tensor is written once.
-        ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError for a
-        `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
-        """
-        write_pretrained(self._manifest, self._rank, self._slices(), folder, max_shard_size)
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's slices of a whole `state`, given to every rank.
-
-        Raises ValueError for other names, or other values of a buffer that were compiled into the program.
-        """
-        manifest = self._manifest
-        names = [name for name in manifest.parameters if manifest.is_saved(name)]
-        unknown = sorted(set(state) - set(names) - set(manifest.aliases))
-        if unknown:
-            raise ValueError(
-                f"{len(unknown)} names of the state are unknown to the compiled model: "
-                f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
-            )
-        check_proved(manifest, state)
-        # All are looked up before any is changed.
-        whole = {name: find_tensor(manifest, state, name) for name in names}
-        with torch.no_grad():
-            for name, own in self._slices().items():
-                if name in whole:
-                    own.copy_(take_slice(manifest.parameters[name], whole[name], self._rank))
-        self._take_over()
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """As of every module: takes this rank's tensors under the user's names. All ranks of a stage must call it.
-
-        Raises ValueError for other values of a buffer that were compiled into the program.
-        """
-        slices = self._slices()
-        for name in (proved.name for proved in self._manifest.proved):
-            if name in slices and name in state_dict:
-                own, given = slices[name], state_dict[name]
-                if own.shape == given.shape and not torch.equal(own, given.to(own)):
-                    raise ValueError(compiled_in(name))
-        result = super().load_state_dict(state_dict, strict, assign)
-        self._take_over()
-        return result
-
-    def _take_over(self) -> None:
-        """Parameters and buffers have new values: so has what depends on them."""
-        for shard in self._shards:
-            with torch.no_grad():
-                shard.own.copy_(shard.part(shard.flat))
-        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module, once all replicas' steps have arrived."""
-        self._await_gathers()
-        return super().named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's tensors under the user's names; trained weights in half precision as the float32 they step in."""
-        self._await_gathers()
-        return super().state_dict(*args, **kwargs)
-
-    def save_checkpoint(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Schedulers = None,
-        *,
-        data: Any = None,
-        keep: int | None = None,
-        asynchronous: bool = False,
-    ) -> None:
-        """Write a checkpoint into a new folder below `folder`, which all ranks share. Every rank must call it.
-
-        `scheduler` may be a list or dict, a gradient scaler among them. `load_checkpoint` will give `data` back: JSON's
-        types and tuples, as rank 0 has it. `keep` removes all but the last so many checkpoints of `folder`. With
-        `asynchronous` a thread writes a copy. CheckpointError, on every rank, where one cannot write all as it is.
-        """
-        self.finish_checkpoint()
-        self._saving = save_step(self._training(optimizer, scheduler), Path(folder), data, keep, asynchronous)
-        if not asynchronous:
-            self.finish_checkpoint()
-
-    def finish_checkpoint(self) -> None:
-        """Wait for an asynchronous save, as the next save and load do; every rank must call it. CheckpointError."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish()
-
-    def load_checkpoint(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Schedulers = None,
-        *,
-        trust_pickle: bool = False,
-    ) -> Any:
-        """Take over the last committed checkpoint of `folder`, or the step's folder `folder`; give its `data`.
-
-        Every rank must call it. It may be from any mesh. With `trust_pickle` a folder of torch.distributed.checkpoint
-        is read too, of which only the model's tensors are taken: reading it can run any code that is in it.
-        CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
-        """
-        self.finish_checkpoint()
-        given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
-        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
-        return given
-
-    def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
-        named, slices = name_schedulers(scheduler), self._slices()
-        return Training(self._manifest, self._rank, slices, self._shards, optimizer, named, self._loss_scale)
-
-    def _slices(self) -> dict[str, Tensor]:
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def _stepped(self) -> dict[str | int, nn.Parameter]:
         """What the optimizer steps: parameters by name, and this replica's parts of shards by their position."""
         sharded = {name for shard in self._shards for name in shard.names}
         whole: dict[str | int, nn.Parameter] = {
-            n: p for n, p in super().named_parameters() if p.requires_grad and n not in sharded
+            n: p for n, p in nn.Module.named_parameters(self) if p.requires_grad and n not in sharded
         }
         return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
 
     def _run(self, batch: Batch, gradients: bool) -> Tensor:
         """Run the step and give the loss; with `gradients`, these are in `_sums`."""
         rank, manifest = self._rank, self._manifest
+        self._loss = None
         rank.randomness.training = self.training
-        slices = {**dict(super().named_parameters()), **dict(self.named_buffers())}
-        trained = {name for name, p in super().named_parameters() if p.requires_grad}
+        slices = {**dict(nn.Module.named_parameters(self)), **dict(self.named_buffers())}
+        trained = {name for name, p in nn.Module.named_parameters(self) if p.requires_grad}
         for name, narrow in self._narrow.items():
             narrow.copy_(slices[name].detach())
         weights = {}
@@ -379,8 +252,3 @@ class Parallel(Trained):
         own = self._manifest.stages[stage].parameters
         for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
             self._gathering.pop(shard).wait()
-
-    def _await_gathers(self) -> None:
-        for posted in self._gathering.values():
-            posted.wait()
-        self._gathering = {}

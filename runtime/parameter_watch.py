@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,7 +13,9 @@ from autoptd.runtime.manifest import Manifest
 class ParameterWatch:
     """The parameters of a module as they were bound; `check` refuses a module that has others."""
 
-    def __init__(self, manifest: Manifest, module: nn.Module) -> None:
+    def __init__(self, manifest: Manifest, module: nn.Module, sharded: Iterable[str]) -> None:
+        """With a sharded optimizer those it has, `sharded`, stay trained."""
+        self._sharded = frozenset(sharded)
         self._bound = {name: (p, p.shape, p.dtype) for name, p in nn.Module.named_parameters(module)}
         # The boundaries of a program carry no gradients to what was frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
@@ -47,6 +51,11 @@ class ParameterWatch:
                 raise ValueError(
                     f"the parameter {name} was frozen when the program was compiled, which has no gradient for it: "
                     "compile the model with it unfrozen (and freeze it on the parallel model for as long as you like)"
+                )
+            if not found.requires_grad and name in self._sharded:
+                raise ValueError(
+                    f"the parameter {name} was frozen after its optimizer was sharded, which steps it with others: "
+                    "freeze before shard_optimizer, or give its group a learning rate of 0"
                 )
         added = sorted(set(now) - set(self._bound))
         if added:

@@ -54,7 +54,7 @@ class Shard:
         if missing:
             raise ValueError(
                 f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
-                "cannot leave out: freeze it (requires_grad_(False)), or make the optimizer without it"
+                "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
             )
         rows = [tensors[name].reshape(-1) for name in self.names]
         padding = -self._used % self._group.size
@@ -64,6 +64,13 @@ class Shard:
         """The parameters' parts of a row, by name, as views of it."""
         rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
         return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
+
+    def adopt(self) -> None:
+        """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written."""
+        part = self.part(self.flat)
+        with torch.no_grad():
+            written = self.own.to(part.dtype) != part
+            self.own.copy_(torch.where(written, part.to(self.own.dtype), self.own))
 
     def ranges(self) -> dict[str, tuple[slice, slice]]:
         """Where `own` holds a parameter, and which elements of that (row-major), for those that it has any of."""
@@ -98,16 +105,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ValueError(f"parameter group {number} is differentiable, which a sharded step is not")
-
-
-def move_states(optimizer: torch.optim.Optimizer, shard: Shard, parameters: Sequence[nn.Parameter]) -> None:
-    """Make the states that `optimizer` has of `parameters` those of the `shard`'s own part."""
-    states = [optimizer.state.pop(parameter, {}) for parameter in parameters]
-    joined = join_states(
-        shard, {name: state for name, state in zip(shard.names, states, strict=True) if state}
-    )
-    if joined:
-        optimizer.state[shard.own] = joined
 
 
 def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -158,13 +155,41 @@ def lay_out_shards(
     rows: Sequence[Sequence[str]],
     group: Group,
 ) -> list[Shard]:
-    """Shards of all parameters of `optimizer`, which steps these from now on, its states moved with them.
+    """Shards of all trained parameters of `optimizer`, which steps these from now on, its states moved with them.
 
     A shard's parameters are of one of the `rows`, whose gradients are whole together, of one parameter group and one of
-    `dtypes`, in which the stages compute. ValueError for parameters that are not among the model's `parameters`.
+    `dtypes`, in which the stages compute. ValueError, with nothing changed, for parameters that are not among the
+    model's `parameters`, and for states that cannot be joined.
     """
     check_elementwise(optimizer)
     names = {parameter: name for name, parameter in parameters.items()}
+    _check_known(optimizer, names)
+    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    for settings in optimizer.param_groups:
+        own = {names[p] for p in settings["params"] if p.requires_grad}
+        made = []
+        for row in rows:
+            for bucket in _fill([name for name in row if name in own], parameters, dtypes):
+                shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+                found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
+                states = {name: state for name, state in found.items() if state}
+                made.append((shard, join_states(shard, states)))
+        layout.append(made)
+    for settings, made in zip(optimizer.param_groups, layout, strict=True):
+        sharded = {name for shard, _ in made for name in shard.names}
+        # What is frozen, or used by no stage, never has a gradient, and is not stepped.
+        settings["params"] = [p for p in settings["params"] if names[p] not in sharded]
+        for shard, state in made:
+            for name, weight in shard.split(shard.flat).items():
+                optimizer.state.pop(parameters[name], None)
+                parameters[name].data = weight
+            if state:
+                optimizer.state[shard.own] = state
+            settings["params"].append(shard.own)
+    return [shard for made in layout for shard, _ in made]
+
+
+def _check_known(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
     for number, settings in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(settings["params"]):
             if parameter not in names:
@@ -172,20 +197,6 @@ def lay_out_shards(
                     f"parameter {position} of the optimizer's group {number}, {list(parameter.shape)}, is not one of "
                     "this parallel model's: make the optimizer from parallel.parameters(), and shard it once"
                 )
-    shards = []
-    for settings in optimizer.param_groups:
-        own = {names[parameter] for parameter in settings["params"]}
-        # What no stage uses never has a gradient, and is not stepped.
-        settings["params"] = [parameters[name] for name in own.difference(*rows)]
-        for row in rows:
-            for bucket in _fill([name for name in row if name in own], parameters, dtypes):
-                shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
-                move_states(optimizer, shard, [parameters[name] for name in bucket])
-                for name, weight in shard.split(shard.flat).items():
-                    parameters[name].data = weight
-                settings["params"].append(shard.own)
-                shards.append(shard)
-    return shards
 
 
 def _fill(

@@ -96,6 +96,15 @@ class Trained(nn.Module):
         optimizer.zero_grad()
         return loss.detach()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module, and of what a sharded optimizer steps."""
+        super().zero_grad(set_to_none)
+        for shard in self._shards:
+            if set_to_none:
+                shard.own.grad = None
+            elif shard.own.grad is not None:
+                shard.own.grad.zero_()
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:

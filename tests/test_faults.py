@@ -145,12 +145,14 @@ def forget_the_tied_sum() -> None:
 
 
 def shift_vocabulary_shards() -> None:
-    take = Placement.take
+    runs = Placement.runs
 
-    def shifted(self: Placement, tensor: Tensor, size: int, index: int) -> Tensor:
-        return take(self, tensor.roll(-1, 0) if self.padding else tensor, size, index)
+    def shifted(self: Placement, size: int, index: int) -> list[tuple[int, int]]:
+        last = sum(segment.rows for segment in self.segments) - self.padding
+        found = runs(self, size, index)
+        return [(first + 1, min(end + 1, last)) for first, end in found] if self.padding else found
 
-    forked.setattr(Placement, "take", shifted)
+    forked.setattr(Placement, "runs", shifted)
 
 
 def forget_dividing_by_replicas() -> None:

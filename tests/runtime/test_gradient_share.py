@@ -132,8 +132,8 @@ def test_torch_clips_what_a_sharded_optimizer_steps(mesh: tuple[int, int, int]) 
             scaled.append(torch.cat([p.grad for p in stepped]).as_subclass(Tensor))
             with pytest.raises(ValueError, match="gradients on each; here it is of 1, not of "):
                 clip_grad_norm_(used[:1], 1.0)
-            optimizer.zero_grad()
             parallel.zero_grad()
+            assert all(p.grad is None for p in stepped)
         return norms, scaled
 
     for norms, scaled in run_threads(chain.manifest, body):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.runtime import data_parallel
-from autoptd.runtime.communicator import LocalGroup
-from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.communicator import LocalGroup, Posted, ProcessGroup
+from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.shards import Shard, join_states
+from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -161,7 +163,8 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 def test_a_parameter_without_a_gradient_is_named() -> None:
     shard = Shard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
     with pytest.raises(
-        ValueError, match=r"second took no part in the loss and has no gradient, .*: freeze it"
+        ValueError,
+        match=r"second took no part in the loss and has no gradient, .*: make the optimizer without it",
     ):
         shard.flatten({"first": torch.zeros(2)})
 
@@ -173,3 +176,134 @@ def test_steps_of_one_shard_must_agree() -> None:
         join_states(shard, states)
     with pytest.raises(ValueError, match="second has no optimizer state, while first has"):
         join_states(shard, {"first": states["first"]})
+
+
+class Lazy:
+    """A collective that begins only when it is waited for."""
+
+    def __init__(self, begin: Callable[[], Posted]) -> None:
+        self.begin = begin
+
+    def wait(self) -> Tensor:
+        return self.begin().wait()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_processes_step_bitwise_as_the_whole_optimizer(late: bool) -> None:
+    """Over gloo; with `late` nothing of a gather has happened before something waits for it."""
+    chain = Chain((1, 2, 2), "interleaved_1f1b", 2, 4, tied=True)
+
+    def body(rank: int, shard_at: int | None) -> dict[str, Tensor]:
+        if late:
+            gather = ProcessGroup.post_all_gather
+            setattr(  # noqa: B010  # in this forked process only
+                ProcessGroup, "post_all_gather", lambda group, x, into: Lazy(lambda: gather(group, x, into))
+            )
+        connection = connect(chain.manifest, torch.device("cpu"), "same")
+        return train(chain, connection, OPTIMIZERS["AdamW"], shard_at)[0]
+
+    for found, expected in zip(run_ranks(body, 4, 0), run_ranks(body, 4, None), strict=True):
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_the_models_own_zero_grad_clears_what_the_optimizer_steps() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def norms(connection: Connection, set_to_none: bool) -> list[float]:
+        parallel = chain.parallel(connection)
+        parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        found = []
+        for _ in range(2):
+            parallel(**chain.batch())["loss"].backward()
+            found.append(parallel.clip_grad_norm_(1e9).item())
+            parallel.zero_grad(set_to_none)
+        return found
+
+    for set_to_none in (True, False):
+        for first, second in run_threads(chain.manifest, partial(norms, set_to_none=set_to_none)):
+            assert first == second
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_written_into_parameters_is_stepped_from(dtype: torch.dtype) -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2, dtype=dtype)
+
+    def write(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.AdamW(parallel.parameters(), lr=1e-3))
+        for lr in (1e-3, 0.0):
+            optimizer.param_groups[0]["lr"] = lr
+            parallel(**chain.batch())["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        masters = [shard.own.detach().clone() for shard in parallel._shards]
+        written = dict(parallel.named_parameters())["layer.0.row.bias"]
+        with torch.no_grad():
+            written.fill_(7.0)
+        parallel(**chain.batch())["loss"].backward()
+        optimizer.step()
+        assert (dict(parallel.named_parameters())["layer.0.row.bias"] == 7).all()
+        # What was not written keeps the float32 that it was stepped in.
+        for shard, before in zip(parallel._shards, masters, strict=True):
+            assert ((shard.own == before) | (shard.own == 7)).all()
+        parallel.load_state_dict(parallel.state_dict())
+        for shard, before in zip(parallel._shards, masters, strict=True):
+            assert ((shard.own == before) | (shard.own == 7)).all()
+
+    run_threads(chain.manifest, write)
+
+
+def test_a_frozen_parameter_is_left_alone_and_freezing_later_is_refused() -> None:
+    chain = Chain((1, 1, 1), "1f1b", 1, 2)
+
+    def freeze(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        named = dict(parallel.named_parameters())
+        named["layer.0.row.bias"].requires_grad_(False)
+        before = named["layer.0.row.bias"].clone()
+        optimizer = parallel.shard_optimizer(torch.optim.AdamW(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        optimizer.step()
+        assert torch.equal(named["layer.0.row.bias"], before)
+        named["layer.0.row.weight"].requires_grad_(False)
+        with pytest.raises(
+            ValueError, match=r"layer.0.row.weight was frozen after its optimizer was sharded"
+        ):
+            parallel(**chain.batch())
+
+    run_threads(chain.manifest, freeze)
+
+
+def test_a_refused_optimizer_is_as_it_was() -> None:
+    chain = Chain((1, 1, 1), "1f1b", 1, 2)
+
+    def refuse(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+        parallel(**chain.batch())["loss"].backward()
+        optimizer.step()
+        optimizer.state[dict(parallel.named_parameters())["layer.0.row.bias"]]["step"] += 1
+        parameters, states = list(optimizer.param_groups[0]["params"]), dict(optimizer.state)
+        with pytest.raises(ValueError, match="the optimizer's step differs"):
+            parallel.shard_optimizer(optimizer)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+        assert dict(optimizer.state).keys() == states.keys()
+
+    run_threads(chain.manifest, refuse)
+
+
+def test_a_gradient_that_is_elsewhere_is_not_read_as_zero() -> None:
+    chain = Chain((1, 1, 1), "1f1b", 1, 2)
+
+    def read(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        gradient = dict(parallel.named_parameters())["layer.0.row.bias"].grad
+        assert gradient is not None
+        with pytest.raises(
+            ValueError, match=r"pow of a gradient that is not here: .* call parallel.clip_grad_norm_"
+        ):
+            _ = gradient**2
+
+    run_threads(chain.manifest, read)

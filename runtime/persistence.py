@@ -1,0 +1,185 @@
+"""What a parallel model's tensors are taken out by and put back: whole states, this rank's slices, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.checkpoint_loading import load_step
+from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name_schedulers, save_step
+from autoptd.runtime.communicator import Posted
+from autoptd.runtime.loss_scale import LossScale
+from autoptd.runtime.pretrained import write_pretrained
+from autoptd.runtime.shards import Shard
+from autoptd.runtime.trained import Trained
+from autoptd.runtime.weights import (
+    Constants,
+    check_proved,
+    compiled_in,
+    find_tensor,
+    gather_whole,
+    refresh_constants,
+    take_slice,
+)
+
+
+class Persistent(Trained):
+    """A module of this rank's slices, some of which a sharded optimizer may step and bring back later."""
+
+    _constants: Constants
+    _loss_scale: LossScale | None
+    _saving: Saving | None
+    _gathering: dict[Shard, Posted]  # the weights on their way
+    _versions: list[int]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
+
+        Every rank must call it.
+        """
+        return gather_whole(self._manifest, self._rank, self._slices())
+
+    def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
+
+        Every rank must call it; rank 0 writes, a tensor at a time. A tied tensor is written once.
+        ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError for a
+        `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
+        """
+        write_pretrained(self._manifest, self._rank, self._slices(), folder, max_shard_size)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's slices of a whole `state`, given to every rank.
+
+        Raises ValueError for other names, or other values of a buffer that were compiled into the program.
+        """
+        manifest = self._manifest
+        names = [name for name in manifest.parameters if manifest.is_saved(name)]
+        unknown = sorted(set(state) - set(names) - set(manifest.aliases))
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} names of the state are unknown to the compiled model: "
+                f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
+            )
+        check_proved(manifest, state)
+        # All are looked up before any is changed.
+        whole = {name: find_tensor(manifest, state, name) for name in names}
+        with torch.no_grad():
+            for name, own in self._slices().items():
+                if name in whole:
+                    parameter = replace(manifest.parameters[name], dtype=own.dtype)
+                    own.copy_(take_slice(parameter, whole[name], self._rank))
+        self._take_over()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of every module: takes this rank's tensors under the user's names. All ranks of a stage must call it.
+
+        Raises ValueError for other values of a buffer that were compiled into the program.
+        """
+        slices = self._slices()
+        for name in (proved.name for proved in self._manifest.proved):
+            if name in slices and name in state_dict:
+                own, given = slices[name], state_dict[name]
+                if own.shape == given.shape and not torch.equal(own, given.to(own)):
+                    raise ValueError(compiled_in(name))
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._take_over()
+        return result
+
+    def _take_over(self) -> None:
+        """Parameters and buffers have new values: so has what depends on them."""
+        self._adopt_writes()
+        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module, once all replicas' steps have arrived."""
+        self._await_gathers()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's tensors under the user's names; trained weights in half precision as the float32 they step in.
+
+        Where an optimizer is sharded, which has that float32, they are as the stages compute with them.
+        """
+        self._await_gathers()
+        return super().state_dict(*args, **kwargs)
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Schedulers = None,
+        *,
+        data: Any = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Write a checkpoint into a new folder below `folder`, which all ranks share. Every rank must call it.
+
+        `scheduler` may be a list or dict, a gradient scaler among them. `load_checkpoint` will give `data` back: JSON's
+        types and tuples, as rank 0 has it. `keep` removes all but the last so many checkpoints of `folder`. With
+        `asynchronous` a thread writes a copy. CheckpointError, on every rank, where one cannot write all as it is.
+        """
+        self.finish_checkpoint()
+        self._saving = save_step(self._training(optimizer, scheduler), Path(folder), data, keep, asynchronous)
+        if not asynchronous:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Wait for an asynchronous save, as the next save and load do; every rank must call it. CheckpointError."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def load_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Schedulers = None,
+        *,
+        trust_pickle: bool = False,
+    ) -> Any:
+        """Take over the last committed checkpoint of `folder`, or the step's folder `folder`; give its `data`.
+
+        Every rank must call it. It may be from any mesh. With `trust_pickle` a folder of torch.distributed.checkpoint
+        is read too, of which only the model's tensors are taken: reading it can run any code that is in it.
+        CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
+        """
+        self.finish_checkpoint()
+        given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
+        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+        return given
+
+    def _read_versions(self) -> list[int]:
+        """Counts of the writes into parameters that a sharded optimizer steps; what it sends round does not count."""
+        parameters = dict(nn.Module.named_parameters(self))
+        return [parameters[name]._version for shard in self._shards for name in shard.names]
+
+    def _adopt_writes(self) -> None:
+        """Let a sharded optimizer step from what was written into parameters since."""
+        self._await_gathers()
+        versions = self._read_versions()
+        if versions != self._versions:
+            self._versions = versions
+            for shard in self._shards:
+                shard.adopt()
+
+    def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
+        self._adopt_writes()
+        named, slices = name_schedulers(scheduler), self._slices()
+        return Training(self._manifest, self._rank, slices, self._shards, optimizer, named, self._loss_scale)
+
+    def _slices(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def _await_gathers(self) -> None:
+        for posted in self._gathering.values():
+            posted.wait()
+        self._gathering = {}
