@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autoptd.ambient import read_autocast, trace_under
 from autoptd.custom_gradients import Functions
 from autoptd.example_inputs import Examples, read_examples
 from autoptd.objective import LossError, Objective
@@ -36,7 +37,7 @@ def capture(
     """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
     The graph is what torch.export gives in training mode: aten's training operators, parameters as
-    ``get_attr`` nodes under their first ``state_dict`` name. Raises TypeError for what is not a plain module
+    ``get_attr`` nodes under their first ``state_dict`` name. An autocast that is on is noted. Raises TypeError for what is not a plain module
     and ValueError for what cannot be traced, with the user's file and line.
     """
     _check_model(model)
@@ -49,7 +50,9 @@ def capture(
     names = [i.name for i in examples.inputs]
     objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
     functions = Functions()
-    exported = _export(objective, values, functions, model)
+    autocast = read_autocast(model)
+    with trace_under(autocast):
+        exported = _export(objective, values, functions, model)
     notes = functions.check()
     tensors = _name_tensors(model, loss_fn, exported)
     graph = _build_graph(exported, tensors, examples)
@@ -63,6 +66,7 @@ def capture(
         tensors.aliases,
         (entry, *notes),
         tensors.buffers,
+        autocast=autocast,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autoptd.ambient import leave_autocast
 from autoptd.archive import load_folder
 from autoptd.capture import capture
 from autoptd.check import check_program
@@ -134,9 +136,10 @@ def _compile(
     """Walk the corridor with what the user gave and what is settled."""
     described = None if cluster is None else Cluster.load(cluster)
     count = num_microbatches or 8 * mesh.pipeline
-    with Watch("compile") as watch:
+    with Watch("compile") as watch, ExitStack() as stack:
         watch.say("capture")
         captured = capture(model, mesh=mesh, **given)
+        stack.enter_context(leave_autocast())
         program = read_initial(captured, model=model, initializer=initializer)
         before_the_cut = passes_to_the_division(options.layout) + passes_to_the_cut(options.rules)
         program = run_passes(before_the_cut, program, watch)
@@ -160,6 +163,7 @@ def _compile(
             num_microbatches=count,
             scatter_gather=scatter_gather,
             seed=seed,
+            autocast=captured.autocast and captured.autocast.dtype,
         )
         return _emit(program, manifest, actions, model, given["loss_fn"], options)
 

@@ -1,18 +1,20 @@
 """Bring an exported graph into the form that every later pass reads.
 
-``torch.no_grad`` regions are inlined, in-place operators made functional, operators without effect dropped,
-and dropout given its number. Numerics stay bit for bit.
+Regions of ``torch.no_grad`` and ``torch.autocast`` are inlined, the latter's casts written out, in-place operators made
+functional, operators without effect dropped, and dropout given its number. Numerics stay bit for bit.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from autoptd.passes.autocast import Autocast, Casts, describe_result, enter_region
 from autoptd.passes.calls import where
 from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_mutation
 from autoptd.passes.naming import name_nodes
@@ -34,6 +36,14 @@ _EMPTY = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What torch's modes are where an operator is called."""
+
+    grad: bool = True
+    autocast: Autocast | None = None
+
+
 def normalize(program: Program) -> Program:
     """Rewrite the captured stage's graph into functional aten operators with ``rank`` as first placeholder.
 
@@ -46,7 +56,7 @@ def normalize(program: Program) -> Program:
     values: dict[Any, Any] = {}
     before = len(stage.graph.nodes)
     for node in stage.graph.nodes:
-        writer.visit(node, values, grad=True)
+        writer.visit(node, values, Scope(autocast=program.autocast))
     graph = name_nodes(writer.graph)
     entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.dropouts} dropouts"
     idle = writer.idle_parameters()
@@ -70,6 +80,7 @@ class Normalizer:
         self.rank = self.graph.placeholder("rank")
         self.rank.meta = {"val": None, "path": "", "line": "", "role": "rank"}
         self.storage = Storage(self)
+        self.casts = Casts(self)
         self._detached: dict[fx.Node, fx.Node] = {}
 
     def emit(
@@ -90,8 +101,8 @@ class Normalizer:
             self.trained.add(node)
         return node
 
-    def visit(self, node: fx.Node, values: dict[Any, Any], grad: bool) -> None:
-        """Rewrite one node; `values` maps the region's nodes to what they became, `grad` is its grad mode."""
+    def visit(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
+        """Rewrite one node; `values` maps the region's nodes to what they became."""
         if node.op == "output":
             result = fx.map_arg(node.args[0], lambda n: self.storage.read(values[n]))
             self.graph.output(result).meta = dict(node.meta)
@@ -104,22 +115,25 @@ class Normalizer:
         elif node.op == "get_attr":
             values[node] = node.meta["region"]
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            self._inline(node, values, grad)
+            self._inline(node, values, scope)
         elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):
             values[node] = values[node.args[0]][node.args[1]]
         else:
-            self._rewrite(node, values, grad)
+            self._rewrite(node, values, scope)
 
-    def _inline(self, node: fx.Node, values: dict[Any, Any], grad: bool) -> None:
+    def _inline(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
         name = str(node.target)
+        args: tuple[Any, ...] = node.args
         if name == "wrap_with_set_grad_enabled":
-            grad, region, *operands = node.args  # type: ignore[assignment]
-        elif name == "wrap_with_autocast" and node.args[2] is False:
-            region, *operands = node.args[4:]
+            grad, region, *operands = args
+            scope = replace(scope, grad=grad)
+        elif name == "wrap_with_autocast":
+            device, dtype, enabled, _, region, *operands = args
+            scope = replace(scope, autocast=enter_region(scope.autocast, device, dtype, enabled))
         else:
             raise ValueError(
                 f"{where(node)}: {name.replace('wrap_with_', '')} inside forward is not supported; "
-                "leave it out of the model (dtypes are chosen by the model's own weights and casts)"
+                "leave it out of the model, or write it with torch operators"
             )
         inner: dict[Any, Any] = {}
         given = iter(operands)
@@ -129,37 +143,42 @@ class Normalizer:
             elif child.op == "output":
                 values[node] = tuple(inner[n] for n in child.args[0])
             else:
-                self.visit(child, inner, grad)
+                self.visit(child, inner, scope)
 
-    def _rewrite(self, node: fx.Node, values: dict[Any, Any], grad: bool) -> None:
+    def _rewrite(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
         target = node.target
         if target in _EMPTY:
             return
-        read = self.storage.read if grad else self._read_detached
+        read = self.storage.read if scope.grad else self._read_detached
         args = fx.map_arg(node.args, lambda n: read(values[n]))
-        kwargs = fx.map_arg(
+        kwargs: Any = fx.map_arg(
             {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}, lambda n: read(values[n])
         )
         if is_mutation(target):
-            values[node] = self._write(node, values[node.args[0]], args, kwargs, grad)
-        else:
-            values[node] = self.storage.derive(node, rewrite(target, Call(self, node, args, kwargs)), values)
+            values[node] = self._write(node, values[node.args[0]], args, kwargs, scope)
+            return
+        if scope.autocast is not None:
+            args, kwargs = self.casts.cast(scope.autocast, node, args, kwargs)
+        meta = describe_result(scope.autocast, node, target, args, kwargs)
+        made = rewrite(target, Call(self, node, args, kwargs, meta))
+        values[node] = self.storage.derive(node, made, values)
 
     def _write(
-        self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool
+        self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
     ) -> Cell:
         """An in-place operator: its functional twin's value becomes the value of `cell`."""
         twin = functional_twin(node.target)
-        if twin is None or (not grad and self.storage.read(cell) in self.trained):
+        if twin is None or (not scope.grad and self.storage.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
-        call = Call(self, node, args, kwargs)
         if node.target is aten.detach_.default:
-            cell.node, cell.base = rewrite(twin, call), None
+            cell.node, cell.base = rewrite(twin, Call(self, node, args, kwargs, node.meta)), None
         elif twin is aten.copy.default:
-            made = self.emit(aten.expand.default, (args[1], list(node.meta["val"].shape)), node.meta)
-            self.storage.write(cell, made)
+            shape = list(node.meta["val"].shape)
+            meta = describe_result(scope.autocast, node, aten.expand.default, (args[1], shape), {})
+            self.storage.write(cell, self.emit(aten.expand.default, (args[1], shape), meta))
         else:
-            self.storage.write(cell, rewrite(twin, call))
+            meta = describe_result(scope.autocast, node, twin, args, kwargs)
+            self.storage.write(cell, rewrite(twin, Call(self, node, args, kwargs, meta)))
         return cell
 
     def _read_detached(self, tensor: Any) -> fx.Node:

@@ -36,12 +36,13 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the exported graph, `node`, its arguments already those of the new graph."""
+    """One call of the exported graph, `node`, its arguments already those of the new graph, with its ``meta`` there."""
 
     writer: Writer
     node: fx.Node
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    meta: Mapping[str, Any]
 
     @property
     def source(self) -> fx.Node:
@@ -58,7 +59,7 @@ class Call:
     @property
     def val(self) -> Any:
         """The result's shape and dtype: a meta tensor, or a list of them."""
-        return self.node.meta["val"]
+        return self.meta["val"]
 
     def argument(self, name: str) -> Any:
         """The argument `name`, by position, keyword or default."""
@@ -71,7 +72,7 @@ class Call:
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Write a call of `target` in its stead."""
-        return self.writer.emit(target, args, self.node.meta, kwargs)
+        return self.writer.emit(target, args, self.meta, kwargs)
 
 
 Rule = Callable[[Call], "fx.Node | None"]
@@ -89,7 +90,7 @@ def rewrite(target: Any, call: Call) -> fx.Node:
             f"{where(call.node)}: {target} draws random numbers, which would differ between meshes; only "
             "dropout and attention dropout are supported: pass the numbers in as an input"
         )
-    return call.writer.emit(target, call.args, call.node.meta, call.kwargs)
+    return call.writer.emit(target, call.args, call.meta, call.kwargs)
 
 
 def _same(call: Call) -> fx.Node | None:
@@ -231,7 +232,7 @@ def _attention(call: Call) -> fx.Node | None:
     weights = call.writer.emit(
         kernels.scaled_softmax,
         (call.writer.rank, scores, *masks),
-        {**call.node.meta, "val": scores.meta["val"]},
+        {**call.meta, "val": scores.meta["val"]},
         options,
     )
     return call.emit(aten.matmul.default, weights, v)
@@ -240,7 +241,7 @@ def _attention(call: Call) -> fx.Node | None:
 def _derive(call: Call, target: Any, *args: Any) -> fx.Node:
     """A further call that the operator is made of, its result's shape and dtype found on the meta device."""
     val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-    return call.writer.emit(target, args, {**call.node.meta, "val": val})
+    return call.writer.emit(target, args, {**call.meta, "val": val})
 
 
 def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:

@@ -93,7 +93,8 @@ class Manifest:
     are the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
-    With `scales_loss` something is computed in float16, whose range gradients need scaling for.
+    With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
+    of the autocast that was on around compile, whose casts the programs have.
     """
 
     mesh: Mesh
@@ -113,6 +114,7 @@ class Manifest:
     uninitialized: str = ""
     proved: tuple[Proved, ...] = ()
     scales_loss: bool = False
+    autocast: torch.dtype | None = None
 
     @property
     def weighing_labels(self) -> Input | None:

@@ -78,6 +78,7 @@ class Parallel(Persistent):
         at = connection.rank.coordinates
         # Tensor ranks have the same labels: one of them says it.
         self._watches_labels = at.tensor == 0 and len(manifest.stages) - 1 in self._executor.stages
+        self._warns_autocast = True  # until it has
         self._constants = constants
         self._completion = Completion.of(manifest, at.pipeline, actions)
         self._loss_scale = LossScale() if manifest.scales_loss else None
@@ -130,12 +131,14 @@ class Parallel(Persistent):
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         items = None if known else kwargs.pop(ITEMS, None)
         batch = bind_batch(self._manifest, args, kwargs, self._device)
-        if torch.is_autocast_enabled(self._device.type):
-            warnings.warn(
-                "autocast has no effect inside a compiled program, which keeps the precision it was captured "
-                "with: call autoptd.compile under torch.autocast, or convert the model first",
-                stacklevel=2,
-            )
+        if self._warns_autocast and torch.is_autocast_enabled(self._device.type):
+            self._warns_autocast = torch.get_autocast_dtype(self._device.type) == self._manifest.autocast
+            if not self._warns_autocast:
+                warnings.warn(
+                    "autocast has no effect inside a compiled program, which keeps the precision it was captured "
+                    "with: call autoptd.compile under the same torch.autocast, or convert the model first",
+                    stacklevel=2,
+                )
         warning = unequal_counts(self._manifest, batch) if self._watches_labels else ""
         if warning:
             self._watches_labels = False  # once is enough

@@ -79,7 +79,7 @@ def take_slices(
     """
     here = rank.coordinates.pipeline
     kept = [name for name in manifest.parameters if here in manifest.homes(name)]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         computed = constants(OnCPU(weights)) if any(_is_constant(manifest, name) for name in kept) else {}
         slices = {}
         for name in kept:
@@ -103,7 +103,7 @@ def refresh_constants(
     own = [name for name in slices if _is_constant(manifest, name)]
     if not own:
         return
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         computed = constants(OnCPU(Joined(manifest, rank, slices)))
         for name in own:
             slices[name].copy_(take_slice(manifest.parameters[name], computed[name], rank))
