@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from autoptd.passes.autocast import KERNELS, Autocast
 
@@ -28,10 +30,47 @@ def read_autocast(model: nn.Module) -> Autocast | None:
 def trace_under(state: Autocast | None) -> Iterator[None]:
     """Let the trace, whose tensors are on the CPU, see the dtypes of `state`: forwards read ``x.dtype``."""
     if state is None:
-        yield
+        with NoGradRegions():
+            yield
         return
-    with torch.autocast("cpu", state.dtype):
+    with torch.autocast("cpu", state.dtype), NoGradRegions():
         yield
+
+
+class NoGradRegions(TorchFunctionMode):
+    """Writes ``torch.no_grad`` inside of autocast regions as detached results: torch.export forgets it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = _nesting()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or _nesting() == self.outside:
+            return result
+        if isinstance(result, tuple) and type(result) is tuple:
+            return tuple(_detached(part, args) for part in result)
+        return _detached(result, args)
+
+
+def _detached(result: Any, args: Sequence[Any]) -> Any:
+    """A new floating tensor detached; what a call was given and gives back as it is."""
+    if not isinstance(result, Tensor) or not result.is_floating_point() or any(result is x for x in args):
+        return result
+    return result.detach()
+
+
+def _nesting() -> int:
+    """How many regions of autocast this is in."""
+    count = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return int(count)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from autoptd.ambient import leave_autocast
 from autoptd.comparison import RankResult, compare_gradients, join_gradients
 from autoptd.example_inputs import read_examples
 from autoptd.objective import Objective
@@ -238,7 +239,7 @@ def _run_plain(
     labels = manifest.weighing_labels
     valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
     total = 0.0
-    with _evaluating(objective), torch.enable_grad(), Promotion() as promotion:
+    with _evaluating(objective), torch.enable_grad(), leave_autocast(), Promotion() as promotion:
         for index in range(count):
             values = tuple(
                 batch[i.name]
@@ -293,6 +294,11 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
         yield (
             f"casts to fewer bits were promoted to float64: {plain} in the plain model's step, {promoted} in "
             "all ranks' together"
+        )
+    if manifest.autocast is not None:
+        yield (
+            f"the casts of autocast to {str(manifest.autocast).removeprefix('torch.')} were promoted too, and the plain "
+            "model ran without autocast, which leaves float64 alone"
         )
     nodes = [node for stage in program.stages for node in stage.graph.nodes]
     if any(_drops(node) for node in nodes):

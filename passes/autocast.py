@@ -144,7 +144,7 @@ def find_casts(
 ) -> tuple[frozenset[fx.Node], torch.dtype] | None:
     """Which arguments of the call `node`, of the new graph, autocast casts, and to what; None: none.
 
-    Raises ValueError for what torch refuses under autocast.
+    Raises ValueError, with file and line, for what torch refuses under autocast.
     """
     policy = state.policy(node.target)
     eligible = [n for n in _nodes((args, kwargs)) if is_eligible(n.meta["val"])]
@@ -152,7 +152,10 @@ def find_casts(
         return None
     dtype = torch.float32
     if policy == "refused":
-        raise ValueError(f"{node.target} is unsafe to autocast: use the form with_logits, or disable autocast there")
+        raise ValueError(
+            f"{where(node)}: {node.target} is unsafe to autocast, torch says: use the form with_logits, or disable "
+            "autocast there"
+        )
     if policy == "lower" or (policy == "inside" and node.meta["val"].dtype == state.dtype):
         dtype = state.dtype
     elif policy == "inside":
@@ -161,6 +164,11 @@ def find_casts(
         dtypes = {n.meta["val"].dtype for n in eligible}
         if len(dtypes) == 1:
             return None
+        if not dtypes <= {torch.float32, state.dtype}:
+            raise ValueError(
+                f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast of "
+                f"{state.dtype}, which torch does not join; cast its arguments explicitly"
+            )
     elif policy == "sum":
         first = args[0]
         if first not in eligible or _names_dtype(node.target, args, kwargs):
@@ -175,10 +183,10 @@ def is_eligible(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _nodes(value: object) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-    fx.map_arg(value, lambda n: found.setdefault(n))  # type: ignore[arg-type]
-    return list(found)
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return list(dict.fromkeys(found))
 
 
 def _names_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -191,7 +199,10 @@ def _names_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 class Casts:
-    """Writes autocast's casts into a normalised graph: of each value once per dtype, where it is first used so."""
+    """Writes autocast's casts into a normalised graph: of each value once per dtype, where it is first used so.
+
+    A parameter is cast at each of its uses, which may be in several stages: there it is, and its cast need not be sent.
+    """
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
@@ -212,10 +223,14 @@ class Casts:
         return fx.map_arg(args, read), fx.map_arg(kwargs, read)
 
     def _take(self, source: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        if (source, dtype) not in self._known:
-            meta = {**user.meta, "val": _retype(source.meta["val"], dtype)}
-            self._known[source, dtype] = self.writer.emit(aten.to.dtype, (source, dtype), meta)
-        return self._known[source, dtype]
+        known = self._known.get((source, dtype))
+        if known is not None:
+            return known
+        meta = {**user.meta, "val": _retype(source.meta["val"], dtype)}
+        made = self.writer.emit(aten.to.dtype, (source, dtype), meta)
+        if source.op != "get_attr":
+            self._known[source, dtype] = made
+        return made
 
 
 def describe_result(

@@ -277,11 +277,6 @@ def noise(m: Any, x: Tensor) -> Any:
     return x + torch.randn_like(x)
 
 
-def lower_precision(m: Any, x: Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return m.linear(x)
-
-
 def overlapping(m: Any, x: Tensor) -> Any:
     x = x * 2
     x.as_strided((2, 2), (1, 1)).zero_()
@@ -292,7 +287,6 @@ def overlapping(m: Any, x: Tensor) -> Any:
     ("body", "words"),
     [
         (noise, ["test_normalize.py:", "randn_like", "dropout"]),
-        (lower_precision, ["autocast"]),
         (overlapping, ["test_normalize.py:", "in place", "as_strided"]),
     ],
 )

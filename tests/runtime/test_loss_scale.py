@@ -1,0 +1,155 @@
+"""Loss scaling in float16: a step that overflows is left out on all ranks, and the factor finds its range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import autoptd
+from autoptd.runtime import loss_scale
+from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.loss_scale import INITIAL, LEAST, LossScale
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.module import Parallel
+from autoptd.runtime.rank import Rank
+from samples.gpt import GPT, GPTConfig
+from tests.parity import loss_of
+from tests.ranks import run_ranks
+from tests.runtime.chain import Chain
+
+MICROBATCHES = 2
+
+
+def compile_gpt() -> autoptd.CompiledProgram:
+    """A float32 GPT under autocast to float16, in two stages."""
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.float16):
+        return autoptd.compile(
+            GPT(GPTConfig(40, 8, 2, 2, 8)),
+            (1, 2, 1),
+            num_microbatches=MICROBATCHES,
+            microbatch_size=1,
+            num_model_chunks=1,
+        )
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(40, (MICROBATCHES, 8), generator=torch.Generator().manual_seed(step))
+
+
+def run_steps(
+    count: int, prepare: Callable[[Parallel], None] | None = None, lr: float = 0.1
+) -> list[list[tuple[float, float, int]]]:
+    """By rank and step: the loss, the factor after it, and how many parameters have a gradient."""
+    program = compile_gpt()
+    assert program.manifest.scales_loss
+
+    def work(rank: int) -> list[tuple[float, float, int]]:
+        parallel = program.bind()
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=lr)
+        if prepare is not None:
+            prepare(parallel)
+        seen = []
+        for step in range(count):
+            loss = loss_of(parallel(tokens(step % 3), tokens(step % 3).roll(-1, 1)))
+            loss.backward()
+            given = [p.grad for p in parallel.parameters() if p.grad is not None]
+            assert all(g.dtype is torch.float32 and bool(g.isfinite().all()) for g in given)
+            optimizer.step()
+            optimizer.zero_grad()
+            scale = parallel._loss_scale
+            assert scale is not None
+            seen.append((float(loss), scale.value, len(given)))
+        return seen
+
+    return run_ranks(work, 2)
+
+
+def test_a_gpt_in_float16_learns() -> None:
+    first, second = run_steps(15, lr=0.3)
+    assert [loss for loss, _, _ in first] == [loss for loss, _, _ in second]
+    losses = [loss for loss, _, _ in first]
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+
+
+def test_an_overflow_leaves_the_step_out_on_all_ranks_and_halves_the_factor() -> None:
+    too_large = 2.0**40
+
+    def enlarge(parallel: Parallel) -> None:
+        assert parallel._loss_scale is not None
+        parallel._loss_scale.value = too_large
+
+    for seen in run_steps(2, enlarge):
+        assert [gradients for _, _, gradients in seen] == [0, 0]
+        assert [scale for _, scale, _ in seen] == [too_large / 2, too_large / 4]
+
+
+def test_the_factor_falls_until_the_step_is_taken() -> None:
+    def enlarge(parallel: Parallel) -> None:
+        assert parallel._loss_scale is not None
+        parallel._loss_scale.value = 2.0**24
+
+    first, second = run_steps(15, enlarge)
+    assert [scale for _, scale, _ in first] == [scale for _, scale, _ in second]
+    taken = [gradients > 0 for _, _, gradients in first]
+    assert not taken[0]
+    assert taken[-1]
+    assert taken == [gradients > 0 for _, _, gradients in second]
+
+
+def test_one_rank_that_overflows_stops_all() -> None:
+    mesh = Mesh(1, 1, 2)
+    chain = Chain((1, 1, 2), "gpipe", 2, 2)
+
+    def body(connection: Connection) -> tuple[bool, float]:
+        scale = LossScale()
+        own = torch.full((2,), float("inf") if connection.rank.coordinates.data else 1.0)
+        return scale.unscale(connection.rank, [own]), scale.value
+
+    assert run_threads(chain.manifest, body) == [(False, INITIAL / 2)] * mesh.size
+
+
+def test_the_factor_grows_after_steps_that_were_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    rank, scale, values = Rank.local(Mesh(1, 1, 1)), LossScale(), []
+    for finite in [True, True, False, True, True, True, True, True, True]:
+        gradient = torch.tensor([scale.value if finite else float("nan")])
+        assert scale.unscale(rank, [gradient]) is finite
+        values.append(scale.value / INITIAL)
+        assert not finite or gradient.item() == 1
+    assert values == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1, 2]
+
+
+def test_where_no_factor_helps_it_is_refused() -> None:
+    rank, scale = Rank.local(Mesh(1, 1, 1)), LossScale()
+    with pytest.raises(RuntimeError, match="not finite even with a loss scaled by 6.10352e-05"):
+        while True:
+            scale.unscale(rank, [torch.tensor([float("inf")])])
+    assert scale.value == LEAST / 2
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**7, 2.0**10])
+def test_scaled_gradients_are_the_unscaled_ones(factor: float) -> None:
+    """A power of two changes no bit of a float32 chain; its gradients reach the optimizer divided by it."""
+    chain = Chain((1, 2, 1), "1f1b", 1, 2, tied=True, dtype=torch.float32)
+
+    def body(connection: Connection) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        parallel._loss_scale = LossScale()
+        parallel._loss_scale.value = factor
+        parallel(**chain.batch())["loss"].backward()
+        return {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
+
+    def without(connection: Connection) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        parallel(**chain.batch())["loss"].backward()
+        return {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
+
+    for own, plain in zip(
+        run_threads(chain.manifest, body), run_threads(chain.manifest, without), strict=True
+    ):
+        assert own.keys() == plain.keys()
+        assert all(torch.equal(own[name], plain[name]) for name in own)
