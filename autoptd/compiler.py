@@ -163,7 +163,7 @@ def _compile(
             num_microbatches=count,
             scatter_gather=scatter_gather,
             seed=seed,
-            autocast=captured.autocast and captured.autocast.dtype,
+            autocast=None if captured.autocast is None else captured.autocast.dtype,
         )
         return _emit(program, manifest, actions, model, given["loss_fn"], options)
 

@@ -68,8 +68,8 @@ _CUDA: dict[Policy, str] = {
         upsample_trilinear3d
     """,
     "sum": """
-        cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int prod prod.dim_int
-        softmax.int sum sum.dim_IntList
+        cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int prod
+        prod.dim_int softmax.int sum sum.dim_IntList
     """,
     "widest": """
         addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
@@ -119,7 +119,7 @@ class Autocast:
 
 
 def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enabled: bool) -> Autocast | None:
-    """The state inside a region ``torch.autocast(device, dtype, enabled)`` of the forward, where `outer` holds around it.
+    """The state inside a region ``torch.autocast(device, dtype, enabled)`` of the forward, in one where `outer` holds.
 
     Models are traced on the CPU, so that a region of ``x.device.type`` says "cpu" whatever the program will run on: it
     speaks of the device that `outer` is of. A region of CUDA devices has no say in a model that autocasts on the CPU.
@@ -128,8 +128,8 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
     if device not in KERNELS:
         if enabled:
             raise ValueError(
-                f"torch.autocast({device!r}) inside forward is not supported, only 'cpu' and 'cuda': cast explicitly, or "
-                "leave it out of the model"
+                f"torch.autocast({device!r}) inside forward is not supported, only 'cpu' and 'cuda': cast explicitly, "
+                "or leave it out of the model"
             )
         return outer
     if outer is None:
@@ -171,7 +171,7 @@ def find_casts(
             )
     elif policy == "sum":
         first = args[0]
-        if first not in eligible or _names_dtype(node.target, args, kwargs):
+        if first not in eligible or _says_dtype(node.target, args, kwargs):
             return None
         eligible = [first]
     cast = frozenset(n for n in eligible if n.meta["val"].dtype != dtype)
@@ -189,7 +189,7 @@ def _nodes(value: Any) -> list[fx.Node]:
     return list(dict.fromkeys(found))
 
 
-def _names_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call says in which dtype its result is."""
     names = [argument.name for argument in target._schema.arguments]
     if "dtype" not in names:
@@ -211,7 +211,10 @@ class Casts:
     def cast(
         self, state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments, of the new graph, of the exported call `node`, cast as `state` has it. ValueError as `find_casts`."""
+        """The arguments, of the new graph, of the exported call `node`, cast as `state` has it.
+
+        Raises ValueError as `find_casts` does.
+        """
         found = find_casts(state, node, args, kwargs)
         if found is None:
             return args, kwargs
@@ -254,15 +257,15 @@ def describe_result(
             found = target(*_meta_values(args), **_meta_values(kwargs))
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"{where(node)}: under autocast {node.target} gets {', '.join(map(str, _dtypes(given)))}, which it does not "
-            f"take ({str(error).splitlines()[0]}); cast its arguments explicitly"
+            f"{where(node)}: under autocast {node.target} gets {_names(given)}, which it does not take "
+            f"({str(error).splitlines()[0]}); cast its arguments explicitly"
         ) from error
-    if enabled and state is not None and state.device == "cpu" and _dtypes(found) != _dtypes(traced):
-        if not is_mutation(node.target):
-            raise ValueError(
-                f"{where(node)}: under autocast torch computes a part of {node.target} in another dtype, inside: its "
-                f"result is {_dtypes(traced)}, here {_dtypes(found)}; call it with autocast disabled, and cast explicitly"
-            )
+    checked = state is not None and state.enabled and state.device == "cpu" and not is_mutation(node.target)
+    if checked and _dtypes(found) != _dtypes(traced):
+        raise ValueError(
+            f"{where(node)}: under autocast torch casts inside of {node.target}, which then gives {_names(traced)}, here "
+            f"{_names(found)}; call it with autocast disabled, and cast explicitly"
+        )
     return {**node.meta, "val": _with_dtypes(traced, found)}
 
 
@@ -278,6 +281,10 @@ def _meta_values(value: Any) -> Any:
 def _dtypes(value: Any) -> list[torch.dtype]:
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v.dtype for v in values if isinstance(v, Tensor)]
+
+
+def _names(value: Any) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _dtypes(value))
 
 
 def _retype(value: Tensor, dtype: torch.dtype) -> Tensor:
