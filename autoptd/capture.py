@@ -37,7 +37,7 @@ def capture(
     """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
     The graph is what torch.export gives in training mode: aten's training operators, parameters as
-    ``get_attr`` nodes under their first ``state_dict`` name; `normalize` writes out the casts of an autocast that is on.
+    ``get_attr`` nodes under their first ``state_dict`` name; `normalize` writes out what an autocast that is on casts.
     Raises TypeError for what is not a plain module and ValueError for what cannot be traced, with the user's file and
     line.
     """

@@ -297,8 +297,8 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
         )
     if manifest.autocast is not None:
         yield (
-            f"the casts of autocast to {str(manifest.autocast).removeprefix('torch.')} were promoted too; the plain model "
-            "ran without autocast, which leaves float64 alone"
+            f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
+            "without autocast, which leaves float64 alone"
         )
     nodes = [node for stage in program.stages for node in stage.graph.nodes]
     if any(_drops(node) for node in nodes):

@@ -263,8 +263,8 @@ def describe_result(
     checked = state is not None and state.enabled and state.device == "cpu" and not is_mutation(node.target)
     if checked and _dtypes(found) != _dtypes(traced):
         raise ValueError(
-            f"{where(node)}: under autocast torch casts inside of {node.target}, which then gives {_names(traced)}, here "
-            f"{_names(found)}; call it with autocast disabled, and cast explicitly"
+            f"{where(node)}: under autocast torch casts inside of {node.target}, which then gives {_names(traced)}, "
+            f"here {_names(found)}; call it with autocast disabled, and cast explicitly"
         )
     return {**node.meta, "val": _with_dtypes(traced, found)}
 
