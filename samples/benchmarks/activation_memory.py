@@ -160,7 +160,9 @@ def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
         manifest = program.manifest
         parallel = Parallel(manifest, connection, text.stages, constants, text.actions, weights)
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
-        saved = SavedTensors(held)
+        # The weights in half precision that the stages compute with are held beside the float32 ones.
+        narrow = {f"{name}, narrow": weight for name, weight in parallel._narrow.items()}
+        saved = SavedTensors({**held, **narrow})
         with saved:
             parallel(**batch)
         return saved.nbytes
