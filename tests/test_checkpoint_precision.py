@@ -97,7 +97,7 @@ def test_a_sharded_half_precision_checkpoint_moves(tmp_path: Path) -> None:
             parallel.load_checkpoint(folder, optimizer)
             names: dict[Any, str] = {p: n for n, p in parallel.named_parameters()}
             state = {f"{names[p]} {k}": v for p, of in optimizer.state.items() for k, v in of.items()}
-            seen.append({**parallel.state_dict(), **state})
+            seen.append({**dict(parallel.named_parameters()), **state})
         return seen
 
     run_threads(chains[0].manifest, begin)
