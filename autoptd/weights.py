@@ -93,9 +93,8 @@ def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], w
     shown = []
     for name in missing[:SHOWN]:
         ends = (other for other in others if name.endswith("." + other) or other.endswith("." + name))
-        near = [next(ends, "")] if others else []
-        near = near if near and near[0] else get_close_matches(name, others, 1)
-        shown.append(f"{name}{list(manifest.parameters[name].shape)}" + f" (nearest: {near[0]})" * bool(near))
+        near = next(ends, "") or next(iter(get_close_matches(name, others, 1)), "")
+        shown.append(f"{name}{list(manifest.parameters[name].shape)}" + f" (nearest: {near})" * bool(near))
     more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
     return (
         f"{len(missing)} of the model's {wanted} tensors are not among the {len(tensors)} given: {', '.join(shown)}"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 REASON = (
     "this tensor (shape {shape}) is one rank's slice out of parallel.state_dict(), not the model's: in a file of the "
     "model it would be taken for the whole. Call parallel.full_state_dict() on every rank and save what rank 0 gets "
-    "(Trainer: save_strategy='no', Lightning: enable_checkpointing=False, and save after training). To write every "
-    "rank's own slices to a file of its own, save x.as_subclass(torch.Tensor)"
+    "(Trainer: save_strategy='no', Lightning: enable_checkpointing=False, and save after training); to go on later, "
+    "parallel.save_checkpoint. To write every rank's own slices to a file of its own, save x.as_subclass(torch.Tensor)"
 )
 
 
