@@ -269,7 +269,9 @@ def test_weights_that_are_given_are_never_drawn() -> None:
     bound = program.bind(device="cpu", weights=state).state_dict()
     assert all(torch.equal(bound[name], state[name]) for name in bound)
     del state["h.1.ln_1.bias"]
-    with pytest.raises(ValueError, match=r"1 of the model's 52 tensors are not .*: h\.1\.ln_1\.bias\[32\]; give"):
+    with pytest.raises(
+        ValueError, match=r"1 of the model's 52 tensors are not .*: h\.1\.ln_1\.bias\[32\]; give"
+    ):
         program.bind(device="cpu", weights=state)
     with pytest.raises(ValueError, match="is on the meta device and has no values"):
         program.bind(device="cpu", weights=model)
