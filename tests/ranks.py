@@ -107,6 +107,7 @@ def _work(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent serves the store, as torchrun's agent does
         GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",  # as torchrun has it; Accelerate asks for as many threads
     )
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
