@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import torch
 from torch import Tensor
 
+from autoptd.runtime.agreement import are_finite
 from autoptd.runtime.rank import Rank
 
 INITIAL, LEAST = 2.0**15, 2.0**-14  # float16 ends below 2**16
@@ -29,9 +29,8 @@ class LossScale:
 
         Raises RuntimeError where no factor makes them so.
         """
-        flag = torch.zeros(1, device=rank.device)
+        flag = (~are_finite(gradients, rank.device)).to(torch.float32).view(1)
         for gradient in gradients:
-            flag = torch.maximum(flag, ~torch.linalg.vector_norm(gradient, inf).isfinite())
             gradient.mul_(1 / self.value)
         for group in (rank.tensor, rank.pipeline, rank.data):
             flag = group.all_reduce(flag, "max")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,9 +37,9 @@ class Trained(nn.Module):
     # By which transformers' Trainer knows how the model's labels are counted; bind takes it from the model.
     loss_type: str | None = None
 
+    @abstractmethod
     def _stepped(self) -> Mapping[str | int, nn.Parameter]:
         """What the optimizer steps: parameters by name, this replica's parts of shards by their position."""
-        raise NotImplementedError
 
     @property
     def coordinates(self) -> Coordinates:

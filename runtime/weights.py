@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -21,16 +22,17 @@ _BLOCK = 1 << 20  # elements hashed at once
 class Stored(Mapping[str, Tensor]):
     """Whole tensors by name, of which rows can be had alone: nobody reads what he does not keep."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        raise NotImplementedError
+        """The shape of the whole tensor."""
 
+    @abstractmethod
     def is_meta(self, name: str) -> bool:
         """Whether the tensor has no values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
         """Copy rows `first` to `end` of dimension `dim` to `into`, in whose dtype and on whose device they arrive."""
-        raise NotImplementedError
 
 
 class OnCPU(Mapping[str, Tensor]):
