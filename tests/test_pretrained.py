@@ -27,6 +27,7 @@ from autoptd.runtime.weights import take_slices
 from autoptd.tracing import program_filename
 from autoptd.weights import read_weights
 from samples.huggingface import read_names
+from tests.memory import begin_peak, read_memory
 from tests.plain_models import FURTHER, HUGGING_FACE, LENGTH, PLAIN, VOCABULARY
 from tests.ranks import run_ranks
 
@@ -286,12 +287,10 @@ def test_no_rank_has_the_whole_model_in_memory(tmp_path: Path) -> None:
     def work(rank: int) -> tuple[int, int, int]:
         # Else malloc keeps what is freed, and a peak says nothing of what is alive. -3 is its M_MMAP_THRESHOLD.
         ctypes.CDLL(None).mallopt(-3, 1 << 16)
-        begin_peak()
-        before = read_memory("VmRSS")
+        before = begin_peak()
         parallel = program.bind(weights=tmp_path)
         reading = read_memory("VmHWM") - before
-        begin_peak()
-        before = read_memory("VmRSS")
+        before = begin_peak()
         parallel.export_pretrained(tmp_path / "out")
         own = sum(p.numel() * p.element_size() for p in parallel.parameters())
         return own, reading, read_memory("VmHWM") - before
@@ -314,16 +313,6 @@ class Deep(nn.Module):
         for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
             x = x + second(torch.relu(first(x)))
         return x.square().mean()
-
-
-def begin_peak() -> None:
-    """VmHWM counts from here."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def read_memory(field: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 # Other names

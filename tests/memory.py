@@ -1,0 +1,14 @@
+"""The memory of this process as Linux counts it, in bytes."""
+
+from pathlib import Path
+
+
+def begin_peak() -> int:
+    """VmHWM counts from here; what is resident now: the worker of a test run has held many tests before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return read_memory("VmRSS")
+
+
+def read_memory(field: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
