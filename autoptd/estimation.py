@@ -85,6 +85,7 @@ class Estimator:
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
         self._scatter_gather, self._fuse, self._layout, self._rules = scatter_gather, fuse, layout, rules
         self._captured: dict[int | None, tuple[Program, int]] = {}
+        self._arranged: dict[tuple[int | None, bool], Program] = {}
         self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
         self._rows: dict[tuple[int, int | None, str | int], CostRow] = {}
         self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
@@ -108,6 +109,7 @@ class Estimator:
                     raise
                 self._short = self._model, 0  # the whole says whether it is the model that is wrong
                 self._captured.clear()
+                self._arranged.clear()
                 self._divided.clear()
                 self._rows[key] = self._measure(*key)
         return self._rows[key]
@@ -115,13 +117,15 @@ class Estimator:
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """A step but for what comes after the schedule. ValueError for what cannot be."""
         p, m = candidate.pipeline, candidate.num_microbatches
-        return sum(share * self._walk(candidate, count) for count, share in _shares(p, m))
+        return sum(
+            share * self._walk(candidate, count) for count, share in _shares(p, m, candidate.num_model_chunks)
+        )
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """A step, and what it is made of. ValueError for what cannot be."""
         p, m = candidate.pipeline, candidate.num_microbatches
         row, (manifest, times) = self._divide_stages(candidate)
-        count = _shares(p, m)[0][0]
+        count = _shares(p, m, candidate.num_model_chunks)[0][0]
         schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, Training())
@@ -153,18 +157,12 @@ class Estimator:
         return CostRow(program, repeats, self.cluster, Precision.of(program.stages, self._dtype))
 
     def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
-        if microbatch_size not in self._captured:
-            model, repeats = self._short
-            program = capture(model, mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
-            with Watch("plan") as watch:
-                program = run_passes(passes_to_the_division(self._layout), program, watch)
-            self._captured[microbatch_size] = program, repeats
-        captured, repeats = self._captured[microbatch_size]
+        arranged, repeats = self._arrange(tensor, microbatch_size)
         key = tensor, microbatch_size
         if key not in self._divided:
             try:
                 with Watch("plan") as watch:
-                    program = replace(captured, mesh=Mesh(tensor, 1, 1))
+                    program = replace(arranged, mesh=Mesh(tensor, 1, 1))
                     self._divided[key] = run_passes(passes_to_the_cut(self._rules), program, watch)
             except ValueError as error:
                 self._divided[key] = error
@@ -173,16 +171,32 @@ class Estimator:
             raise divided
         return divided, repeats
 
+    def _arrange(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
+        """What any number of tensor ranks divides alike, but that one alone has a layout of its own."""
+        if microbatch_size not in self._captured:
+            model, repeats = self._short
+            program = capture(model, mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
+            self._captured[microbatch_size] = program, repeats
+        captured, repeats = self._captured[microbatch_size]
+        key = microbatch_size, tensor > 1
+        if key not in self._arranged:
+            with Watch("plan") as watch:
+                program = replace(captured, mesh=Mesh(tensor, 1, 1))
+                self._arranged[key] = run_passes(passes_to_the_division(self._layout), program, watch)
+        return self._arranged[key], repeats
 
-def _shares(p: int, m: int) -> Sequence[tuple[int, float]]:
+
+def _shares(p: int, m: int, chunks: int) -> Sequence[tuple[int, float]]:
     """Counts of microbatches whose steps, times the shares, add up to one of m.
 
-    A long step's middle repeats itself every p microbatches: it is on the line through two short ones.
+    A long step's middle repeats itself every p microbatches: it is on the line through two short ones. Where chunks
+    take turns, the first p are no measure yet.
     """
-    if m <= 2 * p:
+    count = 2 * p if chunks == 1 else 3 * p
+    if m <= count:
         return ((m, 1.0),)
-    more = (m - 2 * p) / p
-    return (2 * p, 1 + more), (p, -more)
+    more = (m - count) / p
+    return (count, 1 + more), (count - p, -more)
 
 
 @lru_cache(maxsize=16)

@@ -31,11 +31,11 @@ Found = Form | tuple[Form, ...]  # of an operator with several results, one form
 
 
 def rewrite_layout(program: Program) -> Program:
-    """Hold activations [s, b, h] instead of [b, s, h], if that copies no more memory than before.
+    """Hold activations [s, b, h] instead of [b, s, h], if that copies less memory, or no more for several tensor ranks.
 
-    Dimension 0 of what the ranks exchange is then the sequence, and attention reads its heads as strided views. The
+    Dimension 0 of what tensor ranks exchange is then the sequence, and attention reads its heads as strided views. The
     model is left alone, and the log says why, when it is sequence-first already, has no [b, s] token input, or when
-    the exchange would have to be undone at a cost. Same numbers but for the order in which rows are added up.
+    nothing is gained. Same numbers but for the order in which rows are added up.
     """
     (stage,) = program.stages
     analysis = Analysis(stage.graph, stage.parameters, tensor=1, rules={})
@@ -59,6 +59,10 @@ def rewrite_layout(program: Program) -> Program:
     undone = "".join(f"; undone for {count} {name}" for name, count in mover.undone.most_common(3))
     if after > before:
         return _leave(program, f"[s, b, h] would copy {after:,} instead of {before:,} bytes{undone}")
+    if after == before and program.mesh.tensor == 1:
+        return _leave(
+            program, f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
+        )
     entry = (
         f"rewrite_layout [b, s, h] -> [s, b, h]: {before:,} -> {after:,} bytes copied per microbatch{undone}"
     )
