@@ -43,7 +43,7 @@ BOTH = (
     "schedule",
     "recompute",
 )
-PLANNED = (*BOTH, "dtype", "max_tensor")
+PLANNED = (*BOTH, "dtype", "max_tensor", *TRAINING)
 COMPILED = (*BOTH, "num_microbatches", "seed")
 FLAG: Any = argparse.BooleanOptionalAction
 
@@ -273,8 +273,8 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
     "plan": (
         _plan,
         "Find the mesh, model chunks, microbatches and recomputation that train a model fastest.",
-        "model --world-size! --global-batch! --cluster! --dtype --max-tensor --microbatch-size --num-model-chunks "
-        "--schedule --recompute --top",
+        f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
+        "--recompute --top",
     ),
     "compile": (
         _compile,

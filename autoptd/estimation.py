@@ -64,13 +64,17 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates of one model on one cluster. `options` are those of `autoptd.compile` that are the same for all."""
+    """Estimates of one model on one cluster.
+
+    `training` is how its steps are run; the other options are those of `autoptd.compile` that are the same for all.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         cluster: Cluster,
         dtype: str | None = None,
+        training: Training | None = None,
         *,
         example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -80,6 +84,7 @@ class Estimator:
         rules: Mapping[Any, str] | None = None,
     ) -> None:
         self.cluster = cluster
+        self.training = training or Training()
         self._dtype = dtype
         self._model, self._short = model, shorten_model(model)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
@@ -128,7 +133,7 @@ class Estimator:
         count = _shares(p, m, candidate.num_model_chunks)[0][0]
         schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
-        short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, Training())
+        short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
         seconds = short.step_seconds + self.pipeline_seconds(candidate) - self._walk(candidate, count)
         repeated = ("compute", "tensor", "pipeline", "sharing")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
@@ -140,7 +145,8 @@ class Estimator:
         _, (_, times) = self._divide_stages(candidate)
         p = candidate.pipeline
         schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
-        walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster)
+        blocking = not self.training.overlap_transfers
+        walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster, blocking=blocking)
         return float(max(end for _, _, _, end in walked))
 
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:

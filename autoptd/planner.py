@@ -20,6 +20,7 @@ from autoptd.options import check_counts, check_known, check_modes
 from autoptd.passes.cluster import Cluster
 from autoptd.ranking import Plan, explain_rank, make_plan
 from autoptd.runtime.mesh import Mesh
+from autoptd.simulation import Training
 from autoptd.step_memory import optimizer_bytes, state_bytes
 
 RECOMPUTE = ("none", "selective", "full")
@@ -46,6 +47,10 @@ def plan(
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
+    overlap_transfers: bool = True,
+    overlap_data: bool = True,
+    zero: int = 0,
+    wide_gradients: bool = True,
     **unknown: object,
 ) -> tuple[Plan, ...]:
     """Find the fastest way to train `model` on `world_size` devices that fits in their memory.
@@ -63,6 +68,8 @@ def plan(
         max_tensor: tensor ranks at most; default what one node holds.
         microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
             `example_inputs` the microbatch size is their own.
+        overlap_transfers, overlap_data, zero, wide_gradients: how steps are run, as `CompiledProgram.simulate` takes
+            it: zero=1 is for those who call ``parallel.shard_optimizer``.
 
     The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
     model and the batch, the best first, and those that do not fit at the end.
@@ -86,7 +93,8 @@ def plan(
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "rules": rules}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
-    estimator = Estimator(model, described, dtype, **given)
+    training = Training(overlap_transfers, overlap_data, zero, wide_gradients)
+    estimator = Estimator(model, described, dtype, training, **given)
     size = microbatch_size or estimator.example_size
     space = Space(
         world_size, global_batch, described, max_tensor, size, num_model_chunks, schedule, recompute
@@ -213,8 +221,9 @@ class Search:
 
         The sums of gradients may run beside the last backwards.
         """
-        cluster, precision = self._space.cluster, self._whole.precision
-        moved = optimizer_bytes(self._whole.owned, precision, candidate.tensor * candidate.pipeline)
+        cluster, training = self._space.cluster, self._estimator.training
+        ranks = candidate.tensor * candidate.pipeline * self._shards(candidate)
+        moved = optimizer_bytes(self._whole.owned, self._whole.precision, ranks, training.wide_gradients)
         return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
 
     def _need(self, candidate: Candidate) -> float:
@@ -230,8 +239,13 @@ class Search:
         held = candidate.num_microbatches * v
         if candidate.schedule != "gpipe":
             held = min(held, p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1)
-        static = sum(state_bytes(row.owned, row.precision, 1).values())
+        wide = self._estimator.training.wide_gradients
+        static = sum(state_bytes(row.owned, row.precision, self._shards(candidate), wide).values())
         return share * static / p + held * kept / (p * v)
+
+    def _shards(self, candidate: Candidate) -> int:
+        """Replicas that divide the optimizer's states."""
+        return candidate.data if self._estimator.training.zero else 1
 
     def _is_too_full(self, candidate: Candidate) -> bool:
         need = self._need(candidate)

@@ -59,6 +59,9 @@ class PaperRow:
         return replace(self, devices=self.tensor * self.pipeline, batch=self.batch // self.data)
 
 
+# How Megatron-LM of 2021 ran a step.
+MEGATRON = Training(overlap_transfers=False, overlap_data=False, wide_gradients=False)
+
 TABLE_1 = (
     PaperRow("1.7B", 24, 2304, 24, 1, 1, 32, 16, 512, 137),
     PaperRow("3.6B", 32, 3072, 30, 2, 1, 64, 16, 512, 138),
@@ -121,8 +124,7 @@ def simulate_row(
     schedule = make_schedule(
         manifest.schedule, manifest.mesh.pipeline, manifest.num_microbatches, manifest.num_model_chunks
     )
-    training = Training(overlap_transfers=False, overlap_data=False, wide_gradients=False)
-    return simulate_program(manifest, program.stages, schedule, cluster, None, training)
+    return simulate_program(manifest, program.stages, schedule, cluster, None, MEGATRON)
 
 
 def with_shares(cluster: Cluster, gemm: float, memory: float) -> Cluster:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -33,11 +33,18 @@ def with_memory(count: float) -> Cluster:
     return replace(SELENE, device=replace(SELENE.device, memory_bytes=count))
 
 
-@pytest.mark.parametrize("memory", [80e9, 50e6, 36e6], ids=lambda count: f"{count:.3g}")
-def test_the_search_finds_the_best_of_all_candidates(memory: float) -> None:
+MEGATRON = Training(overlap_transfers=False, overlap_data=False, wide_gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("memory", "training"),
+    [(80e9, Training()), (50e6, Training()), (36e6, Training()), (36e6, Training(zero=1)), (45e6, MEGATRON)],
+    ids=str,
+)
+def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Training) -> None:
     cluster = with_memory(memory)
-    plans = autoptd.plan(make_gpt(), world_size=4, global_batch=16, cluster=cluster)
-    estimator = Estimator(make_gpt(), cluster)
+    plans = autoptd.plan(make_gpt(), world_size=4, global_batch=16, cluster=cluster, **asdict(training))
+    estimator = Estimator(make_gpt(), cluster, training=training)
     row = estimator.measure(1, 1, "none")
     every = [(estimator.estimate(c), c) for c in Space(4, 16, cluster).candidates(row.layers, row.units)]
     fitting = [(e.step_seconds, c) for e, c in every if max(e.memory_bytes) <= memory]
@@ -80,6 +87,20 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     assert shorter * estimate.step_seconds <= simulated.step_seconds <= 1.03 * estimate.step_seconds
     assert max(estimate.memory_bytes) == pytest.approx(max(simulated.memory_bytes), rel=0.05)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
+
+
+def test_plans_know_how_a_step_is_run() -> None:
+    """What fits only divided among the replicas is planned so, and the program's own simulation says the same."""
+    size: Any = {"world_size": 4, "global_batch": 16, "cluster": with_memory(45e6), "max_tensor": 1}
+    whole, divided = (autoptd.plan(make_gpt(), **size, zero=zero) for zero in (0, 1))
+    assert min(own.mesh.pipeline for own in divided if own.fits) < min(
+        own.mesh.pipeline for own in whole if own.fits
+    )
+    simulated = autoptd.compile(make_gpt(), **divided[0].options).simulate(SELENE, zero=1)
+    assert simulated.step_seconds == pytest.approx(divided[0].step_seconds, rel=0.03)
+    assert max(simulated.memory_bytes) == pytest.approx(divided[0].memory_bytes, rel=0.05)
+    with pytest.raises(ValueError, match="zero=2"):
+        autoptd.plan(make_gpt(), **size, zero=2)
 
 
 @pytest.mark.parametrize("v", [1, 2])
