@@ -96,10 +96,8 @@ def plan(
     training = Training(overlap_transfers, overlap_data, zero, wide_gradients)
     estimator = Estimator(model, described, dtype, training, **given)
     size = microbatch_size or estimator.example_size
-    space = Space(
-        world_size, global_batch, described, max_tensor, size, num_model_chunks, schedule, recompute
-    )
-    return Search(estimator, space).run()
+    fixed = (max_tensor, size, num_model_chunks, schedule, recompute)
+    return Search(estimator, Space(world_size, global_batch, described, *fixed)).run()
 
 
 @dataclass(frozen=True)
