@@ -17,7 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autoptd.ambient import read_autocast, trace_under
 from autoptd.custom_gradients import Functions
 from autoptd.example_inputs import Examples, read_examples
-from autoptd.objective import LossError, Objective
+from autoptd.objective import DataDependentError, LossError, Objective
+from autoptd.passes.calls import where
 from autoptd.passes.program import Program, Stage
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
@@ -101,20 +102,29 @@ def _export(
             return torch.export.export(objective, values, strict=False)
     except LossError:
         raise
+    except DataDependentError as error:
+        place, found = _describe(error.__cause__ or error, model)
+        grouped = hasattr(model, "set_experts_implementation")
+        raise ValueError(
+            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
+            f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
+            "instead of the branch; pass a module without that branch"
+            + "; of a loop over experts, model.set_experts_implementation('grouped_mm')"
+            * grouped
+        ) from error
     except Exception as error:
         raise ValueError(_explain(error, model)) from error
 
 
+def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """Where in the user's code it comes from, and what it says first."""
+    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
+    return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def _explain(error: Exception, model: nn.Module) -> str:
     """What stopped the trace, where in the user's code, and the ways out."""
-    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
-    found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    if "DataDependent" in found or "data-dependent" in str(error).lower():
-        return (
-            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
-            f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
-            "instead of the branch; pass a module without that branch"
-        )
+    place, found = _describe(error, model)
     return (
         f"{place}: the model cannot be traced ({found}). "
         "Write that call with torch operators, or move it out of forward"
@@ -211,9 +221,19 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
             values[node].meta = _meta(node)
+            _check_value(values[node])
             if node.op == "get_attr":
                 values[node].meta["region"] = _region(exported.graph_module, node)
     return graph
+
+
+def _check_value(node: fx.Node) -> None:
+    """Refuse a number that depends on data, such as the length of a list made of a tensor."""
+    if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise ValueError(
+            f"{where(node)}: {node.target} makes a number of a tensor's values, and a graph with sizes of its own for "
+            "every batch cannot be compiled; keep it in a tensor, or take it from shapes or the config"
+        )
 
 
 def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:

@@ -46,6 +46,14 @@ class Objective(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor:
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
+        try:
+            return self._find_loss(given)
+        except RuntimeError as error:
+            if "data-dependent" in str(error).lower():
+                raise DataDependentError from error
+            raise
+
+    def _find_loss(self, given: Mapping[str, Any]) -> Tensor:
         result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
         if self.loss_fn is not None:
             loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
@@ -66,6 +74,13 @@ def _call(model: nn.Module, given: Mapping[str, Any]) -> object:
     bound.apply_defaults()
     with fx.traceback.preserve_node_meta():
         return fx.Interpreter(model).run(*bound.args)
+
+
+class DataDependentError(Exception):
+    """Control flow depends on a tensor's values; its cause says where.
+
+    Not torch's own, for which it prints the whole graph so far.
+    """
 
 
 class LossError(ValueError):

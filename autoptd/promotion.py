@@ -14,12 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoptd.runtime import aten
 from autoptd.runtime.kernels.precision import HALF
 
-LOW = (torch.float32, *HALF)
+COMPLEX = (torch.complex64, torch.complex32)
+LOW = (torch.float32, *HALF, *COMPLEX)
 LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
 def promote(dtype: torch.dtype) -> torch.dtype:
-    """float64 for a floating dtype of fewer bits, else `dtype`."""
+    """float64 for a floating dtype of fewer bits, complex128 for a complex one, else `dtype`."""
+    if dtype in COMPLEX:
+        return torch.complex128
     return torch.float64 if dtype in LOW else dtype
 
 
@@ -45,7 +48,7 @@ class Promotion(TorchDispatchMode):
         position, makes = _signature(func)
         if position is None:
             result = func(*args, **options)
-            return result.double() if func in LITERALS and result.dtype in LOW else result
+            return result.to(promote(result.dtype)) if func in LITERALS else result
         given = args[position] if position < len(args) else options.get("dtype")
         if given in LOW:
             self.count += not makes
@@ -55,10 +58,11 @@ class Promotion(TorchDispatchMode):
             result = func(*args, **options)
             if not isinstance(result, Tensor) or result.dtype not in LOW:
                 return result
+            given = result.dtype
         if position < len(args):
-            args = (*args[:position], torch.float64, *args[position + 1 :])
+            args = (*args[:position], promote(given), *args[position + 1 :])
         else:
-            options["dtype"] = torch.float64
+            options["dtype"] = promote(given)
         return func(*args, **options)
 
 

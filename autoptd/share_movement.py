@@ -175,6 +175,11 @@ def kept(node: fx.Node, dim: int, rank: int) -> int | None:
     return dim if same else None
 
 
+def paired(node: fx.Node, dim: int, rank: int) -> int | None:
+    """``view_as_complex`` and ``view_as_real``: the last dimension goes, or comes."""
+    return dim if dim < len(shape_of(node)) else None
+
+
 def sliced(node: fx.Node, shares: Shares) -> Share:
     own: Any = node.args[0]
     share, shape = read(own, shares), shape_of(own)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.calls import argument, shape_of
-from autoptd.share_movement import aligned, describe, merge, read, take
+from autoptd.share_movement import aligned, describe, merge, read, spread, take
 from autoptd.shares import PARTIAL, UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares
 
 
@@ -183,9 +183,9 @@ def total(node: fx.Node, shares: Shares) -> Share:
     return _reduce(node, shares, partial=True)
 
 
-def extreme(node: fx.Node, shares: Shares) -> Share:
-    """Means and maxima need the dimension whole."""
-    return _reduce(node, shares, partial=False)
+def extreme(node: fx.Node, shares: Shares) -> Found:
+    """Means and maxima need the dimension whole; some say where it is too."""
+    return spread(node, _reduce(node, shares, partial=False))
 
 
 def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
@@ -200,9 +200,10 @@ def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
         if not partial or share.mixed:
             check_whole(own, share, dims)
         return PARTIAL
+    value = node.meta["val"]
     return (
         share
-        if len(shape_of(node)) == rank
+        if (value[0] if isinstance(value, (tuple, list)) else value).dim() == rank
         else replace(share, dim=share.dim - sum(d < share.dim for d in dims))
     )
 

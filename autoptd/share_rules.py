@@ -261,6 +261,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["split", "split_with_sizes", "chunk", "tensor_split"], movement.split),
     **dict.fromkeys(["cat", "concat", "concatenate"], movement.joined),
     "stack": movement.stacked,
+    **dict.fromkeys(["view_as_complex", "view_as_real"], movement.moving(movement.paired)),
     "repeat_interleave": movement.repeated,
     "getitem": movement.getitem,
     "linear": products.linear,
@@ -271,7 +272,9 @@ RULES: Mapping[str, Rule] = {
     "embedding": products.embedding,
     "cross_entropy_loss": products.whole_loss,
     "sum": products.total,
-    **dict.fromkeys(["mean", "amax", "amin", "any", "all", "logsumexp", "var", "std"], products.extreme),
+    **dict.fromkeys(
+        ["mean", "amax", "amin", "max", "min", "any", "all", "logsumexp", "var", "std"], products.extreme
+    ),
     **dict.fromkeys(
         ["softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"], products.over(products.softmax_dims)
     ),

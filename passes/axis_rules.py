@@ -96,6 +96,7 @@ ELEMENTWISE = """
     logical_xor bitwise_and bitwise_or bitwise_not to _to_copy clone contiguous detach alias lift_fresh_copy
     lift_fresh positive float_power addcmul addcdiv lerp isnan isinf isfinite nan_to_num zeros_like ones_like
     full_like fill floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid softsign trunc frac
+    polar complex real imag conj _conj _conj_physical resolve_conj
 """.split()  # noqa: SIM905  (a list of 70 quoted words is 70 lines)
 
 # What sends tokens to experts, and turns an image into patches: every tensor rank does it whole, experts included.
@@ -130,6 +131,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["aten.cat", "aten.concat", "aten.concatenate"], shape_rules.concatenate),
     "aten.slice_scatter": shape_rules.slice_scatter,
     "aten.stack": shape_rules.stack,
+    "aten.view_as_complex": shape_rules.view_as_complex,
+    "aten.view_as_real": shape_rules.view_as_real,
     **dict.fromkeys(["aten.pad", "aten.constant_pad_nd"], shape_rules.pad),
     "_operator.getitem": shape_rules.getitem,
     "aten.linear": contraction_rules.linear,
@@ -146,7 +149,16 @@ RULES: Mapping[str, Rule] = {
     "aten.einsum": contraction_rules.einsum,
     "aten.sum": contraction_rules.reduce_sum,
     **dict.fromkeys(
-        ["aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.logsumexp"],
+        [
+            "aten.mean",
+            "aten.amax",
+            "aten.amin",
+            "aten.max",
+            "aten.min",
+            "aten.any",
+            "aten.all",
+            "aten.logsumexp",
+        ],
         contraction_rules.reduce_whole,
     ),
     **dict.fromkeys(["aten.var", "aten.std"], contraction_rules.reduce_whole),

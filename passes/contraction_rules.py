@@ -207,13 +207,15 @@ def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:
     return _reduced(node, own, dims)
 
 
-def reduce_whole(analysis: Analysis, node: fx.Node) -> Axes:
-    """Mean, maximum and the like need the whole dimension."""
+def reduce_whole(analysis: Analysis, node: fx.Node) -> Any:
+    """Mean, maximum and the like need the whole dimension; some say where it is too."""
     own = analysis.of(node.args[0])
     dims = _dims(node, own)
     for d in dims:
         ax.block(own[d], f"{called(node)} reduces over it")
-    return _reduced(node, own, dims)
+    reduced = _reduced(node, own, dims)
+    value = node.meta["val"]
+    return (reduced,) * len(value) if isinstance(value, (tuple, list)) else reduced
 
 
 def _dims(node: fx.Node, own: Axes) -> list[int]:
@@ -224,7 +226,8 @@ def _dims(node: fx.Node, own: Axes) -> list[int]:
 
 
 def _reduced(node: fx.Node, own: Axes, dims: list[int]) -> Axes:
-    if len(shape_of(node)) == len(own):
+    value = node.meta["val"]
+    if (value[0] if isinstance(value, (tuple, list)) else value).dim() == len(own):
         return tuple(Axis(1) if d in dims else a for d, a in enumerate(own))
     return tuple(a for d, a in enumerate(own) if d not in dims)
 

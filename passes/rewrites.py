@@ -199,6 +199,15 @@ def _matmul(call: Call) -> fx.Node | None:
     return call.emit(aten.linear.default, call.source, other.args[0])
 
 
+def _concatenate(call: Call) -> fx.Node | None:
+    """Without [0], which torch joins to tensors of any shape."""
+    sources, *dim = call.args
+    filled = [source for source in sources if source.meta["val"].shape != (0,)]
+    if len(filled) in (0, len(sources)):
+        return None
+    return call.emit(aten.cat.default, filled, *dim) if len(filled) > 1 else filled[0]
+
+
 def _as(target: OpOverload) -> Rule:
     return lambda call: call.emit(target, *call.args)
 
@@ -295,6 +304,9 @@ RULES: dict[Any, Rule] = {
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,
+    aten.cat.default: _concatenate,
+    aten.max.other: _as(aten.maximum.default),
+    aten.min.other: _as(aten.minimum.default),
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     aten.__and__.Tensor: _as(aten.bitwise_and.Tensor),

@@ -202,6 +202,17 @@ def concatenate(analysis: Analysis, node: fx.Node) -> Axes:
     return (*parts[0][:dim], joined, *parts[0][dim + 1 :])
 
 
+def view_as_complex(analysis: Analysis, node: fx.Node) -> Axes:
+    """[.., 2] as complex numbers [..]."""
+    *own, pair = analysis.of(node.args[0])
+    ax.block(pair, f"{called(node)} makes numbers of it")
+    return tuple(own)
+
+
+def view_as_real(analysis: Analysis, node: fx.Node) -> Axes:
+    return (*analysis.of(node.args[0]), Axis(2, blocked=f"{called(node)} makes it"))
+
+
 def stack(analysis: Analysis, node: fx.Node) -> Axes:
     sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
     parts = [analysis.of(s) for s in sources]

@@ -162,6 +162,27 @@ def sink(m: Attention, x: Tensor) -> Tensor:
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
+def complex_rotary(m: Attention, x: Tensor) -> Tensor:
+    """Positions as turns of complex numbers."""
+    q, k, v = (y.view(*y.shape[:2], HEADS, SIZE) for y in x.chunk(3, -1))
+    angles = torch.outer(torch.arange(x.shape[1]), 1.0 / 10 ** torch.arange(0, SIZE, 2)[: SIZE // 2])
+    turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]  # in complex64, which verify promotes
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(y.reshape(*y.shape[:3], -1, 2)) * turns).flatten(3)
+        for y in (q, k)
+    )
+    return fused(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+
+
+def sink_below_its_largest(m: Attention, x: Tensor) -> Tensor:
+    """As `sink`, every score less the largest, none beyond a bound that is a tensor."""
+    q, k, v = plain(m, x)
+    scores = (q @ k.transpose(-2, -1)).masked_fill(~m.seen, float("-inf"))
+    scores = torch.cat([torch.min(scores, torch.tensor(3.0)), m.slopes.expand(*scores.shape[:3], 1)], -1)
+    weights = (scores - scores.max(-1, keepdim=True).values).softmax(-1)[..., :-1]
+    return (torch.cat([torch.zeros(0), weights], -1) @ v).transpose(1, 2).flatten(2)
+
+
 ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "multi-query": lambda: Attention(
         lambda m, x: fused(*multi_query(m, x), is_causal=True, enable_gqa=True), 48
@@ -175,6 +196,8 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "another order": lambda: Attention(other_order),
     "differential": lambda: Attention(differential),
     "sink": lambda: Attention(sink),
+    "sink below its largest": lambda: Attention(sink_below_its_largest),
+    "complex rotary": lambda: Attention(complex_rotary),
 }
 
 

@@ -309,6 +309,21 @@ class Branching(Head):
         return super().forward(idx, targets)
 
 
+class Item(Head):
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
+        return super().forward(idx, targets) * idx.max().item()
+
+
+class Routing(Head):
+    """Numbers of tokens as a list, as experts are given their rows."""
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
+        first, _ = idx.flatten().split(
+            [int(n) for n in torch.bincount(idx.flatten() % 2, minlength=2).tolist()]
+        )
+        return super().forward(idx, targets + 0 * first.sum())
+
+
 class Counting(Head):
     count: Tensor
 
@@ -362,6 +377,13 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         (outside(), {}, ValueError, ["head.weight", "constant", "self"]),
         (meta_attribute(), {}, ValueError, ["scale", "meta device", "buffer"]),
         (Branching(loss_only), {}, ValueError, ["test_capture.py:", "if idx.sum() > 3", "torch.where"]),
+        (Routing(loss_only), {}, ValueError, ["test_capture.py:", "depends on a tensor's values"]),
+        (
+            Item(loss_only),
+            {},
+            ValueError,
+            ["test_capture.py:", "makes a number of a tensor's values", "config"],
+        ),
         (Counting(), {}, ValueError, ["test_capture.py:", "'count'", "buffer", "outside of forward"]),
         (Head(rounded), {}, ValueError, ["Rounded", "backward"]),
         (Head(lambda logits, loss: logits), {}, ValueError, ["no scalar loss", "[2, 16, 61]", "loss_fn="]),
@@ -379,9 +401,16 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         (Head(loss_only), {"names": None}, ValueError, ["sequence length", "example_inputs="]),
     ],
 )
-def test_bad_input(model: Any, options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+def test_bad_input(
+    model: Any,
+    options: dict[str, Any],
+    error: type[Exception],
+    words: list[str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     names = options.pop("names", ("idx", "targets"))
     with pytest.raises(error) as found:
         compiled(model, example_inputs=None if names is None else batch(*names), **options)
     for word in words:
         assert word in str(found.value)
+    assert "def forward" not in capfd.readouterr().err, "the graph so far, as torch prints it"

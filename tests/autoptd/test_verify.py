@@ -187,7 +187,7 @@ def test_a_drawn_batch_that_the_model_refuses_is_said(how: str, mesh: tuple[int,
 @pytest.mark.parametrize(
     ("mesh", "old", "new"),
     [
-        ((1, 1, 1), 'p["wte.weight"], idx_sb', 'p["wte.weight"].narrow(0, 0, 40), idx_sb'),
+        ((1, 1, 1), 'p["wte.weight"], idx', 'p["wte.weight"].narrow(0, 0, 40), idx'),
         ((1, 1, 1), 'p["wpe.weight"], ', 'p["wpe.weight"][:8], '),
         ((2, 1, 1), "idx_sb, vocabulary=67", "idx_sb, vocabulary=40"),
     ],
