@@ -109,7 +109,7 @@ def _export(
             f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
             f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
             "instead of the branch; pass a module without that branch"
-            + "; of a loop over experts, model.set_experts_implementation('grouped_mm')"
+            + "; of a loop over experts, model.set_experts_implementation('batched_mm')"
             * grouped
         ) from error
     except Exception as error:

@@ -196,10 +196,19 @@ def _find_loss(result: Any, manifest: Manifest) -> Tensor:
 
 @contextmanager
 def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[None]:
-    """Turn torch's error for a row that is not there into one that says where, and what the batch holds."""
+    """Turn torch's error for a row that is not there into one that says where, and what the batch holds.
+
+    And its error for float64, which not every operator takes.
+    """
     try:
         yield
     except (IndexError, RuntimeError) as error:
+        if "got Double" in str(error):
+            line = user_line(traceback.extract_tb(error.__traceback__))
+            raise ValueError(
+                f"verify computes in float64, and {who} has an operator that does not, at {line}: {error}. Compile the "
+                "model with another one; of transformers' experts: model.set_experts_implementation('batched_mm')"
+            ) from error
         if not isinstance(error, IndexError) and "out of bounds" not in str(error):
             raise
         held = (

@@ -191,6 +191,20 @@ def test_experts_as_transformers_multiplies_them(name: str) -> None:
     compare(found.steps[0], plain.steps[0], loss_tolerance=8 * EPSILON, gradient_tolerance=64 * EPSILON)
 
 
+def test_experts_that_cannot_be_traced_or_compared_say_which_can() -> None:
+    model = build("mixtral")
+    example = {name: x[:1] for name, x in make_batches("mixtral", 1)[0].items()}
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"modeling_mixtral.py:\d+: for expert_idx .*'batched_mm'"):
+        autoptd.compile(model, mesh=(1, 1, 1), example_inputs=example)
+    model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=example)
+    with pytest.raises(ValueError, match=r"verify computes in float64, and the plain model .*'batched_mm'"):
+        program.verify()
+    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    assert autoptd.compile(model, mesh=(2, 1, 1), example_inputs=example).verify().passed
+
+
 @pytest.mark.timeout(120)
 def test_five_steps_of_gpt2() -> None:
     model = build("gpt2")
