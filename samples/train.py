@@ -11,11 +11,12 @@ The lines marked (+) are the ones that a one-device script does not have.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pkgutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -105,8 +106,8 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], num_microba
     return torch.stack(losses).sum()
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
+def train(args: argparse.Namespace) -> Iterator[tuple[float, float]]:
+    """Train step after step; give each one's loss and seconds."""
     rank, replica, replicas = int(os.environ.get("RANK", 0)), 0, 1
     num_sequences = args.microbatches * args.microbatch_size
     model = make_model(args)
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     data = corpus.batches(
         corpus.load_corpus(), num_sequences, args.length, seed=args.seed, replica=replica, replicas=replicas
     )
-    for step, (idx, targets) in zip(range(1, args.steps + 1), data, strict=False):
+    for idx, targets in itertools.islice(data, args.steps):
         started = time.perf_counter()
         batch = name_inputs(args.model, idx.to(device), targets.to(device))
         if args.plain:
@@ -138,7 +139,14 @@ def main(argv: list[str] | None = None) -> None:
         optimizer.step()
         warm_up.step()
         optimizer.zero_grad()
-        report_step(args, rank, step, loss.item(), time.perf_counter() - started)
+        yield loss.item(), time.perf_counter() - started
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    rank = int(os.environ.get("RANK", 0))
+    for step, (loss, seconds) in enumerate(train(args), 1):
+        report_step(args, rank, step, loss, seconds)
 
 
 def report_step(args: argparse.Namespace, rank: int, step: int, loss: float, seconds: float) -> None:

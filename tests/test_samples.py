@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from samples import corpus, train
 from samples.benchmarks import kernels, memory_traffic
+from samples.benchmarks.hand_written import train_by_hand
 from samples.benchmarks.kernel_cases import CASES, Maker, Sizes
 from samples.benchmarks.pinned import own_cores
 from samples.gpt import GPT, GPTConfig
+from tests.ranks import run_ranks
 
 SMALL = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
 
@@ -152,6 +155,21 @@ def test_mesh_and_one_device_print_the_same_loss(tmp_path: Path) -> None:
         losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
     assert losses[0] == pytest.approx(losses[1], rel=1e-14, abs=0)
     assert losses[0][2] != losses[0][0]
+
+
+@pytest.mark.parametrize(("mesh", "chunks"), [((2, 2, 2), 1), ((1, 2, 2), 2), ((1, 1, 2), 1)])
+def test_the_hand_written_rival_trains_the_same_model(
+    mesh: tuple[int, int, int], chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "load_corpus", lambda: np.tile(np.arange(64, dtype=np.uint16), 50) ** 2 % 64)
+    monkeypatch.setattr(corpus, "VOCAB_SIZE", 64)
+    sizes = f"--layers 4 --hidden 32 --heads 4 --length 16 --steps 3 --dtype float64 --chunks {chunks}"
+    args = train.parse_arguments([*sizes.split(), "--mesh", ",".join(map(str, mesh)), "--warm-up", "1"])
+    ranks = run_ranks(lambda _: [loss for loss, _ in train_by_hand(args)], math.prod(mesh))
+    args.plain = True
+    plain = [loss for loss, _ in train.train(args)]
+    assert plain[2] < 0.99 * plain[0]
+    assert all(losses == pytest.approx(plain, rel=1e-13, abs=0) for losses in ranks)
 
 
 def test_output_without_loss_is_refused() -> None:

@@ -10,9 +10,13 @@ backward, by the ledger and as autograd saves them.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,12 +32,12 @@ from autoptd.stage_times import time_stages
 from samples import corpus, train
 from samples.benchmarks.activation_memory import SavedTensors
 from samples.benchmarks.report import publish
-from samples.benchmarks.throughput import WARM_UP_STEPS, Case
-from samples.benchmarks.throughput import train as run_training
+from samples.benchmarks.throughput import Case
 
 T = TypeVar("T")
 MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
 CHUNKS = ((2, 2, 2), 2)  # the demo's own
+WARM_UP_STEPS = 2
 STAT = Path("/proc/stat")
 
 
@@ -69,12 +73,18 @@ def _busy_seconds() -> float:
 
 def measure_step(case: Case, steps: int) -> float:
     """Median seconds of a step, in processes of their own."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(math.prod(case.mesh))]
+    sample = ["-m", "samples.train", "--mesh", ",".join(map(str, case.mesh))]
+    settings = ["--chunks", str(case.num_model_chunks), "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as folder:
-        log = run_training(case, False, steps, Path(folder) / "steps.jsonl")
+        log = Path(folder) / "steps.jsonl"
+        command = [sys.executable, *launcher, *sample, *settings, "--losses", str(log)]
+        threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=threads)
+        rates = [json.loads(line)["tokens_per_second"] for line in log.read_text().splitlines()]
     args = train.parse_arguments([])
     tokens = case.mesh[2] * args.microbatches * args.microbatch_size * args.length
-    rate = statistics.median(entry["tokens_per_second"] for entry in log[WARM_UP_STEPS:])
-    return float(tokens / rate)
+    return float(tokens / statistics.median(rates[WARM_UP_STEPS:]))
 
 
 def predict_step(case: Case, cluster: autoptd.Cluster) -> autoptd.Simulation:
@@ -128,8 +138,8 @@ def main() -> None:
     args = parser.parse_args()
     corpus.load_corpus()
     wanted = [tuple(map(int, text.split(","))) for text in args.mesh or ()] or MESHES
-    cases = [Case((t, p, d), 1, "samples.train") for t, p, d in wanted]
-    cases += [Case(CHUNKS[0], CHUNKS[1], "samples.train")] if CHUNKS[0] in wanted else []
+    cases = [Case((t, p, d), 1) for t, p, d in wanted]
+    cases += [Case(*CHUNKS)] if CHUNKS[0] in wanted else []
     machines: list[Taken[autoptd.Cluster]] = []
     steps: dict[Case, list[Taken[float]]] = {case: [] for case in cases}
     for _ in range(args.rounds):

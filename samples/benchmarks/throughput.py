@@ -1,6 +1,8 @@
 """Tokens per second of the demo's GPT on meshes of CPU processes, beside one process with two threads.
 
-The same cores do the work in every row, so the ratio is what parallel execution costs on one machine.
+The same cores do the work in every row, so the ratio is what parallel execution costs on one machine. Beside the
+compiled program runs the same GPT divided by hand with torch.distributed (samples/benchmarks/hand_written.py): in the
+same processes, the two and the one process in turn, a few steps each, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -9,76 +11,149 @@ import argparse
 import json
 import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from samples import corpus
+import torch.distributed as dist
+
+from samples import corpus, train
 from samples.benchmarks.report import publish
 
-WARM_UP_STEPS = 2
+MESHES = ("2,2,2", "2,2,1", "1,2,2", "1,1,2", "1,1,1")
+THREADS = 2  # of the one process
+TOLERANCE = 1e-5  # of the losses of tens of steps in float32
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to run the training sample on a mesh (tensor, pipeline, data)."""
+    """The training sample on a mesh (tensor, pipeline, data)."""
 
     mesh: tuple[int, int, int]
     num_model_chunks: int
-    module: str
 
     @property
     def name(self) -> str:
-        schedule = "1F1B" if self.num_model_chunks == 1 else f"interleaved, v = {self.num_model_chunks}"
-        return f"{self.mesh}, {math.prod(self.mesh)} processes, {schedule}"
+        count = math.prod(self.mesh)
+        processes = "1 process" if count == 1 else f"{count} processes"
+        kind = "1F1B" if self.num_model_chunks == 1 else f"interleaved, v = {self.num_model_chunks}"
+        return f"{self.mesh}, {processes}" + (f", {kind}" if self.mesh[1] > 1 else "")
 
 
-# As torchrun starts the ranks, and kept on cores under batch scheduling.
-MODULES = {"free": "samples.train", "pinned": "samples.benchmarks.pinned"}
+@dataclass(frozen=True)
+class Turn:
+    """Losses and seconds of consecutive steps."""
+
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def step(self) -> float:
+        """The median step after the first, which finds cold caches."""
+        return statistics.median(self.seconds[1:])
 
 
-def train(case: Case, plain: bool, steps: int, log: Path) -> list[dict[str, float]]:
-    """Run the training sample once; its log, one entry a step."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(math.prod(case.mesh))]
-    kind = ["--plain"] if plain else ["--chunks", str(case.num_model_chunks)]
-    sample = ["-m", case.module, "--mesh", ",".join(map(str, case.mesh)), *kind]
-    launched = [*([] if plain else launcher), *sample]
-    command = [sys.executable, *launched, "--steps", str(steps), "--losses", str(log)]
-    threads = {"OMP_NUM_THREADS": "2" if plain else "1"}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **threads})
-    return [json.loads(line) for line in log.read_text().splitlines()]
+class Runners:
+    """The processes of one way, or of several that share them, and their turns."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self._processes = processes
+
+    def run(self, way: str, steps: int) -> Turn:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{way} {steps}\n")
+            process.stdin.flush()
+        answer = self._processes[0].stdout
+        assert answer is not None
+        line = answer.readline()
+        if not line:
+            raise RuntimeError(f"a process of {way} has ended; its standard error says why")
+        losses, seconds = zip(*json.loads(line), strict=True)
+        return Turn(list(losses), list(seconds))
 
 
-def median_rate(entries: list[dict[str, float]]) -> float:
-    return statistics.median(entry["tokens_per_second"] for entry in entries[WARM_UP_STEPS:])
+@contextmanager
+def start(ways: Sequence[str], case: Case, pinned: bool, processes: int) -> Iterator[Runners]:
+    """As many `processes` of samples/benchmarks/turns.py, with torchrun's environment."""
+    with socket.create_server(("127.0.0.1", 0), backlog=4 * processes) as listener:
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    sample = ["--mesh", ",".join(map(str, case.mesh)), "--chunks", str(case.num_model_chunks)]
+    module = [sys.executable, "-m", "samples.benchmarks.turns", *(["--pinned"] if pinned else []), *ways]
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for rank in range(processes):
+            places = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": processes,
+                "LOCAL_WORLD_SIZE": processes,
+            }
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+            threads = {"OMP_NUM_THREADS": THREADS if processes == 1 else 1}
+            environment = {key: str(value) for key, value in {**places, **address, **threads}.items()}
+            started.append(
+                subprocess.Popen(
+                    [*module, "--", *sample, "--steps", str(10**6)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **environment},
+                )
+            )
+        yield Runners(started)
+        for process in started:
+            process.communicate()  # ends its input
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        del store  # the server lives until here
 
 
-def loss_distance(entries: list[dict[str, float]], reference: list[dict[str, float]]) -> float:
+def compare(case: Case, pinned: bool, rounds: int, steps: int) -> list[str]:
+    """The cells of a row: rates, ratios over the one process and over the hand-written, distances of the losses."""
+    processes = math.prod(case.mesh)
+    ways = ["compiled"] if processes == 1 else ["compiled", "by-hand"]
+    turns: dict[str, list[Turn]] = {}
+    with start(ways, case, pinned, processes) as ranks, start(["plain"], case, False, 1) as one:
+        for _ in range(rounds + 1):
+            for way in ways:
+                turns.setdefault(way, []).append(ranks.run(way, steps))
+            turns.setdefault("plain", []).append(one.run("plain", steps))
+    distances = [loss_distance(turns[way], turns["plain"]) for way in ways]
+    if max(distances) > TOLERANCE:
+        raise SystemExit(f"{case.name}: the losses are {max(distances):.1e} apart: one of them is wrong")
+    counted = {way: [turn.step for turn in own[1:]] for way, own in turns.items()}  # the first warms up
+    sample = train.parse_arguments([])
+    tokens = case.mesh[2] * sample.microbatches * sample.microbatch_size * sample.length
+    rates = [f"{tokens / statistics.median(counted[way]):.0f}" for way in ("plain", *ways)]
+    ratios = [write_ratios(counted[way], counted["compiled"]) for way in ("plain", *ways[1:])]
+    missing = [] if len(ways) > 1 else ["-"]
+    return [*rates, *missing, *ratios, *missing, *(f"{distance:.1e}" for distance in distances), *missing]
+
+
+def write_ratios(others: Sequence[float], ours: Sequence[float]) -> str:
+    """How many times as fast as the others we are: the median of the pairs, and their range."""
+    ratios = [other / own for other, own in zip(others, ours, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def loss_distance(turns: Sequence[Turn], reference: Sequence[Turn]) -> float:
     """Largest relative difference of the loss over the steps."""
-    pairs = zip(entries, reference, strict=True)
-    return max(abs(one["loss"] - two["loss"]) / abs(two["loss"]) for one, two in pairs)
-
-
-def compare(case: Case, repetitions: int, steps: int) -> list[str]:
-    """Both rates, their ratio and the distance of the losses, the two runs in turn."""
-    ours, plain, distances = [], [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(repetitions):
-            parallel_log = train(case, False, steps, Path(folder) / "parallel.jsonl")
-            plain_log = train(case, True, steps, Path(folder) / "plain.jsonl")
-            ours.append(median_rate(parallel_log))
-            plain.append(median_rate(plain_log))
-            distances.append(loss_distance(parallel_log, plain_log))
-    ratios = [one / two for one, two in zip(ours, plain, strict=True)]
-    return [
-        f"{statistics.median(ours):.0f}",
-        f"{statistics.median(plain):.0f}",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-        f"{max(distances):.1e}",
+    pairs = [
+        pair
+        for one, two in zip(turns, reference, strict=True)
+        for pair in zip(one.losses, two.losses, strict=True)
     ]
+    return max(abs(one - two) / abs(two) for one, two in pairs)
 
 
 def main() -> None:
@@ -86,33 +161,47 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mesh", action="append", help="tensor,pipeline,data; may be given several times")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--chunks", type=int, default=1, help="stages per pipeline rank, where there are several"
+    )
+    parser.add_argument("--launch", choices=["free", "pinned", "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of each way in a round")
     parser.add_argument("--write", action="store_true", help="keep the table in samples/benchmarks/results")
     args = parser.parse_args()
     corpus.load_corpus()
     rows = []
-    for text in args.mesh or ["2,2,2", "1,2,2"]:
+    for text in args.mesh or MESHES:
         tensor, pipeline, data = (int(size) for size in text.split(","))
-        for launch, module in MODULES.items():
-            for chunks in (1, 2) if pipeline > 1 else (1,):
-                case = Case((tensor, pipeline, data), chunks, module)
-                rows.append([case.name, launch, *compare(case, args.repetitions, args.steps)])
+        case = Case((tensor, pipeline, data), args.chunks if pipeline > 1 else 1)
+        launches = ("free", "pinned") if args.launch == "both" else (args.launch,)
+        for launch in launches if math.prod(case.mesh) > 1 else launches[:1]:
+            rows.append([case.name, launch, *compare(case, launch == "pinned", args.rounds, args.steps)])
+            print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     publish(
         "throughput",
-        "Tokens per second: mesh of processes beside one process with two threads",
+        "Tokens per second: mesh of processes beside one process with two threads, and beside torch by hand",
         [
             "mesh (tensor, pipeline, data)",
             "ranks",
-            "tokens/s",
             "one process",
-            "ratio",
-            "largest relative loss difference",
+            "compiled",
+            "by hand",
+            "compiled over one process",
+            "compiled over by hand",
+            "losses, relative",
+            "by hand",
         ],
         rows,
         [
-            f"{args.repetitions} repetitions of {args.steps} steps, float32 fused AdamW, in turn",
-            f"rate: median step after the first {WARM_UP_STEPS}; ratio: median (range) of the repetitions",
+            "GPT of 8 layers, hidden 256, 8 heads, 4096 tokens, tied embedding; per replica 4 microbatches of 2 "
+            "sequences of 128 tokens; float32, fused AdamW, gradients clipped",
+            f"{args.rounds} rounds of {args.steps} steps each way, in turn, after one to warm up; a turn's step is its "
+            "median after the first, ratios are medians (ranges) of the rounds",
+            "by hand: DTensor's column and row parallel layers, vocabulary and loss; torch.distributed.pipelining; "
+            "DistributedDataParallel, which takes neither DTensors nor the interleaved schedule: there one flat sum "
+            "after the step",
+            "losses: largest distance from the one process over all steps",
             "free: as torchrun starts them; pinned: each rank kept on its share of the cores, neighbours together, "
             "under Linux's batch scheduling (samples/benchmarks/pinned.py); the one process has all cores",
         ],
