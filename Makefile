@@ -42,6 +42,7 @@ benchmarks: $(ENVIRONMENT)
 	$(PYTHON) -m samples.benchmarks.pipeline_efficiency --write
 	$(PYTHON) -m samples.benchmarks.throughput --write
 	$(PYTHON) -m samples.benchmarks.activation_memory --write
+	$(PYTHON) -m samples.benchmarks.peak_memory --write
 	$(PYTHON) -m samples.benchmarks.launches --write
 	$(PYTHON) -m samples.benchmarks.one_device --write
 	$(PYTHON) -m samples.benchmarks.kernels --write

@@ -84,7 +84,8 @@ class StageWork:
     """What a stage, or a call of it, does and holds in the program's own dtype.
 
     `forward` and `backward` count equal works, as equal layers have them; `again` is what recomputation repeats in
-    the backward.
+    the backward. `working` bytes are there beside what is kept where the backward holds most: gradients, and what a
+    recomputed group saves.
     """
 
     forward: Counter[Work]
@@ -97,12 +98,12 @@ class StageWork:
 
 
 def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
-    """The work of each call of a stage. A storage is kept by the first call that saves it, or group that takes it;
-    what a group's backward holds is written at the group's first call."""
+    """The work of each call of a stage. A storage is kept by the first call that saves it, or group that takes it."""
     ledger = Ledger(stage, mesh)
     groups = recomputed_groups(stage.graph)
     first = {group[0]: group for group in groups}
-    inside = {node for group in groups for node in group}
+    inside = {node: group for group in groups for node in group}
+    again = {group[0]: count_bytes(ledger.saved(group)) for group in groups}
     repeated = {node for group in groups for node in ledger.repeated(group)}
     trained = find_trained(stage)
     seen: set[torch.UntypedStorage] = set()
@@ -119,7 +120,7 @@ def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
             Counter([backward]),
             Counter([forward] * (node in repeated)),
             count_bytes(kept),
-            count_bytes(ledger.saved(first[node])) if node in first else 0,
+            ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0),
             once + _product_flops(backward) + once * (node in inside),
             once + _product_flops(backward),
         )

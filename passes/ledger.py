@@ -111,6 +111,20 @@ class Ledger:
                 shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)
                 yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
 
+    def differentiated(self, node: fx.Node, trained: Collection[fx.Node]) -> int:
+        """Bytes of the gradients that there are at once where `node` is differentiated, those of weights included.
+
+        `trained` are the values that have a gradient. A view's gradient lies where its source's does; torch's own
+        cross entropy differentiates its two halves one by one.
+        """
+        if node not in trained:
+            return 0
+        sources = [source for source in node.all_input_nodes if source in trained]
+        weights = sum(tensor_bytes(source.meta["val"]) for source in sources if source.op == "get_attr")
+        halves = sources if node.target is aten.cross_entropy_loss.default else []
+        there = count_bytes(self.storages([node, *sources]))
+        return weights + there + count_bytes(self.storages(halves))
+
     def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
         """The nodes of a recomputed `group` that run again: up to the last one that saves anything."""
         last = max((i for i, node in enumerate(group) if self._saved[node]), default=-1)

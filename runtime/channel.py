@@ -32,8 +32,11 @@ class Channel(Protocol):
     counts: Counter[str]
     elements: Counter[str]
 
-    def send(self, x: Tensor) -> None:
-        """Post `x`, which must not be changed before `flush`."""
+    def send(self, x: Tensor) -> int:
+        """Post `x`, which must not be changed before `flush`; its number on the channel."""
+
+    def release(self, number: int) -> None:
+        """Let go of what was sent up to `number`, which is known to have arrived."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
         """Post a receive of the next tensor of the channel."""
@@ -52,13 +55,18 @@ class ThreadChannel:
         self.elements: Counter[str] = Counter()
         self._arrived: dict[int, Tensor] = {}
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor) -> int:
         with self.world.condition:
+            number = self.counts["send"]
             self.counts["send"] += 1
             self.elements["send"] += x.numel()
             # The receiver gets memory of its own, as from another process.
-            self._arrived[self.counts["send"] - 1] = x.detach().clone()
+            self._arrived[number] = x.detach().clone()
             self.world.condition.notify_all()
+        return number
+
+    def release(self, number: int) -> None:
+        """Nothing is held here."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
         number = self.counts["receive"]
@@ -104,17 +112,22 @@ class ProcessChannel:
         self.group = group
         self.counts: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
-    def send(self, x: Tensor) -> None:
-        x = x.detach().contiguous()
-        self._sent.append((require_work(dist.isend(x, self.destination, self.group)), x))
+    def send(self, x: Tensor) -> int:
+        x, number = x.detach().contiguous(), self.counts["send"]
+        self._sent.append((number, require_work(dist.isend(x, self.destination, self.group)), x))
         self.counts["send"] += 1
         self.elements["send"] += x.numel()
         # Somebody may be waiting for `x`, so what has left is freed after it. (Gloo's sends are known to have left
-        # only once they are waited for, in `flush`.)
-        while len(self._sent) > 1 and self._sent[0][0].is_completed():
+        # only once they are waited for, in `release` and `flush`.)
+        while len(self._sent) > 1 and self._sent[0][1].is_completed():
             self._sent.popleft()
+        return number
+
+    def release(self, number: int) -> None:
+        while self._sent and self._sent[0][0] <= number:
+            self._sent.popleft()[1].wait()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -132,7 +145,7 @@ class ProcessChannel:
 
     def flush(self) -> None:
         while self._sent:
-            self._sent.popleft()[0].wait()
+            self._sent.popleft()[1].wait()
 
 
 @dataclass

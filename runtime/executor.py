@@ -111,6 +111,8 @@ class StageRun:
         leaves, roots = self._kept.pop(microbatch)
         if self.gradient_arrival is not None:
             gradients = self.gradient_arrival.take(microbatch)
+            if gradients and isinstance(self.departure, Departure):
+                self.departure.release(microbatch)
         else:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]

@@ -178,8 +178,8 @@ class GradientSums:
             if summed is not rows:
                 rows.copy_(summed)
 
-    def _post(self, gradients: Mapping[str, Tensor]) -> None:
-        """Begin the sums over the replicas of `gradients`, bucket by bucket."""
+    def _post(self, gradients: dict[str, Tensor]) -> None:
+        """Begin the sums over the replicas of `gradients`, bucket by bucket; what a bucket has is taken out of them."""
         data = self._connection.rank.data
         if gradients and self._begin is None:
             self._begin = self._measured.stopwatch.mark()
@@ -191,10 +191,13 @@ class GradientSums:
         if data.size == 1:
             self._summed.update(rest)
             return
-        names, tensors = list(rest), list(rest.values())
-        for bucket in fill_buckets(tensors):
-            flat = torch.cat([tensors[i].reshape(-1) for i in bucket])
-            pieces = {names[i]: tensors[i].shape for i in bucket}
+        names = list(rest)
+        for bucket in list(fill_buckets(list(rest.values()))):
+            own = {names[i]: rest.pop(names[i]) for i in bucket}
+            flat = torch.cat([gradient.reshape(-1) for gradient in own.values()])
+            pieces = {name: gradient.shape for name, gradient in own.items()}
+            for name in own:
+                del gradients[name]  # a second copy of all gradients would not fit
             self._posted.append((data.post_all_reduce(flat), partial(self._keep_pieces, pieces)))
 
     def _keep_pieces(self, pieces: Mapping[str, torch.Size], summed: Tensor) -> None:

@@ -60,8 +60,12 @@ class Departure:
         self._sent = sent
         self._label = label
         self._held: dict[int, Sequence[Tensor]] = {}
+        self._last: dict[int, int] = {}  # of a microbatch's messages
         self.put = self._held.__setitem__
-        self.clear = self._held.clear
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._last.clear()
 
     def send(self, microbatch: int) -> None:
         """Post what was put for `microbatch`; never waits."""
@@ -75,8 +79,12 @@ class Departure:
             piece = tensor.contiguous()
             if scattered:
                 piece = piece.view(self._tensor.size, -1)[self._tensor.index]
-            self._channel.send(piece)
+            self._last[microbatch] = self._channel.send(piece)
             self._sent[self._label] += piece.numel()
+
+    def release(self, microbatch: int) -> None:
+        """`microbatch` has arrived, and so has all that was sent before it over the same channel."""
+        self._channel.release(self._last.pop(microbatch))
 
 
 class Arrival:

@@ -20,6 +20,7 @@ from autoptd.passes.cluster import Link
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.passes.program import Stage, recomputed_groups
+from autoptd.passes.work import find_trained
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
@@ -173,12 +174,29 @@ def kept(program: autoptd.CompiledProgram) -> list[int]:
     ]
 
 
+def differentiated(program: autoptd.CompiledProgram, index: int) -> list[int]:
+    """Bytes of the gradients at each call of a stage."""
+    stage = program.stages[index]
+    ledger, trained = Ledger(stage, program.mesh), find_trained(stage)
+    return [ledger.differentiated(node, trained) for node in ledger.nodes]
+
+
+def test_gradients_live_beside_what_is_kept() -> None:
+    """Most at the loss: torch's gradients of its two halves, each as large as the logits; next at the head."""
+    program = compile_gpt((1, 1, 1), torch.float32)
+    logits, table, last = 4 * B * LENGTH * VOCABULARY, 4 * VOCABULARY * HIDDEN, 4 * B * LENGTH * HIDDEN
+    *_, head, loss = (size for size in differentiated(program, 0) if size > 2 * last)
+    assert (head, loss) == (logits + table + last, 2 * logits + 4)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
     """1F1B holds p - r microbatches on rank r, GPipe all m (SC21 §2.2)."""
     p, m = 4, 8
     program = compile_gpt((1, p, 1), num_microbatches=m, num_model_chunks=1, schedule=schedule)
     simulated = program.simulate(SELENE)
+    # One microbatch's gradients live beside it.
+    working = [max(differentiated(program, index)) for index in range(p)]
     boundary = 2 * B * LENGTH * HIDDEN
     for rank, own in enumerate(kept(program)):
         static = sum(
@@ -187,7 +205,7 @@ def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
             for n in program.manifest.stages[rank].parameters
         )
         flying = (p - rank if schedule == "1f1b" else m) * own
-        least = static + flying
+        least = static + flying + working[rank]
         course = simulated.memory[rank]
         end = simulated.timeline[rank][-1].end
         # Beside it at most the buffers of receives that are posted early.
@@ -201,7 +219,12 @@ def test_recomputation_holds_one_group_at_a_time() -> None:
     program = compile_gpt((1, 1, 1), torch.float32, num_microbatches=2, recompute="full")
     ledger = Ledger(program.stages[0], program.mesh)
     groups = recomputed_groups(program.stages[0].graph)
-    largest = max(count_bytes(ledger.saved(group)) for group in groups)
+    trained = find_trained(program.stages[0])
+    largest = max(
+        count_bytes(ledger.saved(group)) + max(ledger.differentiated(node, trained) for node in group)
+        for group in groups
+    )
+    assert largest > max(differentiated(program, 0))
     simulated = program.simulate(SELENE)
     assert simulated.held_bytes["activations"] == kept(program)[0] + largest
     assert sum(simulated.held_bytes.values()) == simulated.memory_bytes[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -94,3 +95,25 @@ def test_what_is_sent_may_change_after_it_has_left() -> None:
         return float(channel.receive((3,), torch.float32, CPU).wait().sum())
 
     assert world.run(work, [0, 1]) == [0.0, 3.0]
+
+
+def test_what_has_arrived_is_let_go() -> None:
+    """Gloo does not say when a message has left; the answer to it does."""
+
+    def work(rank: int) -> tuple[bool, bool]:
+        channels = process_channels(Mesh(1, 2, 1), CPU)
+        out, back = channels[rank, 1 - rank], channels[1 - rank, rank]
+        if rank == 1:
+            back.receive((1000,), torch.float32, CPU).wait()
+        x = torch.ones(1000)
+        storage, number = weakref.ref(x.untyped_storage()), out.send(x)
+        del x
+        held = storage() is not None
+        if rank == 0:
+            back.receive((1000,), torch.float32, CPU).wait()
+            out.release(number)
+        freed = storage() is None
+        out.flush()
+        return held, freed
+
+    assert run_ranks(work, 2) == [(True, True), (True, False)]
