@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from samples import corpus, train
-from samples.gpt import GPT, SelfAttention
+from samples.gpt import GPT, Block, SelfAttention
 
 
 class Stage(nn.Module):
@@ -79,11 +80,12 @@ def divide_layers(stage: Stage, mesh: DeviceMesh) -> None:
     """Divide `stage` over the tensor ranks, column and row in turn; the vocabulary of embedding and head too."""
     tensor = mesh.size()
     for block in stage.h:
+        assert isinstance(block, Block)
         packed = block.attn.c_attn
         for parameter in packed.parameters():  # [3, t, own] rows to [t, 3, own]
             rows = parameter.detach().unflatten(0, (3, tensor, -1)).transpose(0, 1)
             parameter.data = rows.flatten(0, 2).contiguous()
-        block.attn.forward = attend_own_heads.__get__(block.attn)
+        block.attn.forward = partial(attend_own_heads, block.attn)  # type: ignore[method-assign]
         plan: dict[str, ParallelStyle] = {
             "attn.c_attn": ColwiseParallel(),
             "attn.c_proj": RowwiseParallel(),
@@ -167,9 +169,9 @@ class HandWritten:
             if dist.get_rank() in (line[0], line[-1]):
                 self._ends = group
         if self._is_first:
-            self._tied = self.stages[0].embeddings[0].weight
+            self._tied = self.stages[0].get_parameter("embeddings.0.weight")
         if self._is_last:
-            self._tied = self.stages[-1].head[1].weight
+            self._tied = self.stages[-1].get_parameter("head.1.weight")
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self._tensor.size() > 1:

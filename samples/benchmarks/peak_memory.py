@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
-from torch._C._profiler import _EventType
+from torch._C._profiler import _ExtraFields_Allocation
+from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
@@ -142,8 +142,9 @@ def list_allocations(profiled: profile) -> list[int]:
     while left:
         event = left.pop()
         left += event.children
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.typed[1].alloc_size))
+        fields = event.typed[1]
+        if isinstance(fields, _ExtraFields_Allocation):
+            found.append((event.start_time_ns, fields.alloc_size))
     return [size for _, size in sorted(found, key=lambda one: one[0])]
 
 
@@ -188,7 +189,7 @@ def _work(rank: int, case: Case, sizes: Sizes, folder: str) -> None:
 def measure(case: Case, sizes: Sizes) -> list[Peak]:
     """The peaks of all ranks, each a process."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, (case, sizes, folder), nprocs=math.prod(case.mesh))  # type: ignore[no-untyped-call]
+        spawn(_work, (case, sizes, folder), nprocs=math.prod(case.mesh))
         return [
             Peak(*json.loads(Path(folder, f"{rank}.json").read_text()))
             for rank in range(math.prod(case.mesh))

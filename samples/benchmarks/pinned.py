@@ -11,19 +11,19 @@ import os
 from collections.abc import Sequence
 
 
-def schedule_in_batches() -> None:
-    """Give this process, and the threads it will start, Linux's batch scheduling.
+def schedule_in_batches(process: int = 0) -> None:
+    """Give `process` (0: this one), and the threads it will start, Linux's batch scheduling.
 
     Under the usual policy a process that a message wakes interrupts the one that is computing.
     """
     if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.sched_setscheduler(process, os.SCHED_BATCH, os.sched_param(0))
 
 
-def keep_cores(rank: int, num_ranks: int) -> None:
-    """Bind this process, and the threads it will start, to its share of the allowed cores, at least one."""
+def keep_cores(rank: int, num_ranks: int, process: int = 0) -> None:
+    """Bind `process` (0: this one), and the threads it will start, to its share of our cores, at least one."""
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, own_cores(sorted(os.sched_getaffinity(0)), rank, num_ranks))
+        os.sched_setaffinity(process, own_cores(sorted(os.sched_getaffinity(0)), rank, num_ranks))
 
 
 def own_cores(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from samples import corpus, train
+from samples.benchmarks.pinned import keep_cores, schedule_in_batches
 from samples.benchmarks.report import publish
 
 MESHES = ("2,2,2", "2,2,1", "1,2,2", "1,1,2", "1,1,1")
@@ -86,7 +87,7 @@ def start(ways: Sequence[str], case: Case, pinned: bool, processes: int) -> Iter
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     sample = ["--mesh", ",".join(map(str, case.mesh)), "--chunks", str(case.num_model_chunks)]
-    module = [sys.executable, "-m", "samples.benchmarks.turns", *(["--pinned"] if pinned else []), *ways]
+    module = [sys.executable, "-m", "samples.benchmarks.turns", *ways]
     started: list[subprocess.Popen[str]] = []
     try:
         for rank in range(processes):
@@ -108,6 +109,9 @@ def start(ways: Sequence[str], case: Case, pinned: bool, processes: int) -> Iter
                     env={**os.environ, **environment},
                 )
             )
+            if pinned:  # before it has threads, which inherit both
+                keep_cores(rank, processes, started[-1].pid)
+                schedule_in_batches(started[-1].pid)
         yield Runners(started)
         for process in started:
             process.communicate()  # ends its input

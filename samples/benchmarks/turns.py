@@ -1,6 +1,6 @@
 """One process of a comparison, in which several ways to train the same model take turns.
 
-    python -m samples.benchmarks.turns [--pinned] plain|compiled|by-hand ... -- arguments of samples.train
+    python -m samples.benchmarks.turns plain|compiled|by-hand ... -- arguments of samples.train
 
 Everything is bound at the start. Then each line "compiled 4" on standard input asks for four steps of that way, and
 rank 0 answers with a line of JSON: [loss, seconds] of each. All ranks must be asked for the same.
@@ -13,27 +13,23 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from samples.benchmarks.pinned import keep_cores, schedule_in_batches
+from samples import train
+from samples.benchmarks.hand_written import train_by_hand
 
-WAYS = ("plain", "compiled", "by-hand")
+WAYS: Mapping[str, Callable[[argparse.Namespace], Iterator[tuple[float, float]]]] = {
+    "plain": train.train,
+    "compiled": train.train,
+    "by-hand": train_by_hand,
+}
 
 
-def take_turns(ways: list[str], words: list[str]) -> None:
+def take_turns(ways: Sequence[str], words: Sequence[str]) -> None:
     """Train as standard input says, with samples.train's arguments `words`."""
-    from samples import train  # only now: torch starts threads, which inherit cores and scheduling
-    from samples.benchmarks.hand_written import train_by_hand
-
-    trainers: dict[str, Callable[[argparse.Namespace], Iterator[tuple[float, float]]]] = {
-        "plain": train.train,
-        "compiled": train.train,
-        "by-hand": train_by_hand,
-    }
     running = {}
     for way in ways:
-        args = train.parse_arguments([*words, *(["--plain"] if way == "plain" else [])])
-        running[way] = trainers[way](args)
+        running[way] = WAYS[way](train.parse_arguments([*words, *(["--plain"] if way == "plain" else [])]))
     for line in sys.stdin:
         way, steps = line.split()
         taken = list(itertools.islice(running[way], int(steps)))
@@ -41,19 +37,6 @@ def take_turns(ways: list[str], words: list[str]) -> None:
             print(json.dumps(taken), flush=True)
 
 
-def main() -> None:
-    own, _, words = " ".join(sys.argv[1:]).partition(" -- ")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("ways", nargs="+", choices=WAYS)
-    parser.add_argument("--pinned", action="store_true", help="as samples.benchmarks.pinned")
-    args = parser.parse_args(own.split())
-    if args.pinned:
-        keep_cores(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        schedule_in_batches()
-    take_turns(args.ways, words.split())
-
-
 if __name__ == "__main__":
-    main()
+    end = sys.argv.index("--")
+    take_turns(sys.argv[1:end], sys.argv[end + 1 :])
