@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import linecache
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autoptd.runtime.lifetimes import end_values
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.schedule_text import parse_schedule
 
@@ -91,7 +93,7 @@ def line_of(error: BaseException, filename: str) -> int:
 
 def _compile(text: str, filename: str) -> CodeType:
     try:
-        return compile(text, filename, "exec", dont_inherit=True)
+        return compile(end_values(ast.parse(text, filename)), filename, "exec", dont_inherit=True)
     except SyntaxError as error:
         shown = (error.text or "").strip()
         raise ValueError(f"{filename}:{error.lineno}: {error.msg}: {shown}") from error

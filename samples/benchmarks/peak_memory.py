@@ -134,7 +134,10 @@ def count_live(parallel: torch.nn.Module, optimizer: torch.optim.Optimizer) -> i
 
 
 def list_allocations(profiled: profile) -> list[int]:
-    """What torch's allocator gave out, and took back (negative), in order."""
+    """What torch's allocator gave out, and took back (negative), in order.
+
+    What gloo's own threads give back the profiler does not see: it is gone once its place is given out again.
+    """
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
     found = []
@@ -144,8 +147,16 @@ def list_allocations(profiled: profile) -> list[int]:
         left += event.children
         fields = event.typed[1]
         if isinstance(fields, _ExtraFields_Allocation):
-            found.append((event.start_time_ns, fields.alloc_size))
-    return [size for _, size in sorted(found, key=lambda one: one[0])]
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    changes = []
+    held: dict[int, int] = {}
+    for _, place, size in sorted(found, key=lambda one: one[0]):
+        changes.append(size - held.pop(place, 0) if size > 0 else size)
+        if size > 0:
+            held[place] = size
+        else:
+            held.pop(place, None)
+    return changes
 
 
 def find_peak(changes: Iterable[int]) -> int:
@@ -253,9 +264,7 @@ def main() -> None:
             "before: parameters and the optimizer's states, which live from step to step",
             "live tensors: at most, of what torch's allocator has given out and not got back, temporaries of operators "
             "included; resident: what was there before, and by how much the process grew over the step as Linux counts",
-            "not predicted: what a forward computes and no backward needs, which lives until the stage's function "
-            "returns (most with t > 1: the products before their sums), and gradients that gloo has sent, which are "
-            "held until the step's end",
+            "not predicted: gradients that gloo has sent, which are held until the step's end",
         ],
         args.write,
     )

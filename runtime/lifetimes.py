@@ -1,0 +1,50 @@
+"""When the values of a program's functions end: after their last use, not when the function returns.
+
+A stage's forward computes much that no backward needs, such as a product before its sum over the tensor ranks. Its
+text names every value, and Python would hold them all until the end.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+_SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def end_values(tree: ast.Module) -> ast.Module:
+    """Insert ``del`` into the functions of `tree`, in place, and those inside of them; lines stay as they are."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body = list(_with_ends(node.body))
+    return ast.fix_missing_locations(tree)
+
+
+def _with_ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements, each followed by the ``del`` of what is not mentioned after it.
+
+    That is, of what they assign themselves, whatever happens; of what an inner function reads, or a statement deletes,
+    nothing.
+    """
+    assigned: set[str] = set()
+    last: dict[str, ast.stmt] = {}
+    shared: set[str] = set()
+    for statement in body:
+        if isinstance(statement, ast.Assign):
+            assigned |= {name for target in statement.targets for name in _names(target, ast.Store)}
+        last |= dict.fromkeys(_names(statement), statement)
+        for node in ast.walk(statement):
+            if isinstance(node, (*_SCOPES, ast.Delete, ast.Global)):
+                shared |= set(node.names if isinstance(node, ast.Global) else _names(node))
+    ends: dict[ast.stmt, list[str]] = {}
+    for name in sorted(assigned - shared):
+        ends.setdefault(last[name], []).append(name)
+    for statement in body:
+        yield statement
+        if statement in ends and not isinstance(statement, ast.Return):
+            targets: list[ast.expr] = [ast.Name(name, ast.Del()) for name in ends[statement]]
+            yield ast.copy_location(ast.Delete(targets), statement)
+
+
+def _names(node: ast.AST, use: type[ast.expr_context] = ast.expr_context) -> Iterator[str]:
+    return (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, use))
