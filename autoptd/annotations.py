@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.program import Stage, tensor_bytes
+from autoptd.runtime import collectives
+from autoptd.runtime.collectives import COPIED
 
 _DTYPES = {
     torch.float64: "f64",
@@ -69,6 +71,15 @@ def write_communication(node: fx.Node, tensor: int) -> str:
         row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
         return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
     return ""
+
+
+def write_hidden(node: fx.Node, tensor: int) -> str:
+    """What the call's backward sends to the other tensor ranks while it computes; empty where nothing."""
+    if tensor == 1 or node.target not in COPIED:
+        return ""
+    size = write_bytes(tensor_bytes(node.args[1].meta["val"]))  # type: ignore[union-attr]
+    whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
+    return f"backward: all-reduce, {size} over tensor, beside {whose}"
 
 
 def _shape_of(value: Any, divided: Any, tensor: int) -> str:

@@ -33,7 +33,7 @@ from autoptd.terminal import (
     print_simulation,
 )
 
-TRAINING = ("overlap_transfers", "overlap_data", "zero", "wide_gradients")
+TRAINING = ("overlap_transfers", "overlap_data", "overlap_tensor", "zero", "wide_gradients")
 BOTH = (
     "world_size",
     "global_batch",
@@ -253,6 +253,11 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--model": {"help": "the plain model, module:callable"},
     "--overlap-transfers": {"action": FLAG, "default": True, "help": "sending holds up no sender"},
     "--overlap-data": {"action": FLAG, "default": True, "help": "sum gradients beside the last backwards"},
+    "--overlap-tensor": {
+        "action": FLAG,
+        "default": True,
+        "help": "sum gradients of tensor ranks beside those of weights",
+    },
     "--wide-gradients": {"action": FLAG, "default": True, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas divide the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
@@ -268,7 +273,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     },
     "--json": {"action": "store_true", "help": "print JSON"},
 }
-STEP = "--cluster! --dtype --overlap-transfers --overlap-data --wide-gradients --zero"
+STEP = "--cluster! --dtype --overlap-transfers --overlap-data --overlap-tensor --wide-gradients --zero"
 COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
     "plan": (
         _plan,

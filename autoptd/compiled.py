@@ -134,6 +134,7 @@ class CompiledProgram:
         *,
         overlap_transfers: bool = True,
         overlap_data: bool = True,
+        overlap_tensor: bool = True,
         zero: int = 0,
         wide_gradients: bool = True,
     ) -> Simulation:
@@ -149,13 +150,15 @@ class CompiledProgram:
                 Megatron-LM did in SC21.
             overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
                 after them.
+            overlap_tensor: the tensor ranks sum a gradient while those of weights are computed, where the program says
+                so, as in the runtime; False: before, as Megatron-LM did in SC21.
             zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage; `shard_optimizer`).
             wide_gradients: gradients are kept and summed in at least float32, as in the runtime; False: in `dtype`.
 
         Raises ValueError for a cluster file that cannot be, and for a dtype its device does not compute in.
         """
         described = Cluster.load(cluster)
-        training = Training(overlap_transfers, overlap_data, zero, wide_gradients)
+        training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
         return simulate_program(self.manifest, self.stages, self.schedule, described, dtype, training)
 
     def save_report(

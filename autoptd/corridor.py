@@ -12,6 +12,7 @@ from autoptd.passes.fusion import fuse_operators
 from autoptd.passes.layers import label_layers
 from autoptd.passes.layout import rewrite_layout
 from autoptd.passes.normalize import normalize
+from autoptd.passes.overlap import overlap_reductions
 from autoptd.passes.program import Program
 from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.sharding import shard_tensors
@@ -47,4 +48,8 @@ def passes_to_the_cut(rules: Mapping[Any, str] | None) -> Passes:
 def passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
     """Layers are found before a kernel joins the end of one with the begin of the next."""
     fusing: Passes = (("fuse operators", fuse_operators),) if fuse else ()
-    return (("recompute activations", partial(recompute_activations, recompute=recompute)), *fusing)
+    return (
+        ("recompute activations", partial(recompute_activations, recompute=recompute)),
+        *fusing,
+        ("overlap reductions", overlap_reductions),
+    )

@@ -36,12 +36,15 @@ COLUMNS = (
 class CostRow:
     """The row of a one-stage program, divided for t tensor ranks, with `repeats` more of its second layer.
 
-    ValueError where layers are to be repeated and the program's do not repeat.
+    With `overlap` all-reduces hide behind the gradients of weights. ValueError where layers are to be repeated and the
+    program's do not repeat.
     """
 
-    def __init__(self, program: Program, repeats: int, cluster: Cluster, precision: Precision) -> None:
+    def __init__(
+        self, program: Program, repeats: int, cluster: Cluster, precision: Precision, *, overlap: bool = True
+    ) -> None:
         (stage,) = program.stages
-        self._program, self._cluster, self.precision = program, cluster, precision
+        self._program, self._cluster, self.precision, self._overlap = program, cluster, precision, overlap
         self._row = Row(stage)
         self._table, self._working = self._measure()
         first, behind = self._find_period() if repeats else (0, 0)
@@ -78,7 +81,7 @@ class CostRow:
                 work.working,
             )
             if key not in known:
-                known[key] = time_work(work, self._cluster, ranks, self.precision)
+                known[key] = time_work(work, self._cluster, ranks, self.precision, overlap=self._overlap)
             time = known[key]
             sides = (time.forward, time.backward, time.again)
             seconds = [value for side in sides for value in (side.compute, side.tensor)]

@@ -160,7 +160,8 @@ class Estimator:
         divided, repeats = self._divide(tensor, microbatch_size)
         with Watch("plan") as watch:
             program = run_passes(passes_from_the_cut(recompute, self._fuse), divided, watch)
-        return CostRow(program, repeats, self.cluster, Precision.of(program.stages, self._dtype))
+        precision = Precision.of(program.stages, self._dtype)
+        return CostRow(program, repeats, self.cluster, precision, overlap=self.training.overlap_tensor)
 
     def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
         arranged, repeats = self._arrange(tensor, microbatch_size)

@@ -178,7 +178,7 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
         nodes = [node for stage in stages for node in stage.graph.nodes]
         repeated = {node for stage in stages for node in find_repeated(stage, manifest.mesh)}
     reductions = [node for node in nodes if node.target is collectives.reduce_from_tensor]
-    copies = [node for node in nodes if node.target is collectives.copy_to_tensor]
+    copies = [node for node in nodes if node.target in (collectives.copy_to_tensor, *collectives.COPIED)]
     again = [forward_work(node).reduced for node in reductions if node in repeated]
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
     partial = [n for n, p in manifest.parameters.items() if p.partial_gradient and manifest.owners(n)]

@@ -49,6 +49,7 @@ def plan(
     rules: Mapping[Any, str] | None = None,
     overlap_transfers: bool = True,
     overlap_data: bool = True,
+    overlap_tensor: bool = True,
     zero: int = 0,
     wide_gradients: bool = True,
     **unknown: object,
@@ -68,8 +69,8 @@ def plan(
         max_tensor: tensor ranks at most; default what one node holds.
         microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
             `example_inputs` the microbatch size is their own.
-        overlap_transfers, overlap_data, zero, wide_gradients: how steps are run, as `CompiledProgram.simulate` takes
-            it: zero=1 is for those who call ``parallel.shard_optimizer``.
+        overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients: how steps are run, as
+            `CompiledProgram.simulate` takes it: zero=1 is for those who call ``parallel.shard_optimizer``.
 
     The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
     model and the batch, the best first, and those that do not fit at the end.
@@ -93,7 +94,7 @@ def plan(
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "rules": rules}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
-    training = Training(overlap_transfers, overlap_data, zero, wide_gradients)
+    training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
     estimator = Estimator(model, described, dtype, training, **given)
     size = microbatch_size or estimator.example_size
     fixed = (max_tensor, size, num_model_chunks, schedule, recompute)

@@ -40,19 +40,20 @@ def spread(node: fx.Node, share: Share) -> Found:
 
 
 def elementwise(node: fx.Node, shares: Shares) -> Share:
-    return merge([(n, aligned(n, node, shares)) for n in node.all_input_nodes], node)
+    shape = shape_of(node)
+    return merge([(n, aligned(n, shape, shares)) for n in node.all_input_nodes], shape)
 
 
-def aligned(source: fx.Node, node: fx.Node, shares: Shares) -> Share:
-    """The source's share with its dimension counted as the result counts it."""
+def aligned(source: fx.Node, result: Sequence[int], shares: Shares) -> Share:
+    """The source's share with its dimension counted as a result of that shape counts it."""
     share = read(source, shares)
     if share.dim is None:
         return share
-    return replace(share, dim=share.dim + len(shape_of(node)) - len(shape_of(source)))
+    return replace(share, dim=share.dim + len(result) - len(shape_of(source)))
 
 
-def merge(found: Sequence[tuple[fx.Node, Share]], node: fx.Node) -> Share:
-    """The share of `node`, to which each argument gives its own, dimensions counted as in the result.
+def merge(found: Sequence[tuple[fx.Node, Share]], result: Sequence[int]) -> Share:
+    """The share of a `result` of that shape, to which each argument gives its own, dimensions counted as in it.
 
     Whole arguments are aligned with the result from the right.
     """
@@ -79,16 +80,16 @@ def merge(found: Sequence[tuple[fx.Node, Share]], node: fx.Node) -> Share:
             one = one if one.parts else share
     for source, share in found:
         if share is WHOLE and one.dim is not None:
-            _check_whole_rows(source, first, one.dim, node)
+            _check_whole_rows(source, first, one.dim, result)
     return one
 
 
-def _check_whole_rows(source: fx.Node, divided: fx.Node, dim: int, node: fx.Node) -> None:
+def _check_whole_rows(source: fx.Node, divided: fx.Node, dim: int, result: Sequence[int]) -> None:
     """Refuse parameters with as many rows as a tensor rank holds of the divided argument: the ranks need others.
 
     Activations are let pass: their rows may be copies of one, such as a key head's that all query heads share.
     """
-    own, result = shape_of(source), shape_of(node)
+    own = shape_of(source)
     place = dim - len(result) + len(own)
     if place >= 0 and own[place] == result[dim] > 1 and _is_of_parameters(source):
         raise ShareError(
@@ -230,7 +231,7 @@ def joined(node: fx.Node, shares: Shares) -> Share:
     dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
     given = [read(n, shares) for n in sources]
     if all(share.dim != dim for share in given):
-        return merge(list(zip(sources, given, strict=True)), node)
+        return merge(list(zip(sources, given, strict=True)), shape_of(node))
     parts: list[Segment] = []
     for source, share in zip(sources, given, strict=True):
         if share is not WHOLE and not (share.dim == dim and share.parts):
@@ -240,7 +241,7 @@ def joined(node: fx.Node, shares: Shares) -> Share:
 
 
 def stacked(node: fx.Node, shares: Shares) -> Share:
-    share = merge([(n, read(n, shares)) for n in node.all_input_nodes], node.all_input_nodes[0])
+    share = merge([(n, read(n, shares)) for n in node.all_input_nodes], shape_of(node.all_input_nodes[0]))
     dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
     return share if share.dim is None else replace(share, dim=share.dim + (dim <= share.dim))
 

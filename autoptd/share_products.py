@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.calls import argument, shape_of
+from autoptd.runtime import collectives
 from autoptd.share_movement import aligned, describe, merge, read, spread, take
 from autoptd.shares import PARTIAL, UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares
 
@@ -16,28 +17,59 @@ from autoptd.shares import PARTIAL, UNKNOWN, WHOLE, Found, Rule, Share, ShareErr
 def linear(node: fx.Node, shares: Shares) -> Share:
     """[.., in] x [out, in]: the weight's dimension 1 is contracted."""
     x, weight = node.args[0], node.args[1]
-    return _product(node, shares, x, weight, 1, {0: len(shape_of(node)) - 1}, argument(node, 2, "bias"))
+    return _linear(shape_of(node), shares, x, weight, argument(node, 2, "bias"), False)
 
 
 def linear_gelu(node: fx.Node, shares: Shares) -> Share:
     """[.., in] x [out, in]: a linear with its bias."""
     x, weight, bias = node.args[:3]
-    contracted = 0 if argument(node, 4, "transposed", False) else 1
-    outer = {1 - contracted: len(shape_of(node)) - 1}
-    return _product(node, shares, x, weight, contracted, outer, bias)
+    return _linear(shape_of(node), shares, x, weight, bias, argument(node, 4, "transposed", False))
 
 
 def split_linear(node: fx.Node, shares: Shares) -> Share:
     """[.., in] x [n * out, in] -> [n, .., out]: the outputs may be divided within each of the n sections."""
     x, weight, bias = node.args[:3]
-    contracted = 0 if argument(node, 4, "transposed", False) else 1
-    count, *_, size = shape_of(node)
-    last = len(shape_of(node)) - 1
-    share = _product(node, shares, x, weight, contracted, {1 - contracted: last}, bias)
+    return _split_linear(shape_of(node), shares, x, weight, bias, argument(node, 4, "transposed", False))
+
+
+def copied(node: fx.Node, shares: Shares) -> Found:
+    """What a linear, or each of several, makes of a whole x."""
+    target, (x, weight, *given) = node.target, node.args[1:]
+    transposed = argument(node, 5 if target in _COUNTED else 4, "transposed", False)
+    if target is collectives.copied_split_linear:
+        return _split_linear(shape_of(node), shares, x, weight, given[0], transposed)
+    if target is not collectives.copied_linears:
+        return _linear(shape_of(node), shares, x, weight, argument(node, 3, "bias"), transposed)
+    weights: Any = weight
+    biases = argument(node, 3, "biases") or [None] * len(weights)
+    found = tuple(
+        _linear(tuple(value.shape), shares, x, weight, bias, transposed)
+        for value, weight, bias in zip(node.meta["val"], weights, biases, strict=True)
+    )
+    return WHOLE if all(share is WHOLE for share in found) else found
+
+
+_COUNTED = (
+    collectives.copied_linear_gelu,
+    collectives.copied_split_linear,
+)  # have one more before `transposed`
+
+
+def _linear(result: Sequence[int], shares: Shares, x: Any, weight: Any, bias: Any, transposed: Any) -> Share:
+    """[.., in] x [out, in], or x [in, out] where `transposed`, to a `result` of that shape."""
+    contracted = 0 if transposed else 1
+    return _product(result, shares, x, weight, contracted, {1 - contracted: len(result) - 1}, bias)
+
+
+def _split_linear(
+    result: Sequence[int], shares: Shares, x: Any, weight: Any, bias: Any, transposed: Any
+) -> Share:
+    count, size, last = result[0], result[-1], len(result) - 1
+    share = _linear(result, shares, x, weight, bias, transposed)
     if share.dim != last:
         return share
-    own = replace(share, dim=1 - contracted)
-    first, *rest = (take(weight, own, section * size, size) for section in range(count))  # type: ignore[arg-type]
+    own = replace(share, dim=0 if not transposed else 1)
+    first, *rest = (take(weight, own, section * size, size) for section in range(count))
     if any(other != first for other in rest):
         return UNKNOWN
     return first if first.dim is None else replace(first, dim=last)
@@ -56,11 +88,17 @@ def _matmul(node: fx.Node, shares: Shares, x: Any, y: Any, bias: Any) -> Share:
     if own < 2 or len(shape_of(x)) < 2:
         return UNKNOWN
     outer = {d: d + rank - own for d in range(own) if d != own - 2}
-    return _product(node, shares, x, y, own - 2, outer, bias)
+    return _product(shape_of(node), shares, x, y, own - 2, outer, bias)
 
 
 def _product(
-    node: fx.Node, shares: Shares, x: Any, y: Any, contracted: int, outer: Mapping[int, int], bias: Any
+    result: Sequence[int],
+    shares: Shares,
+    x: Any,
+    y: Any,
+    contracted: int,
+    outer: Mapping[int, int],
+    bias: Any,
 ) -> Share:
     """x's last dimension with y's `contracted` one; `outer` says where y's others are in the result."""
     left, right = read(x, shares), read(y, shares)
@@ -81,10 +119,10 @@ def _product(
     if right.dim is not None:
         right = replace(right, dim=outer[right.dim])
     if left.dim is not None:
-        left = replace(left, dim=left.dim + len(shape_of(node)) - len(shape_of(x)))
+        left = replace(left, dim=left.dim + len(result) - len(shape_of(x)))
     factors = [(factor, share) for factor, share in ((x, left), (y, right)) if share is not WHOLE]
-    terms = [(bias, aligned(bias, node, shares))] if isinstance(bias, fx.Node) else []
-    return merge([*factors, *terms], node)
+    terms = [(bias, aligned(bias, result, shares))] if isinstance(bias, fx.Node) else []
+    return merge([*factors, *terms], result)
 
 
 def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, bool]) -> None:
@@ -114,12 +152,12 @@ def attend(node: fx.Node, shares: Shares, tensors: Sequence[fx.Node]) -> Share:
                 f"attends over {describe(tensor, shares)}: expected positions and head size whole on every "
                 "rank"
             )
-    return merge([(tensor, _spread(tensor, node, shares)) for tensor in tensors], node)
+    return merge([(tensor, _spread(tensor, node, shares)) for tensor in tensors], shape_of(node))
 
 
 def _spread(tensor: fx.Node, node: fx.Node, shares: Shares) -> Share:
     """The share of queries, keys, values or a mask, where each of their heads serves several of the result's."""
-    share = aligned(tensor, node, shares)
+    share = aligned(tensor, shape_of(node), shares)
     if share.dim is None:
         return share
     own = shape_of(tensor)[share.dim - len(shape_of(node)) + len(shape_of(tensor))]

@@ -135,11 +135,24 @@ def _all_reduce(node: fx.Node, shares: Shares) -> Share:
 
 
 def _copy(node: fx.Node, shares: Shares) -> Share:
+    return _check_copied(node, shares, "leave this copy_to_tensor out")
+
+
+def _copied(node: fx.Node, shares: Shares) -> Found:
+    """f, and the linears that read it."""
+    without = node.target.__name__.removeprefix("copied_")  # type: ignore[union-attr]
+    _check_copied(node, shares, f"compute the {without} without an all-reduce")
+    if any(read(n, shares) is PARTIAL for n in node.all_input_nodes):
+        return _of_partial(node, shares, "")
+    return products.copied(node, shares)
+
+
+def _check_copied(node: fx.Node, shares: Shares, way: str) -> Share:
     share = read(node.args[1], shares)
     if share.kind in ("divided", "partial"):
         raise ShareError(
-            f"hands {describe(node.args[1], shares)}, to a divided region: expected a whole value; leave "
-            "this copy_to_tensor out, or all-reduce its argument first"
+            f"hands {describe(node.args[1], shares)}, to a divided region: expected a whole value; {way}, or "
+            "all-reduce its argument first"
         )
     return share
 
@@ -213,7 +226,8 @@ def _fused_dropout(node: fx.Node, shares: Shares) -> Found:
         return _of_partial(node, shares, node.target.__name__)  # type: ignore[union-attr]
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
-    share = movement.merge([(term, movement.aligned(term, given["x"], shares)) for term in terms], node)
+    shape = shape_of(given["x"])
+    share = movement.merge([(term, movement.aligned(term, shape, shares)) for term in terms], shape)
     if given.get("p", 0):
         _check_key(share, given.get("divided"))
     if "weight" in given:
@@ -237,6 +251,7 @@ def _check_key(share: Share, key: int | None) -> None:
 SOURCES: Mapping[Any, Rule] = {
     collectives.reduce_from_tensor: _all_reduce,
     collectives.copy_to_tensor: _copy,
+    **dict.fromkeys(collectives.COPIED, _copied),
     collectives.take_own: _own,
     kernels.embedding: _lookup,
     kernels.cross_entropy: _loss,

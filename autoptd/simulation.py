@@ -89,13 +89,15 @@ class Training:
     """How the step is run beyond what the program says.
 
     `overlap_transfers`: sending does not hold up the sender.
-    `overlap_data`: a stage's gradients are summed over the replicas while later backwards run. `zero` 1: the replicas
+    `overlap_data`: a stage's gradients are summed over the replicas while later backwards run. `overlap_tensor`: the
+    tensor ranks sum a linear's gradient of its input while those of its weights are computed. `zero` 1: the replicas
     divide the optimizer's states among them. `wide_gradients`: the sums are at least float32. All as in our runtime,
     but that it divides states only where it is asked to; Megatron-LM of 2021 did none of them.
     """
 
     overlap_transfers: bool = True
     overlap_data: bool = True
+    overlap_tensor: bool = True
     zero: int = 0
     wide_gradients: bool = True
 
@@ -114,7 +116,7 @@ def simulate_program(
 ) -> Simulation:
     """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
     precision = Precision.of(stages, dtype)
-    times = time_stages(manifest, stages, cluster, precision)
+    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
     order = list(execution_order(schedule))
     return simulate_times(manifest, times, schedule, order, cluster, precision, training)
 

@@ -23,7 +23,8 @@ from autoptd.runtime.transfer import is_scattered
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group.
+    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group, without what
+    runs beside the device's own work.
 
     Of the latter, `waiting` takes no core (see `Link`).
     """
@@ -64,9 +65,17 @@ class StageTimes:
 
 
 def time_stages(
-    manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, precision: Precision
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    cluster: Cluster,
+    precision: Precision,
+    *,
+    overlap: bool = True,
 ) -> tuple[StageTimes, ...]:
-    """The times of all stages, on the first replica's ranks. ValueError for a dtype that the device has not."""
+    """The times of all stages, on the first replica's ranks. ValueError for a dtype that the device has not.
+
+    Without `overlap` all-reduces hide behind nothing.
+    """
     known: dict[object, StageWork] = {}
     found = []
     for index, stage in enumerate(stages):
@@ -74,7 +83,7 @@ def time_stages(
         if signature not in known:
             known[signature] = _join(divide_work(stage, manifest.mesh).values())
         ranks = manifest.mesh.tensor_group(manifest.mesh.rank_of(0, index % manifest.mesh.pipeline, 0))
-        times = time_work(known[signature], cluster, ranks, precision)
+        times = time_work(known[signature], cluster, ranks, precision, overlap=overlap)
         found.append(time_stage(manifest, index, times, cluster, precision))
     return tuple(found)
 
@@ -184,13 +193,15 @@ class WorkTimes:
     model_flops: float
 
 
-def time_work(work: StageWork, cluster: Cluster, ranks: Sequence[int], precision: Precision) -> WorkTimes:
+def time_work(
+    work: StageWork, cluster: Cluster, ranks: Sequence[int], precision: Precision, *, overlap: bool = True
+) -> WorkTimes:
     """Time a work on the tensor group `ranks`. ValueError for a dtype that the device has not."""
     cluster.device.peak(precision.dtype)
     return WorkTimes(
-        _add_up(work.forward, cluster, ranks, precision),
-        _add_up(work.backward, cluster, ranks, precision),
-        _add_up(work.again, cluster, ranks, precision),
+        _add_up(work.forward, cluster, ranks, precision, overlap),
+        _add_up(work.backward, cluster, ranks, precision, overlap),
+        _add_up(work.again, cluster, ranks, precision, overlap),
         work.kept * precision.scale,
         work.working * precision.scale,
         work.flops,
@@ -220,15 +231,17 @@ def time_stage(
 
 
 def _add_up(
-    works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision
+    works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision, overlap: bool
 ) -> Seconds:
-    device, dtype, scale = cluster.device, precision.dtype, precision.scale
-    compute = sum(count * device.seconds(work, dtype, scale) for work, count in works.items())
-    tensor = sum(
-        count * cluster.all_reduce_seconds(work.reduced * scale, ranks) for work, count in works.items()
-    )
-    reductions = sum(count for work, count in works.items() if work.reduced)
-    return Seconds(compute, tensor, 2 * reductions * cluster.waiting_seconds(ranks))
+    dtype, scale = precision.dtype, precision.scale
+    compute = tensor = waiting = 0.0
+    for work, count in works.items():
+        compute += count * cluster.device.seconds(work, dtype, scale)
+        if work.reduced:
+            exposed = cluster.exposed_seconds(work, ranks, dtype, scale, overlap=overlap)
+            tensor += count * exposed
+            waiting += count * min(exposed, 2 * cluster.waiting_seconds(ranks))
+    return Seconds(compute, tensor, waiting)
 
 
 def _product_flops(work: Work) -> float:

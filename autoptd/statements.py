@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
-from autoptd.annotations import write_communication, write_value_shape
+from autoptd.annotations import write_communication, write_hidden, write_value_shape
 from autoptd.expressions import Names, is_index, write_call, write_index
 
 WIDTH = 110
 COMMENT_COLUMN = 76
 INDENT = " " * 4
 _SHAPE_WIDTH = 20
+_PARAMETER = re.compile(r" (?=p\[)")
 _SHAPE_KEPT = ("copy_to_tensor", "reduce_from_tensor")  # their lines have more to say
 
 
@@ -48,7 +50,8 @@ def write_calls(
             yield beside(f"{indent}{target} = {write_index(node, names, device)}", write_comment(shape, note))
         else:
             function, args = write_call(node, names, device)
-            yield from write_statement(f"{target} = {function}", args, shape, note, indent)
+            after = write_comment(write_hidden(node, tensor))
+            yield from write_statement(f"{target} = {function}", args, shape, note, indent, after=after)
 
 
 def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
@@ -84,6 +87,11 @@ def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
     return write_value_shape(node, tensor), sent
 
 
+def _take_apart(arg: str) -> list[str]:
+    """What of an argument may stand on lines of its own: the parameters of a list too long for one."""
+    return _PARAMETER.split(arg) if arg.startswith("[") and len(arg) > WIDTH // 2 else [arg]
+
+
 def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequence[fx.Node]:
     """The nodes from `position` on that take part 0, 1, ... of `node`'s value, where nobody else uses it."""
     value = node.meta.get("val")
@@ -98,22 +106,32 @@ def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequ
 
 
 def write_statement(
-    start: str, args: Sequence[str], shape: str, note: str, indent: str = INDENT, end: str = ")"
+    start: str,
+    args: Sequence[str],
+    shape: str,
+    note: str,
+    indent: str = INDENT,
+    end: str = ")",
+    after: str = "",
 ) -> Iterator[str]:
-    """``start(args)`` on one line where it fits, else the arguments on lines of their own below the comment."""
+    """``start(args)`` on one line where it fits, else the arguments on lines of their own below the comment.
+
+    So too where there is a comment for `after` them.
+    """
     code = f"{indent}{start}({', '.join(args)}{end}"
     comment = write_comment(shape, note, columns=len(code) + 2 <= COMMENT_COLUMN)
-    if len(code) + 2 + len(comment) <= WIDTH:
+    if not after and len(code) + 2 + len(comment) <= WIDTH:
         yield beside(code, comment)
         return
     yield beside(f"{indent}{start}(", write_comment(shape, note))
     margin = indent + " " * 3
     line = margin
-    for number, arg in enumerate(args):
-        word = f" {arg}," if number + 1 < len(args) else f" {arg}"
+    words = [word for arg in args for word in _take_apart(f"{arg},")]
+    for number, text in enumerate(words):
+        word = f" {text}" if number + 1 < len(words) else f" {text[:-1]}"
         if len(line) + len(word) > WIDTH and line.strip():
             yield line
             line = margin
         line += word
     yield line
-    yield f"{indent}{end}"
+    yield beside(f"{indent}{end}", after)

@@ -2,12 +2,14 @@
 
 Forward, each value has a `Share` (`share_rules`). Backward, a whole value's gradient is either whole, the
 same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
-so whole operators hand on what they get; f (`collectives.copy_to_tensor`) makes a partial gradient whole. The
-two never mix at one value, and a partial one may end only in a parameter that is marked ``partial_gradient``.
+so whole operators hand on what they get; f (`collectives.copy_to_tensor`, alone or with the linears that read it)
+makes a partial gradient whole. The two never mix at one value, and a partial one may end only in a parameter that
+is marked ``partial_gradient``.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from autoptd.passes.calls import argument
 from autoptd.passes.program import Stage
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.manifest import Boundary, Manifest
@@ -22,6 +25,7 @@ from autoptd.share_rules import share_after
 from autoptd.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
 
 Gradient = Literal["whole", "partial"]
+COPYING = (collectives.copy_to_tensor, *collectives.COPIED)  # f
 SUMMING = (collectives.reduce_from_tensor, kernels.cross_entropy)  # whole results of divided arguments
 
 
@@ -51,6 +55,21 @@ def place(node: fx.Node) -> str:
     """Where a node is: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
     path, line = node.meta.get("path"), node.meta.get("line")
     return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
+
+
+def _is_copied_part(node: fx.Node) -> bool:
+    """Whether it is the result of one of several linears that read f together."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is collectives.copied_linears
+
+
+def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
+    """Weight and bias of the linear among several whose result is `part`."""
+    if part.target is not operator.getitem:
+        return []
+    index: Any = part.args[1]
+    lists: list[Any] = [linears.args[2], argument(linears, 3, "biases")]
+    return [given[index] for given in lists if given]
 
 
 def _is_lost(found: Found) -> bool:
@@ -183,7 +202,7 @@ class StageWalk:
         readers: dict[Gradient, fx.Node | None] = dict.fromkeys(sent)
         for reader in node.users:
             if reader in self.differentiable:
-                gradient = self._gradient_from(reader)
+                gradient = self._gradient_from(reader, node)
                 if gradient is not None:
                     readers.setdefault(gradient, reader)
         partial = readers.get("partial")
@@ -197,10 +216,13 @@ class StageWalk:
             self._refuse(node, f"{place(node)}, which has a whole gradient from {source}")
         return next(iter(readers), None)
 
-    def _gradient_from(self, reader: fx.Node) -> Gradient | None:
-        """What one reader gives a whole argument."""
-        if reader.target is collectives.copy_to_tensor:
+    def _gradient_from(self, reader: fx.Node, value: fx.Node) -> Gradient | None:
+        """What one reader gives a whole argument, its `value`."""
+        if reader.target in COPYING and reader.args[1] is value:
             return "whole"
+        if reader.target is collectives.copied_linears:
+            made = next((n for n in reader.users if value in _parameters_of(reader, n)), None)
+            return None if made is None else self._gradient_from(made, reader)
         if self.shares[reader] is WHOLE:
             return self.gradients.get(reader)
         return None if self.shares[reader] is UNKNOWN else "partial"
@@ -219,12 +241,16 @@ class StageWalk:
         elif node.target in SUMMING:
             if gradient == "partial":
                 self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
-        elif node.target is collectives.copy_to_tensor:
+        elif node.target in COPYING or _is_copied_part(node):
             if gradient == "whole":
+                way = (
+                    "leave this copy_to_tensor out"
+                    if node.target is collectives.copy_to_tensor
+                    else "compute this linear without its all-reduce"
+                )
                 raise ShareError(
                     f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
-                    "rank, and so multiplies it by their number: only divided operators may read it; leave "
-                    "this copy_to_tensor out"
+                    f"rank, and so multiplies it by their number: only divided operators may read it; {way}"
                 )
         elif gradient == "whole" and any(self.shares[n] is not WHOLE for n in node.all_input_nodes):
             raise ShareError(

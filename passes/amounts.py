@@ -38,7 +38,8 @@ class Work:
     """One direction of one operator, on one rank and one microbatch.
 
     `elementwise` are FLOPs beside the products, one per element; `read` and `written` bytes of memory; `reduced`
-    the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts.
+    the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts. `beside` is what
+    of all that is computed while the all-reduce runs; None where the device waits for it.
     """
 
     products: tuple[Product, ...] = ()
@@ -47,6 +48,7 @@ class Work:
     written: Number = 0
     reduced: Number = 0
     launches: int = 0
+    beside: Work | None = None
 
     @property
     def flops(self) -> Number:
@@ -66,6 +68,7 @@ class Work:
             self.written + other.written,
             self.reduced + other.reduced,
             self.launches + other.launches,
+            self.beside + other.beside if self.beside and other.beside else self.beside or other.beside,
         )
 
     def __bool__(self) -> bool:

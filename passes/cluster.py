@@ -187,6 +187,19 @@ class Cluster:
         """All-reduce of `count` bytes by a ring: 2 (n - 1) steps of 1/n each (SC21 §3.3.1)."""
         return 2 * self.all_gather_seconds(count, ranks)
 
+    def exposed_seconds(
+        self, work: Work, ranks: Sequence[int], dtype: str, scale: float = 1.0, *, overlap: bool = True
+    ) -> float:
+        """What of the all-reduces of `work` over `ranks` its device waits for, while it computes what is beside them.
+
+        A device of one multiprocessor, a core, sums and copies itself, and hides nothing. `scale` is as of
+        `Device.seconds`; without `overlap` nothing is beside.
+        """
+        seconds = self.all_reduce_seconds(work.reduced * scale, ranks)
+        if work.beside is None or not overlap or self.device.multiprocessors == 1:
+            return seconds
+        return max(0.0, seconds - self.device.seconds(work.beside, dtype, scale))
+
     def all_gather_seconds(self, count: float, ranks: Sequence[int]) -> float:
         """All-gather to `count` bytes, or reduce-scatter of them: n - 1 steps of 1/n each."""
         number = len(ranks)

@@ -98,7 +98,7 @@ class Durations:
         if work not in self._known:
             ranks = self.mesh.tensor_group(self.mesh.rank_of(0, 0, 0))
             seconds = self.cluster.device.seconds(work, self.dtype)
-            seconds += self.cluster.all_reduce_seconds(work.reduced, ranks)
+            seconds += self.cluster.exposed_seconds(work, ranks, self.dtype)
             self._known[work] = ceil(seconds * NANOSECONDS)
         return self._known[work]
 

@@ -19,7 +19,7 @@ from torch import fx
 from autoptd.passes.activations import ActivationJudge
 from autoptd.passes.calls import argument, operator_name, shape_of
 from autoptd.passes.losses import match_half_loss, match_whole_loss
-from autoptd.passes.naming import operator_word
+from autoptd.passes.naming import operator_word, rename_nodes
 from autoptd.passes.norms import match_partial_rotary, match_rms_norm, match_rotary, match_torch_rms_norm
 from autoptd.passes.patterns import (
     RESHAPES,
@@ -66,7 +66,7 @@ def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts
     for node in graph.nodes:
         if node.meta.pop("fused", False):
             counts[operator_word(node.target)] += 1
-    return _rename(graph)
+    return rename_nodes(graph)
 
 
 def _find_trained(graph: fx.Graph, stage: Stage) -> set[fx.Node]:
@@ -135,19 +135,6 @@ def _name(node: fx.Node) -> str:
     """The name of what a node stands for."""
     name: str = node.meta.get("name", node.name)
     return name
-
-
-def _rename(graph: fx.Graph) -> fx.Graph:
-    """A copy in which what was rewritten has the name of what it stands for."""
-    copy = fx.Graph()
-    copy.set_codegen(graph._codegen)
-    values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        name = node.meta.pop("name", node.name)
-        values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
-        made.meta = node.meta
-    return copy
 
 
 # Rules

@@ -33,6 +33,19 @@ def name_nodes(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+def rename_nodes(graph: fx.Graph) -> fx.Graph:
+    """A copy in which what was rewritten has the name of what it stands for: ``meta["name"]``."""
+    copy = fx.Graph()
+    copy.set_codegen(graph._codegen)
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        name = node.meta.pop("name", node.name)
+        values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
+        made.meta = node.meta
+    return copy
+
+
 def short_path(path: str, containers: tuple[str, ...]) -> str:
     """A module path as an identifier: "transformer.h.6.attn" -> "h6_attn"."""
     for container in containers:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from torch import fx
 
 from autoptd.passes.amounts import Number, Product, Value, Work, tensor_arguments
-from autoptd.passes.calls import shape_of
-from autoptd.runtime import aten, kernels
+from autoptd.passes.calls import argument, shape_of
+from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.kernels.precision import widen
 
 
@@ -82,12 +83,19 @@ def _factors(node: fx.Node, count: int = 2) -> list[fx.Node]:
     if node.target is aten.einsum.default:
         operands: Any = node.args[1]
         return list(operands)
-    first = 1 if node.target in _BIASED else 0
+    first = 1 if node.target in _SECOND else 0
     factors: Any = node.args[first : first + count]
     return list(factors)
 
 
-_BIASED = (aten.addmm.default, aten.baddbmm.default)
+# Behind a bias, or behind the rank.
+_SECOND = (
+    aten.addmm.default,
+    aten.baddbmm.default,
+    collectives.copied_linear,
+    collectives.copied_linear_gelu,
+    collectives.copied_split_linear,
+)
 FUSED = aten.scaled_dot_product_attention.default
 
 PRODUCTS: Mapping[Any, Callable[[fx.Node, Value], Iterable[Product]]] = {
@@ -100,6 +108,9 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node, Value], Iterable[Product]]] = {
     aten.einsum.default: _einsum,
     kernels.split_linear: _split_linear,
     kernels.linear_gelu: _linear,
+    collectives.copied_linear: _linear,
+    collectives.copied_linear_gelu: _linear,
+    collectives.copied_split_linear: _split_linear,
 }
 
 
@@ -148,9 +159,94 @@ def _multiply_gelu(node: fx.Node, value: Value) -> Work:
 def _differentiate_gelu(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """The activation's backward, which sums the bias's gradient, and the product's."""
     factors = [source for source in wanted if source in _factors(node)]
-    size, biases = value.bytes(node), sum(value.bytes(source) for source in wanted if source not in factors)
-    activation = Work(elementwise=value.count(node), read=2 * size, written=size + biases, launches=1)
+    activation = _differentiate_activation(node, value, [s for s in wanted if s not in factors])
     return activation + differentiate_product(node, value, factors)
+
+
+def _differentiate_activation(node: fx.Node, value: Value, biases: Sequence[fx.Node]) -> Work:
+    size = value.bytes(node)
+    return Work(
+        elementwise=value.count(node),
+        read=2 * size,
+        written=size + sum(map(value.bytes, biases)),
+        launches=1,
+    )
+
+
+def _multiply_several(node: fx.Node, value: Value) -> Work:
+    """Linears of one x, each of which reads it."""
+    x: Any = node.args[1]
+    parts = list(_linears(node, value))
+    return Work(
+        tuple(part.product for part in parts),
+        read=len(parts) * value.bytes(x) + sum(value.bytes(p) for part in parts for p in part.parameters),
+        written=value.bytes(node),
+        launches=len(parts),
+    )
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One of several linears of one x: its product, its parameters, and the elements and bytes of its result."""
+
+    product: Product
+    weight: fx.Node
+    bias: fx.Node | None
+    count: Number
+    bytes: Number
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def _linears(node: fx.Node, value: Value) -> Iterable[_Linear]:
+    x, weights, biases = node.args[1], node.args[2], argument(node, 3, "biases")
+    inner = value.shape(x)[-1]  # type: ignore[arg-type]
+    rows = zip(weights, biases or [None] * len(weights), value.shape(node), node.meta["val"], strict=True)  # type: ignore[arg-type]
+    for weight, bias, shape, made in rows:
+        product = Product(1, prod(shape[:-1]), shape[-1], inner)
+        yield _Linear(product, weight, bias, prod(shape), prod(shape) * made.element_size())
+
+
+def _differentiate_several(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The gradients of x are added up by the products that make them."""
+    x: Any = node.args[1]
+    size, work, beside = value.bytes(x), Work(), Work()
+    for index, part in enumerate(_linears(node, value)):
+        made = part.product
+        if x in wanted:
+            turned = Product(made.batch, made.rows, made.inner, made.columns)
+            read = part.bytes + value.bytes(part.weight) + (size if index else 0)
+            work += Work((turned,), read=read, written=size, launches=1)
+        if part.weight in wanted:
+            turned = Product(made.batch, made.inner, made.columns, made.rows)
+            beside += Work((turned,), read=part.bytes + size, written=value.bytes(part.weight), launches=1)
+        if part.bias in wanted and part.bias is not None:
+            beside += Work(
+                elementwise=part.count, read=part.bytes, written=value.bytes(part.bias), launches=1
+            )
+    return _hide(work, beside, size if x in wanted else 0)
+
+
+def _differentiate_copied(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The gradient of x, its all-reduce in place, and beside it those of weight and bias."""
+    x: Any = node.args[1]
+    own = [source for source in wanted if source is x]
+    others = [source for source in wanted if source is not x]
+    work = differentiate_product(node, value, own)
+    if node.target is collectives.copied_linear_gelu:
+        factors = [source for source in others if source in _factors(node)]
+        work += _differentiate_activation(node, value, [s for s in others if s not in factors])
+        others = factors
+    return _hide(work, differentiate_product(node, value, others), value.bytes(x) if own else 0)
+
+
+def _hide(work: Work, beside: Work, reduced: Number) -> Work:
+    """An all-reduce after `work`, and `beside` it while it runs."""
+    if not reduced:
+        return work + beside
+    return replace(work + beside + Work(reduced=reduced, launches=1), beside=beside)
 
 
 def attend(node: fx.Node, value: Value) -> Work:
@@ -192,10 +288,17 @@ def statistics(node: fx.Node, value: Value) -> Number:
 FORWARDS: Mapping[Any, Callable[[fx.Node, Value], Work]] = {
     **dict.fromkeys(PRODUCTS, multiply),
     kernels.linear_gelu: _multiply_gelu,
+    collectives.copied_linear_gelu: _multiply_gelu,
+    collectives.copied_linears: _multiply_several,
     **dict.fromkeys([FUSED, kernels.grouped_attention], attend),
 }
 BACKWARDS: Mapping[Any, Callable[[fx.Node, Value, Sequence[fx.Node]], Work]] = {
     **dict.fromkeys(PRODUCTS, differentiate_product),
     kernels.linear_gelu: _differentiate_gelu,
+    collectives.copied_linears: _differentiate_several,
+    **dict.fromkeys(
+        [collectives.copied_linear, collectives.copied_linear_gelu, collectives.copied_split_linear],
+        _differentiate_copied,
+    ),
     **dict.fromkeys([FUSED, kernels.grouped_attention], differentiate_attention),
 }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from autoptd.runtime.communicator import Group
+from autoptd.runtime.copied_products import Linear, SplitLinear, multiply_copied
+from autoptd.runtime.kernels.activation import activate_linear
 from autoptd.runtime.rank import Rank
 
 
@@ -39,6 +43,68 @@ def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
     if rest:
         raise ValueError(f"dimension {dim} of {list(x.shape)} does not divide over {size} tensor ranks")
     return x.narrow(dim, index * width, width)
+
+
+# f together with the linears that alone read it: the same, with f's all-reduce beside the weights' gradients.
+
+
+def copied_linear(
+    rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """Compute ``linear(copy_to_tensor(rank, x), weight, bias)``.
+
+    `weight` is [out, in], or [in, out] where `transposed`. The backward posts f's all-reduce, computes the gradients of
+    weight and bias, and then waits for it.
+    """
+    return multiply_copied(rank, Linear(transposed), x, [weight], [bias])[0]
+
+
+def copied_linears(
+    rank: Rank,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    transposed: bool = False,
+) -> tuple[Tensor, ...]:
+    """The same of several linears of one `x`, whose gradients of it are summed before; each bias may be None.
+
+    Raises ValueError where there are not as many biases as weights.
+    """
+    given = [None] * len(weights) if biases is None else biases
+    if len(given) != len(weights) or not weights:
+        raise ValueError(
+            f"copied_linears was given {len(weights)} weights and {len(given)} biases, expected a bias or None for "
+            "each of one weight or more"
+        )
+    return multiply_copied(rank, Linear(transposed), x, weights, given)
+
+
+def copied_linear_gelu(
+    rank: Rank,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    approximate: Literal["none", "tanh"] = "none",
+    transposed: bool = False,
+) -> Tensor:
+    """`kernels.linear_gelu` of f(x), in the same way."""
+    linear = partial(copied_linear, rank, transposed=transposed)
+    return activate_linear(linear, x, weight, bias, approximate, transposed)
+
+
+def copied_split_linear(
+    rank: Rank,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sections: int,
+    transposed: bool = False,
+) -> Tensor:
+    """`kernels.split_linear` of f(x), in the same way."""
+    return multiply_copied(rank, SplitLinear(sections, transposed), x, [weight], [bias])[0]
+
+
+COPIED = (copied_linear, copied_linears, copied_linear_gelu, copied_split_linear)
 
 
 class _Copy(torch.autograd.Function):

@@ -147,7 +147,7 @@ class Executor:
         actions: Sequence[Action],
     ) -> None:
         self.sent: Counter[str] = Counter()
-        self.measured = Measured(Stopwatch(connection.rank.device))
+        self.measured = connection.rank.measured = Measured(Stopwatch(connection.rank.device))
         self._connection = connection
         self._manifest = manifest
         self._device = connection.rank.device

@@ -45,10 +45,10 @@ def read_last_step(
     norm: torch.Tensor | None,
 ) -> LastStep:
     """What `measured` has of the last whole step; waits for the device. No collective."""
-    marks = [measured.begin, measured.end, *(span[i] for span in measured.spans for i in (3, 4))]
+    spans = [span for span in measured.spans if span[0] in ("F", "B")]
+    marks = [measured.begin, measured.end, *(span[i] for span in spans for i in (3, 4))]
     begin, end, *times = measured.stopwatch.read(marks)
-    spans = zip(measured.spans, times[::2], times[1::2], strict=True)
-    computed = [(start, stop) for (kind, *_), start, stop in spans if kind in ("F", "B")]
+    computed = list(zip(times[::2], times[1::2], strict=True))
     work = sum(stop - start for start, stop in computed)
     computed_last = max(stop for _, stop in computed)
     tokens = count_tokens(manifest)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.communicator import Group
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.stopwatch import Stopwatch
 from autoptd.runtime.trace import Phase, TimelineEntry
 
-KINDS = ("F", "B", "data")
+KINDS = ("F", "B", "data", "tensor", "weights")
+NOTHING = len(KINDS)  # the rows by which a rank has fewer spans than another
 Span = tuple[str, int, int, Any, Any]
 
 
@@ -22,7 +23,8 @@ class Measured:
     """What this rank did in its last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
 
     A forward or backward begins when what it needs has arrived; "data" is the sum of gradients, from when the first is
-    posted to when the last is there.
+    posted to when the last is there. Inside a backward "tensor" is an all-reduce over the tensor ranks, from when it is
+    posted to when its result is taken, and "weights" the gradients that are computed meanwhile.
     """
 
     stopwatch: Stopwatch
@@ -45,6 +47,11 @@ class Measured:
         """The sum of gradients began at the mark `begin`, and ends now."""
         self._running.append(("data", 0, 0, begin, self.stopwatch.mark()))
 
+    def add_hidden(self, begin: Any, computed: Any) -> None:
+        """An all-reduce was posted at the mark `begin` and ends now, beside gradients that ended at `computed`."""
+        self._running.append(("tensor", 0, 0, begin, self.stopwatch.mark()))
+        self._running.append(("weights", 0, 0, begin, computed))
+
     def finish(self) -> None:
         """The step is whole."""
         self.spans = tuple(self._running)
@@ -52,30 +59,31 @@ class Measured:
 
 
 def gather_measured(
-    measured: Measured, rank: Rank
+    measured: Measured, pipeline: Group, device: torch.device
 ) -> tuple[tuple[tuple[TimelineEntry, ...], ...], tuple[Phase, ...]]:
-    """A row per pipeline rank, and the sums of gradients, in seconds from the first begin of any.
+    """A row per pipeline rank, and what it did beside, in seconds from the first begin of any.
 
-    Every rank of the pipeline must call it, after a step of all.
+    Every rank of the `pipeline` must call it, after a step of all; `device` is where its tensors live.
     """
-    kinds = [KINDS.index(kind) for kind, *_ in measured.spans]
     count = len(measured.spans)
     marks = measured.stopwatch.read([span[i] for i in (3, 4) for span in measured.spans])
-    begins, ends = marks[:count], marks[count:]
-    places = [span[1:3] for span in measured.spans]
     rows = [
-        [kind, *place, begin, end]
-        for kind, place, begin, end in zip(kinds, places, begins, ends, strict=True)
+        [KINDS.index(kind), stage, microbatch, begin, end]
+        for (kind, stage, microbatch, *_), begin, end in zip(
+            measured.spans, marks[:count], marks[count:], strict=True
+        )
     ]
-    own = torch.tensor(rows, dtype=torch.float64, device=rank.device)
-    tables = [table.tolist() for table in rank.pipeline.all_gather(own)]
+    most = pipeline.all_reduce(torch.tensor([count], device=device), "max").item()
+    rows += [[NOTHING] * 5] * (int(most) - count)
+    own = torch.tensor(rows, dtype=torch.float64, device=device)
+    tables = [[row for row in table.tolist() if row[0] != NOTHING] for table in pipeline.all_gather(own)]
     origin = min(row[3] for table in tables for row in table)
     entries = tuple(tuple(_read_entries(index, table, origin)) for index, table in enumerate(tables))
     phases = tuple(
         Phase(index, KINDS[int(row[0])], row[3] - origin, row[4] - origin)
         for index, table in enumerate(tables)
         for row in table
-        if KINDS[int(row[0])] == "data"
+        if row[0] >= KINDS.index("data")
     )
     return entries, phases
 

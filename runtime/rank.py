@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, ThreadGroup
+from autoptd.runtime.measured import Measured
 from autoptd.runtime.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
 from autoptd.runtime.threads import Meeting, ThreadWorld
@@ -18,7 +19,10 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Rank:
-    """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live."""
+    """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live.
+
+    `measured` takes down when collectives inside a backward ran, where there is a step to measure.
+    """
 
     mesh: Mesh
     coordinates: Coordinates
@@ -27,6 +31,7 @@ class Rank:
     data: Group
     randomness: Randomness = field(default_factory=Randomness)
     device: torch.device = CPU
+    measured: Measured | None = None
 
     @classmethod
     def local(cls, mesh: Mesh, coordinates: Coordinates = ORIGIN, device: torch.device = CPU) -> Rank:

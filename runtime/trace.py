@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 from autoptd.runtime.schedule import Action
 
 MICROSECONDS = 1e6
-WORDS = {"F": "forward", "B": "backward", "data": "sums of gradients", "optimizer": "optimizer"}
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "data": "sums of gradients",
+    "optimizer": "optimizer",
+    "tensor": "all-reduce over the tensor ranks",
+    "weights": "gradients of weights",
+}
 
 
 class TimelineEntry(NamedTuple):
@@ -24,7 +31,10 @@ class TimelineEntry(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer"."""
+    """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer".
+
+    Or inside a backward: "tensor" (the tensor ranks sum a gradient), and "weights", which it computes meanwhile.
+    """
 
     rank: int
     name: str
@@ -45,7 +55,7 @@ def write_trace(
     """Write a chrome trace, packed where `path` ends in .gz: a process per pipeline rank, with its memory's course.
 
     The ranks' forwards and backwards are on one thread, their messages on one for each rank they go to, and their
-    phases, which may begin while the last backwards run, on one more.
+    phases, which may begin while the last backwards run, on one more; so are the tensor ranks' sums in the backwards.
     `about` says where the times are from.
     """
     events = list(_trace_events(rows, phases, memory))
@@ -65,6 +75,9 @@ def _trace_events(
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
         after = {"name": "after the backwards"}
         yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 1, "args": after}
+        if any(phase.rank == rank and phase.name == "tensor" for phase in phases):
+            within = {"name": "tensor ranks, in the backwards"}
+            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 2, "args": within}
     for row in rows:
         for entry in row:
             stage, kind, microbatch = entry.action
@@ -74,7 +87,8 @@ def _trace_events(
                 str(entry.action), category, entry.rank, _thread(entry, len(rows)), *entry[2:], arguments
             )
     for phase in phases:
-        yield _span(WORDS[phase.name], phase.name, phase.rank, len(rows) + 1, phase.start, phase.end, {})
+        thread = {"weights": 0, "tensor": len(rows) + 2}.get(phase.name, len(rows) + 1)
+        yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})
     for rank, course in enumerate(memory):
         for at, held in course:
             yield {"name": "memory", "ph": "C", "pid": rank, "ts": at * MICROSECONDS, "args": {"bytes": held}}

@@ -64,14 +64,16 @@ class Trained(nn.Module):
         """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
 
         Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
-        where its values have arrived; what is sent is not shown. Times are by the clocks of the ranks' machines.
+        where its values have arrived; what is sent is not shown. An all-reduce of the tensor ranks beside gradients
+        of weights is shown from when it is posted to when its result is taken, and these gradients with it.
+        Times are by the clocks of the ranks' machines.
         Raises RuntimeError where no step has run, or the last one failed.
         """
         if not self._measured.spans:
             raise RuntimeError(
                 "no step has run, or the last one failed: call the parallel model before save_trace"
             )
-        rows, phases = gather_measured(self._measured, self._rank)
+        rows, phases = gather_measured(self._measured, self._rank.pipeline, self._rank.device)
         if self._rank.coordinates == self._rank.mesh.coordinates(0):
             about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
             write_trace(path, rows, phases, (), about)

@@ -248,7 +248,8 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
         stages = [program.stages[s.index] for s in own]
         targets = [n.target for stage in stages for n in stage.graph.nodes]
         again = [n.target for stage in stages for n in find_repeated(stage, mesh)]
-        f, g = targets.count(collectives.copy_to_tensor), targets.count(collectives.reduce_from_tensor)
+        f = sum(targets.count(each) for each in (collectives.copy_to_tensor, *collectives.COPIED))
+        g = targets.count(collectives.reduce_from_tensor)
         losses = targets.count(kernels.cross_entropy)
         buckets = any(manifest.parameters[n].partial_gradient for s in own for n in s.parameters)
         assert found.forward.calls.get("tensor all_reduce", 0) == m * (g + 2 * losses)

@@ -257,6 +257,7 @@ class Fault:
 
 
 NOTHING = "(lambda rank, x: x)("
+LINEAR = "(lambda rank, *given: aten.linear(*given))("
 TWICE = "(lambda rank, x: collectives.reduce_from_tensor(rank, collectives.reduce_from_tensor(rank, x)))("
 NEXT = "(lambda rank, x, dim: x.narrow(dim, (rank.tensor.index + 1) % 4, 1))("
 QKV = 'p["blocks.0.attention.qkv'
@@ -281,15 +282,13 @@ FAULTS = [
     Fault(
         "an f is dropped",
         "gpt",
-        rewrite(
-            "blocks0_attention_norm_f = collectives.copy_to_tensor(", f"blocks0_attention_norm_f = {NOTHING}"
-        ),
+        rewrite("blocks0_attention_qkv = collectives.copied_linear(", f"blocks0_attention_qkv = {LINEAR}"),
         refused=True,
     ),
     Fault(
         "the head's f is dropped",
         "gpt",
-        rewrite("norm_f = collectives.copy_to_tensor(rank, norm)", "norm_f = norm"),
+        rewrite("head = collectives.copied_linear(", f"head = {LINEAR}"),
         refused=True,
     ),
     Fault(
@@ -369,8 +368,8 @@ FAULTS = [
         "a divided projection gets the same bias on every rank",
         "gpt",
         rewrite(
-            f'blocks0_attention_norm_f, {QKV}.weight"], {QKV}.bias"]',
-            f'blocks0_attention_norm_f, {QKV}.weight"], {SAME}',
+            f'blocks0_attention_norm, {QKV}.weight"], {QKV}.bias"]',
+            f'blocks0_attention_norm, {QKV}.weight"], {SAME}',
         ),
         refused=True,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -28,17 +29,33 @@ def linear_gelu(
     A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing. Raises
     ValueError on shapes that do not fit.
     """
+    linear = _multiply_transposed if transposed else functional.linear
+    return activate_linear(linear, x, weight, bias, approximate, transposed)
+
+
+def activate_linear(
+    linear: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    approximate: Literal["none", "tanh"],
+    transposed: bool,
+) -> Tensor:
+    """What `linear_gelu` computes; ``linear(x, weight, bias)`` gives its product, the bias left out or not."""
     _check_approximation("linear_gelu", approximate)
-    if weight.dim() == 2 and transposed:
-        weight = weight.t()
-    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
+    shape = list(weight.shape)[:: -1 if transposed else 1]
+    if len(shape) != 2 or list(x.shape[-1:]) != shape[1:] or list(bias.shape) != shape[:1]:
         raise ValueError(
-            f"linear_gelu was given x {list(x.shape)}, weight {list(weight.shape)} as [out, in] and bias "
+            f"linear_gelu was given x {list(x.shape)}, weight {shape} as [out, in] and bias "
             f"{list(bias.shape)}, expected [.., in], [out, in] and [out]"
         )
     if runs_plainly(x):
-        return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
-    return bias_gelu(functional.linear(x, weight), bias, approximate)
+        return functional.gelu(linear(x, weight, bias), approximate=approximate)
+    return bias_gelu(linear(x, weight), bias, approximate)
+
+
+def _multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x, weight.t(), bias)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:

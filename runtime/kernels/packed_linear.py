@@ -66,6 +66,29 @@ def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
     return weight.view(sections, rows // sections, columns).transpose(1, 2)
 
 
+def split_terms(
+    gradient: Tensor, weight: Tensor, sections: int, transposed: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """Matrices whose products add up to the gradient of x's rows, given that of the result: a pair for each section."""
+    parts = _sections(weight, sections, transposed).transpose(1, 2)
+    return list(zip(gradient.reshape(sections, -1, gradient.shape[-1]), parts, strict=True))
+
+
+def differentiate_weight(gradient: Tensor, x: Tensor, sections: int, transposed: bool) -> Tensor:
+    """The gradient of the weight, laid out as the weight is, given that of the result."""
+    gradient = gradient.reshape(sections, -1, gradient.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
+    # What is written into cannot be differentiated again.
+    multiply = torch.bmm if torch.is_grad_enabled() else _multiply
+    made = multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
+    return made.t() if transposed else made
+
+
+def differentiate_bias(gradient: Tensor, sections: int) -> Tensor:
+    """The gradient of the bias, given that of the result."""
+    return gradient.reshape(sections, -1, gradient.shape[-1]).sum(1).view(-1)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, ctx.sections, ctx.transposed = inputs
     ctx.has_bias = bias is not None
@@ -74,23 +97,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    gradient = gradient.reshape(ctx.sections, -1, gradient.shape[-1])
     towards_x = towards_weight = towards_bias = None
     if ctx.needs_input_grad[0]:
-        parts = _sections(weight, ctx.sections, ctx.transposed).transpose(1, 2)
-        total = gradient[0] @ parts[0]
-        for part, own in zip(gradient[1:], parts[1:], strict=True):
+        (part, own), *rest = split_terms(gradient, weight, ctx.sections, ctx.transposed)
+        total = part @ own
+        for part, own in rest:
             total = torch.addmm(total, part, own)
         towards_x = total.view(x.shape)
     if ctx.needs_input_grad[1]:
-        rows = x.reshape(-1, x.shape[-1]).expand(ctx.sections, -1, -1)
-        # What is written into cannot be differentiated again.
-        multiply = torch.bmm if torch.is_grad_enabled() else _multiply
-        towards_weight = multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
-        if ctx.transposed:
-            towards_weight = towards_weight.t()
+        towards_weight = differentiate_weight(gradient, x, ctx.sections, ctx.transposed)
     if ctx.has_bias and ctx.needs_input_grad[2]:
-        towards_bias = gradient.sum(1).view(-1)
+        towards_bias = differentiate_bias(gradient, ctx.sections)
     return towards_x, towards_weight, towards_bias, None, None
 
 

@@ -60,7 +60,7 @@ class PaperRow:
 
 
 # How Megatron-LM of 2021 ran a step.
-MEGATRON = Training(overlap_transfers=False, overlap_data=False, wide_gradients=False)
+MEGATRON = Training(overlap_transfers=False, overlap_data=False, overlap_tensor=False, wide_gradients=False)
 
 TABLE_1 = (
     PaperRow("1.7B", 24, 2304, 24, 1, 1, 32, 16, 512, 137),
@@ -113,7 +113,7 @@ def simulate_row(
     *,
     scatter_gather: bool = True,
 ) -> Simulation:
-    """As Megatron-LM ran it: a rank waits for its messages, and sums gradients after the pipeline.
+    """As Megatron-LM ran it: a rank waits for its messages and all-reduces, and sums gradients after the pipeline.
 
     With `row`, on its number of replicas and microbatches: the stages are the same.
     """

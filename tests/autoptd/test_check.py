@@ -16,7 +16,7 @@ import autoptd
 from autoptd.check import ProgramError, check_program
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.program import Program, Stage, copy_graph
-from autoptd.runtime import collectives
+from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.manifest import Manifest, StageInterface
 from autoptd.runtime.placement import Placement, Segment
 from autoptd.runtime.schedule import Action, make_schedule
@@ -86,6 +86,29 @@ def twice(name: str) -> Change:
         node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
     return change
+
+
+def apart(name: str, change: Change) -> Change:
+    """A linear that reads f and f by itself again, before `change`."""
+
+    def apply(graph: fx.Graph) -> None:
+        node = named(graph, name)
+        rank, x, *rest = node.args
+        assert isinstance(x, fx.Node)
+        with graph.inserting_after(x):
+            copy = graph.create_node("call_function", F, (rank, x), {}, f"{x.name}_f")
+        copy.meta = dict(x.meta)
+        node.target, node.args = PLAIN[node.target], (copy, *rest)
+        change(graph)
+
+    return apply
+
+
+PLAIN: Mapping[Any, Any] = {
+    collectives.copied_linear: aten.linear.default,
+    collectives.copied_linear_gelu: kernels.linear_gelu,
+    collectives.copied_split_linear: kernels.split_linear,
+}
 
 
 def reading(name: str, position: int, source: str) -> Change:
@@ -181,7 +204,7 @@ COLLECTIVES = [
         "all-reduce: expected collectives.reduce_from_tensor(rank, h0_attn_c_proj)",
     ),
     (
-        without("h0_ln1_f"),
+        apart("h0_attn_c_attn", without("h0_ln1_f")),
         "stage 0: h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1 as it is, so "
         "that each tensor rank has one term of the gradient only, up to h.0.ln_1.bias, a parameter without "
         "partial_gradient: expected h0_attn_c_attn to read collectives.copy_to_tensor(rank, h0_ln1)",
@@ -193,22 +216,27 @@ COLLECTIVES = [
         "reduce_from_tensor out",
     ),
     (
-        twice("h0_ln1_f"),
+        apart("h0_attn_c_attn", twice("h0_ln1_f")),
         "stage 0: h0_ln1_f at h.0.ln_1 (gpt.py:N) all-reduces a gradient that is whole on every tensor "
         "rank, and so multiplies it by their number: only divided operators may read it; leave this "
         "copy_to_tensor out",
     ),
     (
-        reading("h0_mlp_gelu", 0, "wte"),
+        apart("h0_mlp_gelu", reading("h0_mlp_gelu", 0, "wte")),
         "stage 0: h0_mlp_gelu at h.0.mlp (gpt.py:N) uses the partial sum wte before its all-reduce: "
         "expected collectives.reduce_from_tensor(rank, wte)",
     ),
     (
-        reading("h0_add", 1, "h0_ln1_f"),
+        apart("h0_attn_c_attn", reading("h0_add", 1, "h0_ln1_f")),
         "stage 0: h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1_f as it is, so "
         "that each tensor rank has one term of the gradient only, up to h0_ln1_f at h.0.ln_1 (gpt.py:N), "
         "which has a whole gradient from h0_add at h.0.ln_2 (gpt.py:N): expected h0_attn_c_attn to read "
         "collectives.copy_to_tensor(rank, h0_ln1_f)",
+    ),
+    (
+        reading("h0_mlp_gelu", 1, "wte"),
+        "stage 0: h0_mlp_gelu at h.0.mlp (gpt.py:N) hands wte, which is partial, to a divided region: expected a "
+        "whole value; compute the linear_gelu without an all-reduce, or all-reduce its argument first",
     ),
 ]
 
@@ -236,6 +264,25 @@ EDITS = [
         "aten.linear(h0_mlp_gelu,",
         "aten.linear(aten.softmax(h0_mlp_gelu, -1),",
         "runs over dimension 2 of h0_mlp_gelu, of which each tensor rank holds another part: expected it whole",
+    ),
+    (
+        "aten.linear(h0_mlp_gelu,",
+        "collectives.copied_linear(rank, h0_mlp_gelu,",
+        "h0_mlp_c_proj (program_00.py:N) hands h0_mlp_gelu, which is divided along dimension 2, to a divided region: "
+        "expected a whole value; compute the linear without an all-reduce, or all-reduce its argument first",
+    ),
+    (
+        "rank, h0_ln2, ",
+        "rank, collectives.copy_to_tensor(rank, h0_ln2), ",
+        "all-reduces a gradient that is whole on every tensor rank, and so multiplies it by their number: only "
+        "divided operators may read it; leave this copy_to_tensor out",
+    ),
+    (
+        "return h0_add_1",
+        'return h0_add_1 * collectives.copied_linear(rank, h0_add_1, p["wpe.weight"]).sum()',
+        "copied_linear (program_00.py:N) all-reduces a gradient that is whole on every tensor rank, and so "
+        "multiplies it by their number: only divided operators may read it; compute this linear without its "
+        "all-reduce",
     ),
     (
         "return h0_add_1",

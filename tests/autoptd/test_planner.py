@@ -33,7 +33,7 @@ def with_memory(count: float) -> Cluster:
     return replace(SELENE, device=replace(SELENE.device, memory_bytes=count))
 
 
-MEGATRON = Training(overlap_transfers=False, overlap_data=False, wide_gradients=False)
+MEGATRON = Training(overlap_transfers=False, overlap_data=False, overlap_tensor=False, wide_gradients=False)
 
 
 @pytest.mark.parametrize(

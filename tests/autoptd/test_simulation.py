@@ -20,7 +20,8 @@ from autoptd.passes.cluster import Link
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.passes.program import Stage, recomputed_groups
-from autoptd.passes.work import find_trained
+from autoptd.passes.work import backward_work, find_trained
+from autoptd.runtime import collectives
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
@@ -134,6 +135,25 @@ def test_blocking_messages_are_exposed() -> None:
     overlapped, waiting = (program.simulate(SELENE, overlap_transfers=kept) for kept in (True, False))
     assert overlapped.step_seconds < waiting.step_seconds
     assert overlapped.breakdown["pipeline"] < waiting.breakdown["pipeline"]
+
+
+def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it() -> None:
+    program = compile_gpt((2, 1, 1), num_microbatches=2)
+    after, beside = (program.simulate(SELENE, overlap_tensor=kept) for kept in (False, True))
+    (stage,) = program.stages
+    trained = find_trained(stage)
+    works = [backward_work(n, trained) for n in stage.graph.nodes if n.target in collectives.COPIED]
+    sums = [SELENE.all_reduce_seconds(work.reduced, range(2)) for work in works]
+    meanwhile = [SELENE.device.seconds(work.beside, "bf16") for work in works if work.beside is not None]
+    assert len(works) == len(meanwhile) == 2 * LAYERS + 1
+    hidden = 2 * sum(map(min, sums, meanwhile))
+    assert 0 < hidden < after.breakdown["tensor"]
+    assert beside.breakdown["tensor"] == pytest.approx(after.breakdown["tensor"] - hidden)
+    assert beside.step_seconds == pytest.approx(after.step_seconds - hidden)
+    assert beside.breakdown["compute"] == after.breakdown["compute"]
+    # A core sums and copies itself.
+    core = replace(SELENE, device=replace(SELENE.device, multiprocessors=1))
+    assert program.simulate(core) == program.simulate(core, overlap_tensor=False)
 
 
 def test_scatter_gather_sends_less() -> None:

@@ -48,7 +48,8 @@ def test_the_plan_is_shown_in_numbers() -> None:
     assert held == sum(local)
     targets = [node.target for stage in program.stages for node in stage.graph.nodes]
     forward, backward = (
-        targets.count(f) for f in (collectives.reduce_from_tensor, collectives.copy_to_tensor)
+        sum(map(targets.count, each))
+        for each in ([collectives.reduce_from_tensor], [collectives.copy_to_tensor, *collectives.COPIED])
     )
     assert f"tensor all-reduces per microbatch: forward {forward} (" in text
     assert f"backward {backward} (" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -148,3 +149,40 @@ def test_a_divided_region_reduces_in_one_direction() -> None:
     backward = call(collectives.copy_to_tensor, None, X, result=X)
     assert [forward_work(forward).reduced, backward_work(forward).reduced] == [X.numel() * 2, 0]
     assert [forward_work(backward).reduced, backward_work(backward).reduced] == [0, X.numel() * 2]
+
+
+def test_an_all_reduce_beside_the_gradients_of_weights() -> None:
+    """What is beside it is work like the rest; all of it together is f's and its reader's, without a copy."""
+    weight, bias = tensor(32, 64), tensor(32)
+    made = tensor(*X.shape[:-1], 32)
+    copy = call(collectives.copy_to_tensor, None, X, result=X)
+    linear = call(aten.linear.default, X, weight, bias, result=made)
+    joined = call(collectives.copied_linear, None, X, weight, bias, result=made)
+    apart = backward_work(copy) + backward_work(linear)
+    assert forward_work(joined) == forward_work(linear)
+    work, size = backward_work(joined), X.numel() * 2
+    assert Counter(work.products) == Counter(apart.products)
+    assert (work.elementwise, work.reduced) == (apart.elementwise, size)
+    assert (apart.moved - work.moved, apart.launches - work.launches) == (2 * size, 1)
+    assert work.beside is not None
+    assert [p.flops for p in work.beside.products] == [p.flops for p in work.products[1:]]
+    assert work.beside.elementwise == made.numel()
+    assert apart.beside is None
+
+
+def test_several_linears_of_one_input_add_their_gradients_in_their_products() -> None:
+    weights, made = [tensor(32, 64), tensor(16, 64)], (tensor(*X.shape[:-1], 32), tensor(*X.shape[:-1], 16))
+    joined = call(collectives.copied_linears, None, X, weights, result=made)
+    singles = [
+        call(collectives.copied_linear, None, X, weight, result=result)
+        for weight, result in zip(weights, made, strict=True)
+    ]
+    forward, backward = (
+        [each(node) for node in (joined, *singles)] for each in (forward_work, backward_work)
+    )
+    assert forward[0] == forward[1] + forward[2]
+    assert Counter(backward[0].products) == Counter(backward[1].products + backward[2].products)
+    assert backward[0].reduced == backward[1].reduced == X.numel() * 2
+    assert backward[0].beside is not None
+    assert len(backward[0].beside.products) == 2
+    assert backward[0].read == backward[1].read + backward[2].read + X.numel() * 2  # the sum so far

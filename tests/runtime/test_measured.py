@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import autoptd
+from autoptd.runtime import collectives
 from autoptd.runtime.measured import Measured, gather_measured
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.rank import Rank
@@ -57,7 +58,7 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     assert trace["otherData"]["step"] == "measured"
     ends: dict[str, float] = {}
     for rank, actions in enumerate(program.schedule):
-        own = [span for span in spans if span["pid"] == rank and span["tid"] == 0]
+        own = [s for s in spans if s["pid"] == rank and s["tid"] == 0 and s["name"] != "gradients of weights"]
         (sums,) = (span for span in spans if span["pid"] == rank and span["tid"] == 3)
         computed = [str(action) for action in actions if action.kind in ("F", "B")]
         assert [span["name"] for span in own] == computed
@@ -88,10 +89,37 @@ def test_it_has_the_predicted_steps_format(tmp_path: Path) -> None:
     )
     assert measured.keys() == predicted.keys()
     assert {frozenset(span) for span in ran} == {frozenset(span) for span in foreseen}
-    assert {span["name"] for span in ran} <= {span["name"] for span in foreseen}
+    inside = {"gradients of weights", "all-reduce over the tensor ranks"}
+    assert {span["name"] for span in ran} - inside <= {span["name"] for span in foreseen}
     names = ("process_name", "thread_name")
     for rank in range(2):
         assert {e["name"] for e in measured["traceEvents"] if e["pid"] == rank} >= set(names)
+
+
+def test_the_tensor_ranks_sums_are_shown_beside_gradients_of_weights(tmp_path: Path) -> None:
+    program = compile_small()
+    run_ranks(take_steps, 4, program, tmp_path)
+    trace, spans = read_spans(tmp_path / "step.json")
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
+    }
+    for rank in range(2):
+        own = [span for span in spans if span["pid"] == rank]
+        backwards = [span for span in own if span["cat"] == "backward"]
+        sums, weights = ([span for span in own if span["cat"] == name] for name in ("tensor", "weights"))
+        stages = program.stages[rank::2]
+        hidden = sum(n.target in collectives.COPIED for stage in stages for n in stage.graph.nodes)
+        assert len(sums) == len(weights) == 4 * hidden > 0  # 4 microbatches; the last rank has the head's too
+        for one, beside in zip(sums, weights, strict=True):
+            assert threads[rank, one["tid"]] == "tensor ranks, in the backwards"
+            assert threads[rank, beside["tid"]] == "compute"
+            assert one["ts"] == beside["ts"]
+            assert 0 < beside["dur"] <= one["dur"]
+            assert any(
+                b["ts"] <= one["ts"] and one["ts"] + one["dur"] <= b["ts"] + b["dur"] + 1 for b in backwards
+            )
+    _, forwards = read_spans(tmp_path / "forwards.json")
+    assert {span["cat"] for span in forwards} == {"forward"}
 
 
 def test_a_broken_step_is_not_shown(tmp_path: Path) -> None:
@@ -131,6 +159,6 @@ def test_marks_are_read_at_once() -> None:
     measured.add(Action(0, "F", 0), measured.stopwatch.mark())
     measured.add_sums(measured.stopwatch.mark())
     measured.finish()
-    ((entry,),), (phase,) = gather_measured(measured, rank)
+    ((entry,),), (phase,) = gather_measured(measured, rank.pipeline, rank.device)
     assert readings == [4]
     assert 0 == entry.start <= entry.end <= phase.start <= phase.end

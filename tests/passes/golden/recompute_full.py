@@ -11,6 +11,7 @@ cut_stages 1 stages on 1 pipeline ranks, the slowest 1.19 ms of forward and back
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
 recompute_activations full: 2 layers found, up to 1 in a group, 2 groups; a microbatch keeps 21,576 of 112,712
     bytes of activations, and repeats 2 all-reduces of 8,192 bytes
+overlap_reductions 5 of 5 all-reduces backward beside weight gradients
 stage 0: wte, wpe, drop, h.0 - h.1, ln_f, lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
@@ -40,12 +41,11 @@ def stage_0(
     def h0(rank, drop):
         # h.0                                                                 gpt.py:75
         h0_ln1 = aten.layer_norm(drop, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])  # f32[2, 16, 32]
-        h0_ln1_f = collectives.copy_to_tensor(rank, h0_ln1)         # backward: all-reduce, 4.1 kB over tensor
 
         # h.0.attn                                                            gpt.py:45
-        h0_attn_c_attn = aten.linear(                                       # f32[2, 16, 96/2]
-            h0_ln1_f, p["h.0.attn.c_attn.weight"], p["h.0.attn.c_attn.bias"]
-        )
+        h0_attn_c_attn = collectives.copied_linear(                         # f32[2, 16, 96/2]
+            rank, h0_ln1, p["h.0.attn.c_attn.weight"], p["h.0.attn.c_attn.bias"]
+        )                             # backward: all-reduce, 4.1 kB over tensor, beside the weight's gradient
         h0_attn_split_0, h0_attn_split_1, h0_attn_split_2 = aten.split(     # 3 x f32[2, 16, 32/2]
             h0_attn_c_attn, 16, dim=2
         )
@@ -78,12 +78,11 @@ def stage_0(
         # h.0                                                                 gpt.py:75
         h0_add = aten.add(drop, h0_attn_resid_dropout)                      # f32[2, 16, 32]
         h0_ln2 = aten.layer_norm(h0_add, [32], p["h.0.ln_2.weight"], p["h.0.ln_2.bias"])  # f32[2, 16, 32]
-        h0_ln2_f = collectives.copy_to_tensor(rank, h0_ln2)         # backward: all-reduce, 4.1 kB over tensor
 
         # h.0.mlp                                                             gpt.py:62
-        h0_mlp_c_fc = aten.linear(                                          # f32[2, 16, 128/2]
-            h0_ln2_f, p["h.0.mlp.c_fc.weight"], p["h.0.mlp.c_fc.bias"]
-        )
+        h0_mlp_c_fc = collectives.copied_linear(                            # f32[2, 16, 128/2]
+            rank, h0_ln2, p["h.0.mlp.c_fc.weight"], p["h.0.mlp.c_fc.bias"]
+        )                             # backward: all-reduce, 4.1 kB over tensor, beside the weight's gradient
         h0_mlp_gelu = aten.gelu(h0_mlp_c_fc, approximate="tanh")            # f32[2, 16, 128/2]
         h0_mlp_c_proj = aten.linear(h0_mlp_gelu, p["h.0.mlp.c_proj.weight"])  # f32[2, 16, 32]  partial
         h0_mlp_c_proj_g = collectives.reduce_from_tensor(                   # all-reduce, 4.1 kB over tensor
@@ -103,12 +102,11 @@ def stage_0(
     def h1(rank, h0_add_1):
         # h.1                                                                 gpt.py:75
         h1_ln1 = aten.layer_norm(h0_add_1, [32], p["h.1.ln_1.weight"], p["h.1.ln_1.bias"])  # f32[2, 16, 32]
-        h1_ln1_f = collectives.copy_to_tensor(rank, h1_ln1)         # backward: all-reduce, 4.1 kB over tensor
 
         # h.1.attn                                                            gpt.py:45
-        h1_attn_c_attn = aten.linear(                                       # f32[2, 16, 96/2]
-            h1_ln1_f, p["h.1.attn.c_attn.weight"], p["h.1.attn.c_attn.bias"]
-        )
+        h1_attn_c_attn = collectives.copied_linear(                         # f32[2, 16, 96/2]
+            rank, h1_ln1, p["h.1.attn.c_attn.weight"], p["h.1.attn.c_attn.bias"]
+        )                             # backward: all-reduce, 4.1 kB over tensor, beside the weight's gradient
         h1_attn_split_0, h1_attn_split_1, h1_attn_split_2 = aten.split(     # 3 x f32[2, 16, 32/2]
             h1_attn_c_attn, 16, dim=2
         )
@@ -141,12 +139,11 @@ def stage_0(
         # h.1                                                                 gpt.py:75
         h1_add = aten.add(h0_add_1, h1_attn_resid_dropout)                  # f32[2, 16, 32]
         h1_ln2 = aten.layer_norm(h1_add, [32], p["h.1.ln_2.weight"], p["h.1.ln_2.bias"])  # f32[2, 16, 32]
-        h1_ln2_f = collectives.copy_to_tensor(rank, h1_ln2)         # backward: all-reduce, 4.1 kB over tensor
 
         # h.1.mlp                                                             gpt.py:62
-        h1_mlp_c_fc = aten.linear(                                          # f32[2, 16, 128/2]
-            h1_ln2_f, p["h.1.mlp.c_fc.weight"], p["h.1.mlp.c_fc.bias"]
-        )
+        h1_mlp_c_fc = collectives.copied_linear(                            # f32[2, 16, 128/2]
+            rank, h1_ln2, p["h.1.mlp.c_fc.weight"], p["h.1.mlp.c_fc.bias"]
+        )                             # backward: all-reduce, 4.1 kB over tensor, beside the weight's gradient
         h1_mlp_gelu = aten.gelu(h1_mlp_c_fc, approximate="tanh")            # f32[2, 16, 128/2]
         h1_mlp_c_proj = aten.linear(h1_mlp_gelu, p["h.1.mlp.c_proj.weight"])  # f32[2, 16, 32]  partial
         h1_mlp_c_proj_g = collectives.reduce_from_tensor(                   # all-reduce, 4.1 kB over tensor
@@ -164,8 +161,9 @@ def stage_0(
 
     # ln_f, lm_head                                                           gpt.py:111
     ln_f = aten.layer_norm(h1_add_1, [32], p["ln_f.weight"], p["ln_f.bias"])  # f32[2, 16, 32]
-    ln_f_f = collectives.copy_to_tensor(rank, ln_f)                 # backward: all-reduce, 4.1 kB over tensor
-    lm_head = aten.linear(ln_f_f, p["wte.weight"])                          # f32[2, 16, 62/2]
+    lm_head = collectives.copied_linear(                                    # f32[2, 16, 62/2]
+        rank, ln_f, p["wte.weight"]
+    )                                 # backward: all-reduce, 4.1 kB over tensor, beside the weight's gradient
     reshape = aten.reshape(lm_head, [32, 31])                               # f32[32, 62/2]
     reshape_1 = aten.reshape(targets, [32])                                 # i64[32]
     loss = kernels.cross_entropy(                               # f32[]  all-reduce, 128 B + 256 B over tensor
