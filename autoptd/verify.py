@@ -256,6 +256,8 @@ def _run_plain(
                 else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
                 for i in manifest.inputs
             )
+            if valid.any() and not valid[index]:
+                continue  # the mean over none of its labels counts nothing
             loss = functional_call(objective, swapped, values, tie_weights=False)
             loss = loss / float(valid.sum() / valid[index])
             loss.backward()

@@ -41,13 +41,17 @@ def sum_over(group: Group, tensors: list[Tensor]) -> None:
 def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor:
     """Give every rank the step's loss: all replicas' microbatch `losses`, which only the last pipeline rank has.
 
-    `divisors` [m] are those of `find_divisors`. Returns float64 [2]: the loss, the same bits everywhere, and the
-    index in DTYPES of the losses' own dtype.
+    `divisors` [m] are those of `find_divisors`: what is divided by infinity counts nothing, though it be nan. Returns
+    float64 [2]: the loss, the same bits everywhere, and the index in DTYPES of the losses' own dtype.
     """
     pair = torch.zeros(2, dtype=torch.float64, device=rank.device)
     if losses:
         # As a plain loop adds them up: each divided first, in ascending order.
-        shares = [loss / divisor for loss, divisor in zip(losses, divisors.to(losses[0].dtype), strict=True)]
+        narrow, unlabelled = divisors.to(losses[0].dtype), divisors.isinf()
+        shares = [
+            (loss / divisor).masked_fill(empty, 0)
+            for loss, divisor, empty in zip(losses, narrow, unlabelled, strict=True)
+        ]
         total = shares[0]
         for share in shares[1:]:
             total = total + share

@@ -233,8 +233,9 @@ class Parallel(Persistent):
         if nonfinite and seeds is not None:
             self._sums.clear()
             run = partial(self._executor.run, weights, inputs, seeds, self._await_stage, lambda _: None)
+            unlabelled = divisors.isinf().nonzero().flatten().tolist()
             raise FloatingPointError(
-                explain_nonfinite(manifest, self._connection, batch, pair[0], summed, run)
+                explain_nonfinite(manifest, self._connection, batch, pair[0], summed, unlabelled, run)
             )
         self._loss, self._norm = pair[0], None
         return pair[0].to(self._loss_dtype)

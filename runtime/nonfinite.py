@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,17 @@ FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes t
 
 
 class Inspector(TorchDispatchMode):
-    """Remembers the first operator that gave a NaN or an infinity, and where; -inf is what a mask is made of."""
+    """Remembers the first operator that gave a NaN or an infinity, and where; -inf is what a mask is made of.
 
-    def __init__(self, position: Position) -> None:
+    The mean loss of the last stage over none of the labels of an `unlabelled` microbatch is one by right, and so are
+    its gradients, which are masked.
+    """
+
+    def __init__(self, position: Position, last_stage: int, unlabelled: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: tuple[Action, str] | None = None
         self._position = position
+        self._last_stage, self._unlabelled = last_stage, unlabelled
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -41,8 +46,14 @@ class Inspector(TorchDispatchMode):
         # What communicates may not have arrived, what is empty has no values yet.
         if self.found is None and not name.startswith("c10d") and "empty" not in name and _has_broken(result):
             action = Action.parse(self._position.read().activity)
-            self.found = action, f"{name}{_source_line()}"
+            if not self._is_mean_of_none(action, result):
+                self.found = action, f"{name}{_source_line()}"
         return result
+
+    def _is_mean_of_none(self, action: Action, result: object) -> bool:
+        if action.stage != self._last_stage or action.microbatch not in self._unlabelled:
+            return False
+        return action.kind == "B" or not any(x.dim() for x in tree_leaves(result) if isinstance(x, Tensor))
 
 
 def explain_nonfinite(
@@ -51,13 +62,15 @@ def explain_nonfinite(
     batch: Mapping[str, Tensor],
     loss: Tensor,
     gradients: Sequence[Tensor],
+    unlabelled: Container[int],
     repeat: Callable[[], object],
 ) -> str:
     """Say where the first value that is not finite comes up; every rank must call it, and gets the same text.
 
-    `repeat` runs the schedule of the step again, forwards and backwards.
+    `repeat` runs the schedule of the step again, forwards and backwards; its `unlabelled` microbatches have no label,
+    and count nothing in a step that has some.
     """
-    inspector = Inspector(connection.position)
+    inspector = Inspector(connection.position, len(manifest.stages) - 1, unlabelled)
     randomness = connection.rank.randomness
     call = randomness.call
     randomness.call -= randomness.training  # for the same masks
@@ -65,7 +78,7 @@ def explain_nonfinite(
         repeat()
     randomness.call = call
     connection.position.phase("search for the first operator")
-    order, text = _judge(manifest, connection, batch, gradients, inspector)
+    order, text = _judge(manifest, connection, batch, gradients, unlabelled, inspector)
     orders = connection.world.all_gather(torch.tensor(order, device=connection.rank.device))
     letters = torch.tensor(list(text.encode()[:LETTERS].ljust(LETTERS)), dtype=torch.uint8)
     texts = connection.world.all_gather(letters.to(connection.rank.device))
@@ -85,13 +98,15 @@ def _judge(
     connection: Connection,
     batch: Mapping[str, Tensor],
     gradients: Sequence[Tensor],
+    unlabelled: Container[int],
     inspector: Inspector,
 ) -> tuple[list[int], str]:
     """What this rank has found, and its place in the order of causes."""
     if inspector.found is not None:
         (stage, kind, microbatch), where = inspector.found
         forward = kind == "F"
-        ignored = find_ignored(manifest, batch, microbatch) if stage == len(manifest.stages) - 1 else ""
+        judged = stage == len(manifest.stages) - 1 and microbatch not in unlabelled
+        ignored = find_ignored(manifest, batch, microbatch) if judged else ""
         if forward and ignored:
             replica = connection.rank.coordinates.data
             return [FORWARD, microbatch, stage], f"microbatch {microbatch} of replica {replica} {ignored}"

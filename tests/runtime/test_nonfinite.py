@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,10 +36,10 @@ class Break(torch.autograd.Function):
         return gradient / (numbers != 9).to(gradient.dtype).unsqueeze(1), None
 
 
-def compile_gpt(mesh: tuple[int, int, int]) -> CompiledProgram:
+def compile_gpt(mesh: tuple[int, int, int], sizes: GPTConfig = SIZES) -> CompiledProgram:
     torch.manual_seed(0)
     return autoptd.compile(
-        GPT(SIZES), mesh, num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1
+        GPT(sizes), mesh, num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1
     )
 
 
@@ -95,16 +96,33 @@ def test_a_broken_forward_is_found_on_its_stage() -> None:
     assert "No gradient was handed to .grad" in text
 
 
-def test_labels_that_are_all_ignored_name_their_microbatch() -> None:
+def test_a_step_without_any_label_says_so() -> None:
     program = compile_gpt((2, 2, 1))
-    (labels,) = (i for i in program.manifest.inputs if i.ignore_index is not None)
 
     def spoil(rank: int, parallel: nn.Module, idx: Tensor, targets: Tensor) -> None:
-        targets[2] = -1 if labels.ignore_index == -1 else -100
+        targets[:] = -100
 
     (text,) = set(refusals(program, spoil))
-    assert text.startswith("the loss is nan: microbatch 2 of replica 0 has no label")
-    assert f"all of {labels.name} that the loss reads are {labels.ignore_index}" in text
+    assert text.startswith("the loss is nan: microbatch 0 of replica 0 has no label")
+    assert "all of targets that the loss reads are -100" in text
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("broken", [2, 3])
+def test_a_microbatch_without_labels_hides_nothing(mesh: tuple[int, int, int], broken: int) -> None:
+    """Microbatch 2 has no label: what breaks in it is found, and what breaks in another is not laid to it."""
+    program = compile_gpt(mesh, replace(SIZES, tie_weights=False))
+
+    def spoil(rank: int, parallel: nn.Module, idx: Tensor, targets: Tensor) -> None:
+        targets[2] = -100
+        idx[broken, 0] = 39  # which no other microbatch has
+        for name, p in parallel.named_parameters():
+            if name == "wte.weight" and (mesh[0] == 1 or rank % mesh[0] == 1):
+                p[-1] = torch.nan
+
+    (text,) = set(refusals(program, spoil))
+    assert f"it comes up first in the forward of stage 0 on microbatch {broken}, in " in text
+    assert "embedding" in text or mesh[0] > 1  # the other tensor rank's row arrives in a sum
 
 
 def test_a_gradient_alone_names_the_backward() -> None:
