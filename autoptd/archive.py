@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from autoptd.runtime.schedule_text import schedule_grid
 from autoptd.tracing import program_filename
 
 MANIFEST, SCHEDULE, BUFFERS = "manifest.json", "schedule.txt", "buffers.safetensors"
-_PROGRAM = re.compile(r"program_\d+\.py")
+_PROGRAM, _SHAPE = re.compile(r"program_\d+\.py"), re.compile(r"shape_\d+")
 
 
 def save_folder(
@@ -30,7 +31,7 @@ def save_folder(
     schedule: Sequence[Sequence[Action]],
     buffers: Mapping[str, Tensor],
 ) -> None:
-    """Write a program into folder `path`, in place of one that was saved there before.
+    """Write a program into folder `path`, in place of one that was saved there before, with further shapes or without.
 
     Raises ValueError where `path` is a file, or a folder with anything but a saved program in it.
     """
@@ -40,6 +41,8 @@ def save_folder(
     for old in folder.iterdir():
         if _PROGRAM.fullmatch(old.name):
             old.unlink()
+        elif _SHAPE.fullmatch(old.name) and _is_ours(old):
+            shutil.rmtree(old)
     for rank, text in enumerate(texts):
         _write(folder / program_filename(rank, len(texts)), text)
     _write(folder / MANIFEST, to_json(manifest))
@@ -81,12 +84,17 @@ def _check_free(folder: Path) -> None:
         raise ValueError(f"{folder} is a file; give a folder to save the program into")
     if not folder.exists() or not any(folder.iterdir()):
         return
-    try:
-        ours = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format") == FORMAT
-    except (OSError, ValueError, AttributeError):  # none, or another program's manifest.json
-        ours = False
-    if not ours:
+    if not _is_ours(folder):
         raise ValueError(f"{folder} holds files and no saved program; give an empty or a new folder")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a saved program lies in `folder`."""
+    try:
+        found: object = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format")
+    except (OSError, ValueError, AttributeError):  # none, or another program's manifest.json
+        return False
+    return found == FORMAT
 
 
 def _describe_schedule(schedule: Sequence[Sequence[Action]]) -> str:

@@ -22,6 +22,7 @@ from autoptd.page import write_page
 from autoptd.passes.recompute import MODES
 from autoptd.planner import plan
 from autoptd.ranking import Plan
+from autoptd.report import Report
 from autoptd.runtime.schedule import SCHEDULES
 from autoptd.simulation import Simulation
 from autoptd.terminal import (
@@ -110,13 +111,18 @@ def _verify(args: argparse.Namespace) -> int:
     program, model = _load(args.program), make_model(args.model)
     report = program.verify(model=model, weights="random", seed=args.seed or 0)
     if args.json:
-        errors = {name: _finite(error) for name, error in report.gradient_errors.items()}
-        numbers = {"passed": report.passed, "loss_error": _finite(report.loss_error)}
-        losses = {name: _finite(getattr(report, name)) for name in ("loss", "reference_loss")}
-        _print_json(numbers | asdict(report) | losses | {"gradient_errors": errors})
+        _print_json(_describe_verified(report))
     else:
         print_lines(open_console(), str(report).splitlines())
     return 0 if report.passed else 1
+
+
+def _describe_verified(report: Report) -> dict[str, Any]:
+    errors = {name: _finite(error) for name, error in report.gradient_errors.items()}
+    numbers = {"passed": report.passed, "loss_error": _finite(report.loss_error)}
+    losses = {name: _finite(getattr(report, name)) for name in ("loss", "reference_loss")}
+    further = [_describe_verified(other) for other in report.further]
+    return numbers | asdict(report) | losses | {"gradient_errors": errors, "further": further}
 
 
 def _report(args: argparse.Namespace) -> int:

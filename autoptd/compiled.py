@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.archive import program_hash, save_folder
-from autoptd.check import check_program
+from autoptd.check import ProgramError, check_program
 from autoptd.cost import Cost
 from autoptd.explanation import Explanation, explain_program
 from autoptd.options import Options, check_backend
@@ -22,6 +22,7 @@ from autoptd.page import write_page
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
+from autoptd.runtime.call import find_shape
 from autoptd.runtime.connection import connect
 from autoptd.runtime.launch import watch
 from autoptd.runtime.manifest import Manifest
@@ -31,10 +32,12 @@ from autoptd.runtime.optimizer_watch import refuse_forgotten
 from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.program_text import compile_stages, read_program
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.shape import ShapeProgram
 from autoptd.runtime.weights import check_proved
+from autoptd.shapes import describe_shape, find_disagreement, naming_program
 from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.summary import summarize
-from autoptd.tracing import program_filename, trace_program
+from autoptd.tracing import shape_folder, text_filename, trace_program
 from autoptd.verify import Report, verify_program
 from autoptd.weights import check_given, check_values, read_weights
 from autoptd.zero3 import Zero3Step, simulate_zero3
@@ -46,7 +49,8 @@ class CompiledProgram:
 
     `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module, where it is known:
     `bind` takes its weights, `verify` compares with it. `options` are what the model was rewritten by; a loaded
-    program knows neither.
+    program knows neither. `further` are the programs of further input shapes, with the same parameters in the same
+    places: bound together they are one model.
     """
 
     stages: tuple[Stage, ...]
@@ -59,6 +63,12 @@ class CompiledProgram:
     loss_fn: Callable[..., Tensor] | None = field(default=None, repr=False)
     letters: Mapping[str, int] = field(default_factory=dict, repr=False)
     options: Options | None = field(default=None, repr=False)
+    further: tuple[CompiledProgram, ...] = field(default=(), repr=False)
+
+    @property
+    def shapes(self) -> tuple[CompiledProgram, ...]:
+        """The program of each compiled input shape, this one first."""
+        return self, *self.further
 
     @property
     def mesh(self) -> Mesh:
@@ -68,7 +78,7 @@ class CompiledProgram:
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
         """Every pipeline rank's actions, as its text says them."""
         return tuple(
-            read_program(text, program_filename(rank, len(self.texts))).actions
+            read_program(text, text_filename(self.manifest, rank)).actions
             for rank, text in enumerate(self.texts)
         )
 
@@ -79,7 +89,8 @@ class CompiledProgram:
     @cached_property
     def overview(self) -> Overview:
         """What ``print(program)`` shows, as data."""
-        return Overview.of(self.manifest, self.stages, self.log, self.title)
+        shapes = tuple(describe_shape(program.manifest) for program in self.shapes)
+        return Overview.of(self.manifest, self.stages, self.log, self.title, shapes)
 
     @cached_property
     def cost(self) -> Cost:
@@ -98,8 +109,23 @@ class CompiledProgram:
         text or by `rules`, that the proof does not cover: run `verify` for these. Raises `ProgramError` naming the
         first contradiction (autoptd/check.py lists what is proved), ValueError for a text that does not trace.
         """
-        traced = trace_program(self.texts, self.manifest, buffers=self.buffers)
-        return check_program(self.manifest, traced.stages, self.schedule)
+        uncovered: list[str] = []
+        for program in self.shapes:
+            with naming_program(program.manifest):
+                traced = trace_program(program.texts, program.manifest, buffers=program.buffers)
+                uncovered += check_program(program.manifest, traced.stages, program.schedule)
+        self.check_shapes()
+        return tuple(uncovered)
+
+    def check_shapes(self) -> None:
+        """Raise `ProgramError` unless the programs of all input shapes train the same parameters in the same order."""
+        for program in self.further:
+            with naming_program(program.manifest):
+                reason = find_disagreement(self.manifest, program.manifest)
+                if not reason and program.schedule != self.schedule:
+                    reason = "its SCHEDULE is another than the first shape's: edit both alike"
+                if reason:
+                    raise ProgramError(reason)
 
     def verify(
         self,
@@ -111,21 +137,34 @@ class CompiledProgram:
     ) -> Report:
         """Run one step of all ranks on this machine in float64 and compare loss and every gradient.
 
+        Of several input shapes each is verified, with a given `batch` the one that it has.
+
         See `autoptd.verify.verify_program` for the arguments and what is raised.
         """
         reference = model or self.model
         if reference is None:
             raise ValueError("a loaded program knows no model to compare with; call verify(model=...)")
-        return verify_program(
-            self.texts,
-            self.manifest,
-            self.buffers,
-            reference,
-            self.loss_fn,
-            weights=weights,
-            batch=batch,
-            seed=seed,
-        )
+        programs = self.shapes if batch is None else [self._of_shape(batch)]
+        reports = []
+        for program in programs:
+            report = verify_program(
+                program.texts,
+                program.manifest,
+                program.buffers,
+                reference,
+                self.loss_fn,
+                weights=weights,
+                batch=batch,
+                seed=seed,
+            )
+            reports.append(replace(report, shape=describe_shape(program.manifest) if self.further else ""))
+        return replace(reports[0], further=tuple(reports[1:]))
+
+    def _of_shape(self, batch: Mapping[str, Tensor]) -> CompiledProgram:
+        """The program of the input shape that the `batch` of all replicas has; ValueError where none is."""
+        count = self.manifest.num_microbatches * self.mesh.data
+        whole = [replace(program.manifest, num_microbatches=count) for program in self.shapes]
+        return self.shapes[find_shape(whole, batch)]
 
     def simulate(
         self,
@@ -192,8 +231,13 @@ class CompiledProgram:
         return explain_program(self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options)
 
     def save(self, folder: str | Path) -> None:
-        """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`."""
-        save_folder(folder, self.texts, self.manifest, self.schedule, self.buffers)
+        """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`.
+
+        The same of a further input shape into ``shape_1`` below it, and so on.
+        """
+        for number, program in enumerate(self.shapes):
+            own = Path(folder) / shape_folder(number) if number else folder
+            save_folder(own, program.texts, program.manifest, program.schedule, program.buffers)
 
     def bind(
         self,
@@ -224,27 +268,40 @@ class CompiledProgram:
         placed = torch.device(device) if device is not None else _default_device()
         if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
             placed = torch.device("cpu")
-        tensors = self._own_weights() if weights is None else self._given_weights(weights)
-        check_proved(self.manifest, tensors)
-        connection = connect(self.manifest, placed, program_hash(self.texts, self.manifest))
+        tensors = [
+            program._own_weights() if weights is None else program._given_weights(weights)
+            for program in self.shapes
+        ]
+        check_proved(self.manifest, tensors[0])
+        hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
+        connection = connect(self.manifest, placed, " ".join(hashes))
         watch(self.manifest, connection, compiles=backend is not None)
         at = connection.rank.coordinates.pipeline
-        text = read_program(self.texts[at], program_filename(at, len(self.texts)))
-        stages = text.stages if backend is None else compile_stages(text, backend)
+        first, *further = (
+            program._read_rank(at, own, backend) for program, own in zip(self.shapes, tensors, strict=True)
+        )
         parallel = Parallel(
             self.manifest,
             connection,
-            stages,
-            text.constants or _no_constants,
-            text.actions,
-            tensors,
+            first.functions,
+            first.constants,
+            first.actions,
+            first.weights,
             drawn=weights is None,
+            further=further,
         )
         parallel.loss_type = getattr(self.model, "loss_type", None)
         for model in (self.model, weights):
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())
         return parallel
+
+    def _read_rank(
+        self, pipeline_rank: int, weights: Mapping[str, Tensor], backend: str | None
+    ) -> ShapeProgram:
+        text = read_program(self.texts[pipeline_rank], text_filename(self.manifest, pipeline_rank))
+        stages = text.stages if backend is None else compile_stages(text, backend)
+        return ShapeProgram(self.manifest, stages, text.constants or _no_constants, text.actions, weights)
 
     def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
         tensors = read_weights(weights, self.buffers)

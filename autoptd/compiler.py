@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ from autoptd.options import (
     check_seed,
     read_mesh,
 )
+from autoptd.passes.alignment import align_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program
-from autoptd.passes.stages import boundaries, count_units, cut_stages
+from autoptd.passes.stages import boundaries, count_units, cut_at, find_cut
 from autoptd.passes.work import forward_work
 from autoptd.planner import plan
 from autoptd.row_numbers import describe_rows
@@ -41,7 +41,17 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Schedule, make_schedule
 from autoptd.runtime.weights import hash_values
-from autoptd.tracing import trace_program
+from autoptd.shapes import (
+    check_examples,
+    find_disagreement,
+    guess_batch,
+    keep_whole,
+    list_examples,
+    naming_program,
+    naming_shape,
+    rename_own,
+)
+from autoptd.tracing import shape_folder, trace_program
 from autoptd.versions import read_versions, warn_untested
 from autoptd.watch import Watch
 
@@ -78,7 +88,8 @@ def compile(
         model: an nn.Module or fx.GraphModule that returns its loss (or its output, with `loss_fn`).
         mesh: (tensor, pipeline, data), a DeviceMesh with dims "tp", "pp", "dp", or "auto": see `autoptd.plan`, which
             also chooses what is None of microbatch_size, schedule, num_model_chunks and recompute.
-        example_inputs: a dict or tuple for ONE microbatch, for its shapes and dtypes; None: from the model's config
+        example_inputs: a dict or tuple for ONE microbatch, for its shapes and dtypes; None: from the model's config. A
+            list of these: several input shapes; the first decides plan and division, and is the one simulated.
         loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
         microbatch_size: b, sequences; default the example's, else 1.
         num_microbatches: m per pipeline and step; default 8 p. A step takes b * m * d sequences.
@@ -112,60 +123,113 @@ def compile(
     settled = "interleaved_1f1b" if schedule is None else schedule
     options = Options("none" if recompute is None else recompute, fuse, layout, rules)
     check_modes(schedule=settled, recompute=options.recompute, layout=layout, fuse=fuse)
-    check_counts(
-        microbatch_size=microbatch_size, num_microbatches=num_microbatches, num_model_chunks=num_model_chunks
-    )
-    counts = num_microbatches, num_model_chunks
-    return _compile(model, read_mesh(mesh), given, *counts, settled, options, scatter_gather, **own)
+    counts: Any = {"num_microbatches": num_microbatches, "num_model_chunks": num_model_chunks}
+    check_counts(microbatch_size=microbatch_size, **counts)
+    job = _Job(model, read_mesh(mesh), loss_fn, settled, options, scatter_gather, **counts, **own)
+    return _compile(job, list_examples(example_inputs), microbatch_size)
 
 
-def _compile(
-    model: nn.Module,
-    mesh: Mesh,
-    given: Mapping[str, Any],
-    num_microbatches: int | None,
-    num_model_chunks: int | None,
-    schedule: str,
-    options: Options,
-    scatter_gather: bool,
-    *,
-    seed: int,
-    initializer: Callable[[nn.Module], object] | None,
-    cluster: Cluster | str | Path | None,
-) -> CompiledProgram:
-    """Walk the corridor with what the user gave and what is settled."""
-    described = None if cluster is None else Cluster.load(cluster)
-    count = num_microbatches or 8 * mesh.pipeline
-    with Watch("compile") as watch, ExitStack() as stack:
+@dataclass(frozen=True)
+class _Job:
+    """What the user gave, settled: the same for all input shapes."""
+
+    model: nn.Module
+    mesh: Mesh
+    loss_fn: Callable[..., torch.Tensor] | None
+    schedule: str
+    options: Options
+    scatter_gather: bool
+    num_microbatches: int | None
+    num_model_chunks: int | None
+    seed: int
+    initializer: Callable[[nn.Module], object] | None
+    cluster: Cluster | str | Path | None
+
+    @property
+    def count(self) -> int:
+        """Microbatches a step."""
+        return self.num_microbatches or 8 * self.mesh.pipeline
+
+    def divide(
+        self, example: Any, microbatch_size: int | None, watch: Watch, first: Program | None = None
+    ) -> Program:
+        """Capture the model at the shape of `example`, and divide it over the tensor ranks; `first`: as that one."""
         watch.say("capture")
-        captured = capture(model, mesh=mesh, **given)
-        stack.enter_context(leave_autocast())
-        program = read_initial(captured, model=model, initializer=initializer)
-        before_the_cut = passes_to_the_division(options.layout) + passes_to_the_cut(options.rules)
-        program = run_passes(before_the_cut, program, watch)
-        parameters = program.stages[0].parameters
-        chunks = num_model_chunks or _default_chunks(program, schedule, count)
-        actions = make_schedule(schedule, mesh.pipeline, count, chunks)  # refuses before the cut is solved
-        watch.say("cut stages")
-        program = cut_stages(
-            program,
-            num_stages=mesh.pipeline * chunks,
-            schedule=schedule,
-            num_microbatches=count,
-            recompute=options.recompute,
-            cluster=described,
-        )
-        program = run_passes(passes_from_the_cut(options.recompute, options.fuse), program, watch)
+        given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
+        captured = capture(self.model, mesh=self.mesh, **given)
+        if first is not None:
+            captured = guess_batch(captured, first)
+        with leave_autocast():
+            program = read_initial(captured, model=self.model, initializer=self.initializer)
+            passes = passes_to_the_division(self.options.layout) + passes_to_the_cut(self.options.rules)
+            return run_passes(passes, program, watch)
+
+    def finish(
+        self, cut: Program, divided: Program, actions: Schedule, watch: Watch, shape: int = 0
+    ) -> CompiledProgram:
+        """Rewrite the stages of a `cut` program, which was `divided` before; emit them, and check what was emitted."""
+        program = run_passes(passes_from_the_cut(self.options.recompute, self.options.fuse), cut, watch)
         watch.say("emit and check")
+        parameters = divided.stages[0].parameters
         manifest = replace(
-            _describe(program, parameters, model, given["loss_fn"]),
-            schedule=schedule,
-            num_microbatches=count,
-            scatter_gather=scatter_gather,
-            seed=seed,
-            autocast=None if captured.autocast is None else captured.autocast.dtype,
+            _describe(program, parameters, self.model, self.loss_fn),
+            schedule=self.schedule,
+            num_microbatches=self.count,
+            scatter_gather=self.scatter_gather,
+            seed=self.seed,
+            autocast=None if program.autocast is None else program.autocast.dtype,
+            shape=shape,
         )
-        return _emit(program, manifest, actions, model, given["loss_fn"], options)
+        return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
+
+
+def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) -> CompiledProgram:
+    """Walk the corridor with each of `examples`; where the first is divided and cut, the others are too."""
+    check_examples(job.model, examples, job.loss_fn, microbatch_size)
+    described = None if job.cluster is None else Cluster.load(job.cluster)
+    with Watch("compile") as watch:
+        divided = job.divide(examples[0], microbatch_size, watch)
+        with leave_autocast():
+            chunks = job.num_model_chunks or _default_chunks(divided, job.schedule, job.count)
+            # Refuses before the cut is solved.
+            actions = make_schedule(job.schedule, job.mesh.pipeline, job.count, chunks)
+            watch.say("cut stages")
+            positions, entry = find_cut(
+                divided,
+                num_stages=job.mesh.pipeline * chunks,
+                schedule=job.schedule,
+                num_microbatches=job.count,
+                recompute=job.options.recompute,
+                cluster=described,
+            )
+            first = job.finish(cut_at(divided, positions, entry), divided, actions, watch)
+        further = []
+        for number, example in enumerate(examples[1:], 1):
+            with naming_shape(number, example):
+                other = job.divide(example, None, watch, divided)
+                other = rename_own(keep_whole(other, divided), number)
+                with leave_autocast():
+                    aligned = align_cut(other, divided, positions)
+                    cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
+                    program = job.finish(cut, other, actions, watch, number)
+                reason = find_disagreement(first.manifest, program.manifest)
+                if reason:
+                    raise ValueError(
+                        f"{reason}; all shapes train the same parameters: compile this one alone"
+                    )
+                further.append(program)
+    return _join(first, further)
+
+
+def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> CompiledProgram:
+    """The program of all shapes: values that one was proved of are those of all."""
+    proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
+    manifest = replace(
+        first.manifest,
+        proved=tuple(proved[name] for name in sorted(proved)),
+        num_shapes=1 + len(further),
+    )
+    return replace(first, manifest=manifest, further=tuple(further))
 
 
 def _describe(
@@ -233,11 +297,23 @@ def load(folder: str | Path) -> CompiledProgram:
     Runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
     trace; `ProgramError` if the program contradicts itself.
     """
+    name = Path(folder).resolve().name
+    first = _load(Path(folder), name)
+    numbers = range(1, first.manifest.num_shapes)
+    further = tuple(_load(Path(folder) / shape_folder(number), name) for number in numbers)
+    result = replace(first, further=further)
+    result.check_shapes()
+    return result
+
+
+def _load(folder: Path, name: str) -> CompiledProgram:
+    """The program of one input shape, checked by itself."""
     texts, manifest, buffers = load_folder(folder)
     program = trace_program(texts, manifest, buffers=buffers)
-    title = _title(Path(folder).resolve().name, manifest.parameters)
+    title = _title(name, manifest.parameters)
     result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, title)
-    check_program(manifest, program.stages, result.schedule)
+    with naming_program(manifest):
+        check_program(manifest, program.stages, result.schedule)
     return result
 
 

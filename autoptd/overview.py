@@ -89,7 +89,8 @@ class Recomputation:
 class Overview:
     """The program in numbers; bytes are in the program's own dtypes, `mesh` is (tensor, pipeline, data).
 
-    `ideal_bubble` is (p - 1)/(v m) (SC21 §2.2).
+    `ideal_bubble` is (p - 1)/(v m) (SC21 §2.2). `shapes` are the compiled input shapes, one microbatch each; of several
+    the numbers are the first's.
     """
 
     title: str
@@ -106,9 +107,17 @@ class Overview:
     tied: tuple[Tied, ...]
     recomputation: Recomputation
     log: tuple[str, ...]
+    shapes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, manifest: Manifest, stages: Sequence[Stage], log: Sequence[str], title: str) -> Overview:
+    def of(
+        cls,
+        manifest: Manifest,
+        stages: Sequence[Stage],
+        log: Sequence[str],
+        title: str,
+        shapes: Sequence[str] = (),
+    ) -> Overview:
         """Count a program's `stages`."""
         mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
         return cls(
@@ -129,6 +138,7 @@ class Overview:
             tied=tuple(_find_tied(manifest)),
             recomputation=_count_recomputation(manifest, stages),
             log=tuple(log),
+            shapes=tuple(shapes),
         )
 
 

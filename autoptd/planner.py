@@ -20,6 +20,7 @@ from autoptd.options import check_counts, check_known, check_modes
 from autoptd.passes.cluster import Cluster
 from autoptd.ranking import Plan, explain_rank, make_plan
 from autoptd.runtime.mesh import Mesh
+from autoptd.shapes import list_examples
 from autoptd.simulation import Training
 from autoptd.step_memory import optimizer_bytes, state_bytes
 
@@ -68,7 +69,7 @@ def plan(
         dtype: computes in this type; default the model's own.
         max_tensor: tensor ranks at most; default what one node holds.
         microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
-            `example_inputs` the microbatch size is their own.
+            `example_inputs` the microbatch size is their own; of several input shapes the first is planned for.
         overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients: how steps are run, as
             `CompiledProgram.simulate` takes it: zero=1 is for those who call ``parallel.shard_optimizer``.
 
@@ -92,7 +93,7 @@ def plan(
         num_model_chunks=num_model_chunks,
     )
     described = Cluster.load(cluster)
-    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "rules": rules}
+    given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn, "rules": rules}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
     training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
     estimator = Estimator(model, described, dtype, training, **given)

@@ -14,7 +14,7 @@ from autoptd.runtime.mesh import Coordinates
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.program_text import read_program
 from autoptd.runtime.schedule import Action
-from autoptd.tracing import program_filename, trace_stages
+from autoptd.tracing import text_filename, trace_stages
 
 
 class Slice(NamedTuple):
@@ -133,7 +133,7 @@ class RankProgram:
 
     @property
     def _filename(self) -> str:
-        return program_filename(self.coordinates.pipeline, self.manifest.mesh.pipeline)
+        return text_filename(self.manifest, self.coordinates.pipeline)
 
 
 def find_slice(parameter: Parameter, size: int, index: int) -> Slice:

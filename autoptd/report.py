@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 TOLERANCE = 1e-12  # relative, in float64
 SHOWN = 5
@@ -14,7 +14,8 @@ class Report:
     """Errors are relative: the largest difference of a gradient's elements over its largest element.
 
     One that is almost zero is measured against 1e-6 of the largest of all, and one that is nothing but
-    rounding against 1e-3. `disagreements` say where ranks that must hold the same do not.
+    rounding against 1e-3. `disagreements` say where ranks that must hold the same do not. `further` are the reports of
+    further input shapes, `shape` says which one this is where there are several.
     """
 
     loss: float
@@ -24,6 +25,8 @@ class Report:
     ranks: int
     seconds: float
     notes: tuple[str, ...] = ()
+    shape: str = ""
+    further: tuple[Report, ...] = ()
 
     @property
     def loss_error(self) -> float:
@@ -41,28 +44,32 @@ class Report:
         return self.ok()
 
     def ok(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether no error is above `tolerance` and no rank disagrees; nan is an error."""
+        """Whether no error of any shape is above `tolerance` and no rank disagrees; nan is an error."""
         errors = (self.loss_error, *self.gradient_errors.values())
-        return all(error <= tolerance for error in errors) and not self.disagreements
+        own = all(error <= tolerance for error in errors) and not self.disagreements
+        return own and all(report.ok(tolerance) for report in self.further)
 
     def __str__(self) -> str:
         """A short table: the loss, then the parameters with the largest errors."""
-        verdict = "passed" if self.passed else "FAILED"
+        passed = replace(self, further=()).passed
+        verdict = "passed" if passed else "FAILED"
+        shape = f", microbatches of {self.shape}" if self.shape else ""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         name, error = self.worst
         lines = [
-            f"verify {verdict}: {ranks} against the plain model in float64, {self.seconds:.1f} s",
+            f"verify {verdict}: {ranks} against the plain model in float64, {self.seconds:.1f} s{shape}",
             f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error "
             f"{self.loss_error:.1e}",
             f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",
         ]
-        if not self.passed:
+        if not passed:
             listed = sorted(self.gradient_errors.items(), key=lambda item: -_rank(item[1]))
             wrong = [(n, e) for n, e in listed if not e <= TOLERANCE]
             lines += [f"    {e:8.1e}  {n}" for n, e in wrong[:SHOWN]]
             lines += [f"    and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
             lines += [f"  {disagreement}" for disagreement in self.disagreements[:SHOWN]]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join([*lines, *map(str, self.further)])
 
 
 def _rank(error: float) -> float:

@@ -44,6 +44,8 @@ def headline(program: Overview) -> Iterator[str]:
         f"ideal bubble (p-1)/{'(v*m)' if v > 1 else 'm'} = {mesh.pipeline - 1}/{v * m} = "
         f"{program.ideal_bubble:.1%}"
     )
+    if len(program.shapes) > 1:
+        yield f"{len(program.shapes)} input shapes, the first here: microbatches of {'; or '.join(program.shapes)}"
 
 
 # Stages

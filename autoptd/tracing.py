@@ -35,7 +35,7 @@ def trace_program(
     ``partial`` unknown (None, False): a text does not say them. ValueError names file and line for what does
     not trace.
     """
-    names = filenames or [program_filename(rank, len(texts)) for rank in range(len(texts))]
+    names = filenames or [text_filename(manifest, rank) for rank in range(len(texts))]
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META
     stages: dict[int, Stage] = {}
@@ -63,6 +63,17 @@ def program_filename(pipeline_rank: int, num_pipeline_ranks: int) -> str:
     """``program_07.py``: the file of a pipeline rank's program."""
     width = max(2, len(str(num_pipeline_ranks - 1)))
     return f"program_{pipeline_rank:0{width}}.py"
+
+
+def shape_folder(number: int) -> str:
+    """``shape_1``: the folder of a further input shape's program, below that of the first."""
+    return f"shape_{number}"
+
+
+def text_filename(manifest: Manifest, pipeline_rank: int) -> str:
+    """What messages and tracebacks call the text of a pipeline rank: its file in the folder of the first shape."""
+    name = program_filename(pipeline_rank, manifest.mesh.pipeline)
+    return f"{shape_folder(manifest.shape)}/{name}" if manifest.shape else name
 
 
 def trace_stages(text: str, filename: str, manifest: Manifest) -> dict[int, fx.Graph]:

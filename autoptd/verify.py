@@ -32,7 +32,7 @@ from autoptd.runtime.program_text import ProgramText, read_program
 from autoptd.runtime.weighting import count_valid
 from autoptd.runtime.weights import check_proved
 from autoptd.source_lines import user_line
-from autoptd.tracing import program_filename, trace_program
+from autoptd.tracing import text_filename, trace_program
 from autoptd.trial import draw_batch, draw_weights
 
 COPIES = 3  # of each tensor while a step runs: itself, its gradient, and a sum on its way
@@ -144,7 +144,7 @@ def _run_ranks(
     texts: Sequence[str], manifest: Manifest, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> list[RankResult]:
     """Every rank's step, by global rank; what runs are the functions and the schedule of the texts."""
-    programs = [read_program(text, program_filename(rank, len(texts))) for rank, text in enumerate(texts)]
+    programs = [read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts)]
     cores = torch.get_num_threads()
 
     def step(connection: Connection) -> RankResult:

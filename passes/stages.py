@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from torch import fx
 
@@ -29,7 +30,17 @@ from autoptd.runtime.manifest import Boundary
 from autoptd.runtime.schedule import make_schedule
 
 
-def cut_stages(
+def cut_stages(program: Program, **options: Any) -> Program:
+    """Cut the one stage of `program` where `find_cut` says; `options` and errors are its own.
+
+    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
+    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
+    ``requires_grad``.
+    """
+    return cut_at(program, *find_cut(program, **options))
+
+
+def find_cut(
     program: Program,
     *,
     num_stages: int,
@@ -38,12 +49,10 @@ def cut_stages(
     recompute: str | int = "none",
     cluster: Cluster | None = None,
     memory_limit: int | None = None,
-) -> Program:
-    """Cut the one stage of `program` into `num_stages`, stage k for pipeline rank k mod p.
+) -> tuple[tuple[int, ...], str]:
+    """Where to cut the one stage of `program` into `num_stages`, stage k for pipeline rank k mod p.
 
-    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
-    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
-    ``requires_grad``.
+    Gives what `cut_at` takes: the positions, and a line for the log.
 
     Args:
         schedule: the one that the stages are for, and `num_microbatches` of it (default 8 p): of several cuts its
@@ -79,7 +88,7 @@ def cut_stages(
         num_microbatches=m,
         memory_limit=memory_limit,
     )
-    return cut_at(program, choice.cut.positions, _describe(choice, pipeline, described.name, working))
+    return choice.cut.positions, _describe(choice, pipeline, described.name, working)
 
 
 class Uncut:

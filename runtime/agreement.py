@@ -1,7 +1,7 @@
-"""One small reduction a step, over all ranks: whether replicas agree on their batches, and nothing is non-finite.
+"""Small reductions of a step, over all ranks: whether they agree on their batches, and nothing is non-finite.
 
-What is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they differ where one
-rank's h does. Positions are hashed with the elements, and one changed element always changes h.
+After the step what is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they
+differ where one rank's h does. Positions are hashed with the elements, and one changed element always changes h.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from autoptd.runtime.call import check_rows
+from autoptd.runtime.call import check_rows, describe_batch
 from autoptd.runtime.communicator import Group
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.manifest import Manifest
@@ -55,6 +55,28 @@ def compare_ranks(
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
     return bool(nonfinite)
+
+
+def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: int) -> None:
+    """Raise ValueError on every rank unless all have a batch of the compiled shape `own`. Every rank must call it.
+
+    Before the step: of another shape a rank would wait for messages that nobody sends. Replicas count too, whose
+    samples are numbered, and microbatches weighed, as of one shape.
+    """
+    ends = torch.tensor([own, -own], device=connection.rank.device)
+    largest, smallest = connection.world.all_reduce(ends, "max").tolist()
+    if largest == -smallest:
+        return
+    table = connection.world.all_gather(torch.tensor([own], device=connection.rank.device))
+    given = [int(number) for number in table]
+    common = Counter(given).most_common(1)[0][0]
+    others = [rank for rank, number in enumerate(given) if number != common]
+    raise ValueError(
+        f"the batches of one step have different shapes: rank {others[0]} was given "
+        f"{describe_batch(manifests[given[others[0]]])}, where most have {describe_batch(manifests[common])}; ranks "
+        f"{others} differ. All ranks, those of other replicas too, take a batch of the same compiled shape in a step: "
+        "let the number of the step choose it"
+    )
 
 
 def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -17,12 +17,25 @@ SHOWN = 8  # microbatches
 
 
 def bind_batch(
-    manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> dict[str, Tensor]:
-    """The batch by input name, from a call's arguments; what does not fit is a TypeError or ValueError.
+    manifests: Sequence[Manifest], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[int, dict[str, Tensor]]:
+    """Which of `manifests`, one for each compiled shape, a call's arguments are for, and the batch by input name.
 
-    Positions are those of the model's own forward. An argument that was not captured must be None or left out.
+    What does not fit is a TypeError or ValueError. Positions are those of the model's own forward. An argument that was
+    not captured must be None or left out.
     """
+    given = name_arguments(manifests[0], args, kwargs)
+    shape = find_shape(manifests, given)
+    manifest = manifests[shape]
+    for expected in manifest.inputs:
+        _check_input(manifest, expected, given[expected.name], device)
+    if device.type == "cpu":  # on a GPU looking would wait for it
+        check_rows(manifest, given)
+    return shape, {expected.name: given[expected.name] for expected in manifest.inputs}
+
+
+def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names of the program's inputs, each once."""
     names = [i.name for i in manifest.inputs]
     places = manifest.arguments or tuple(names)
     if len(args) > len(places):
@@ -55,22 +68,48 @@ def bind_batch(
             f"argument {', '.join(missing)} is missing: the program was compiled for {', '.join(names)}; "
             "give it, or compile with example_inputs that lack it"
         )
-    for expected in manifest.inputs:
-        _check_input(manifest, expected, given[expected.name], device)
-    if device.type == "cpu":  # on a GPU looking would wait for it
-        check_rows(manifest, given)
-    return {name: given[name] for name in names}
+    return given
+
+
+def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
+    """The number of the compiled shape that the tensors `given` have; ValueError for one that was not compiled."""
+    own = {name: list(value.shape) for name, value in given.items() if isinstance(value, Tensor)}
+    for number, manifest in enumerate(manifests):
+        expected = {value.name: batch_shape(manifest, value) for value in manifest.inputs}
+        if all(own.get(name, shape) == shape for name, shape in expected.items()):
+            return number
+    if len(manifests) == 1:
+        return 0  # whose check says which argument it is
+    names = [i.name for i in manifests[0].inputs]
+    found = ", ".join(f"{name} {own[name]}" for name in names if name in own)
+    known = "; ".join(map(describe_batch, manifests))
+    raise ValueError(
+        f"the batch has {found}: the program was compiled for {len(manifests)} other shapes, {known}. Give a batch of "
+        "one of these, or compile for this one too: example_inputs takes a list of examples, one microbatch each"
+    )
+
+
+def batch_shape(manifest: Manifest, value: Input) -> list[int]:
+    """The shape of an input in a call, which takes all microbatches of a replica."""
+    shape = list(value.shape)
+    if value.batch_dim is not None:
+        shape[value.batch_dim] *= manifest.num_microbatches
+    return shape
+
+
+def describe_batch(manifest: Manifest) -> str:
+    """The shapes that a call takes: "idx [8, 128], targets [8, 128]"."""
+    return ", ".join(f"{value.name} {batch_shape(manifest, value)}" for value in manifest.inputs)
 
 
 def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.device) -> None:
     name = expected.name
     if not isinstance(value, Tensor):
         raise TypeError(f"argument {name} is a {type(value).__name__}, expected a tensor")
-    shape = list(expected.shape)
+    shape = batch_shape(manifest, expected)
     count = ""
     if expected.batch_dim is not None:
         b, m = manifest.microbatch_size, manifest.num_microbatches
-        shape[expected.batch_dim] *= m
         count = (
             f" (microbatch_size {b} x num_microbatches {m} = {b * m} sequences of this replica in dimension "
             f"{expected.batch_dim})"

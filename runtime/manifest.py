@@ -94,7 +94,8 @@ class Manifest:
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
     With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
-    of the autocast that was on around compile, whose casts the programs have.
+    of the autocast that was on around compile, whose casts the programs have. Of a model compiled for several input
+    shapes, `shape` is the number of this one, and the first knows their number `num_shapes`; `proved` is of all.
     """
 
     mesh: Mesh
@@ -115,6 +116,8 @@ class Manifest:
     proved: tuple[Proved, ...] = ()
     scales_loss: bool = False
     autocast: torch.dtype | None = None
+    shape: int = 0
+    num_shapes: int = 1
 
     @property
     def weighing_labels(self) -> Input | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,15 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from autoptd.runtime.agreement import compare_ranks
+from autoptd.runtime.agreement import compare_ranks, compare_shapes
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
-from autoptd.runtime.executor import Executor
 from autoptd.runtime.gradient_share import Whole, share_gradients, stand_in
-from autoptd.runtime.gradient_sums import Completion, GradientSums
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.label_count import NAME as ITEMS
 from autoptd.runtime.label_count import weigh_items
@@ -30,6 +29,7 @@ from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch
 from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.shape import BoundShape, ShapeProgram
 from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.step import Step
 from autoptd.runtime.weighting import find_divisors
@@ -60,30 +60,36 @@ class Parallel(Persistent):
         actions: Sequence[Action],
         weights: Mapping[str, Tensor],
         drawn: bool = False,
+        further: Sequence[ShapeProgram] = (),
     ) -> None:
         """Take this rank's slices of the whole `weights` (by the user's names) and bind the program to them.
 
         `functions` are this rank's stage functions by stage index, `constants` its program's own. With `drawn`,
-        parameters without values are initialised as the manifest says.
+        parameters without values are initialised as the manifest says. `further` are the programs of further input
+        shapes, with the same parameters in the same places.
         """
         super().__init__()
         self._manifest = manifest
         self._rank = connection.rank
         self._connection = connection
         self._device = connection.rank.device
-        self._executor = Executor(manifest, connection, functions, actions)
-        self._measured = self._executor.measured
         self._build_output = output_builder(manifest.output)
         self._loss_dtype: torch.dtype | None = None
         at = connection.rank.coordinates
         # Tensor ranks have the same labels: one of them says it.
-        self._watches_labels = at.tensor == 0 and len(manifest.stages) - 1 in self._executor.stages
+        self._watches_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
         self._warns_autocast = True  # until it has
-        self._constants = constants
-        self._completion = Completion.of(manifest, at.pipeline, actions)
         self._loss_scale = LossScale() if manifest.scales_loss else None
         self._saving: Saving | None = None
         slices = take_slices(manifest, self._rank, constants, weights, drawn)
+        first = ShapeProgram(manifest, functions, constants, actions, weights)
+        self._shapes = [BoundShape(first, connection, {})]
+        for program in further:
+            own, known = program.manifest, manifest.parameters
+            tensors = take_slices(own, self._rank, program.constants, program.weights, drawn, known)
+            self._shapes.append(BoundShape(program, connection, tensors))
+        self._manifests = [shape.manifest for shape in self._shapes]
+        self._shape = self._shapes[0]
         # What the stages compute with of the half-precision weights, which are kept in float32.
         self._narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
@@ -101,9 +107,8 @@ class Parallel(Persistent):
         sharded = {name for shard in shards for name in shard.names}
         self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
         self._gathering: dict[Shard, Posted] = {}
-        self._sums = GradientSums(
-            self._manifest, self._connection, self._completion, self._shards, self._executor.measured
-        )
+        for shape in self._shapes:
+            shape.share_steps(self._shards)
         if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:
             names = {index: shard.names for index, shard in enumerate(shards)}
             whole = Whole.of(self._manifest, self._stepped, self._measure_norm, names)
@@ -119,10 +124,10 @@ class Parallel(Persistent):
     @property
     def sent_elements(self) -> Mapping[str, int]:
         """Elements this rank has sent so far over each stage boundary: "stage 0 -> 1", "stage 1 -> 0"."""
-        return self._executor.sent
+        return sum((shape.executor.sent for shape in self._shapes), Counter[str]())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this replica's batch; give what the model returns, with only the loss filled in.
+        """Run the step on this replica's batch, of a compiled shape; give what the model returns, with only the loss.
 
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
@@ -130,7 +135,8 @@ class Parallel(Persistent):
         self._watch.check(self)
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         items = None if known else kwargs.pop(ITEMS, None)
-        batch = bind_batch(self._manifest, args, kwargs, self._device)
+        number, batch = bind_batch(self._manifests, args, kwargs, self._device)
+        manifest = self._manifests[number]
         if self._warns_autocast and torch.is_autocast_enabled(self._device.type):
             self._warns_autocast = torch.get_autocast_dtype(self._device.type) == self._manifest.autocast
             if not self._warns_autocast:
@@ -139,7 +145,7 @@ class Parallel(Persistent):
                     "with: call autoptd.compile under the same torch.autocast, or convert the model first",
                     stacklevel=2,
                 )
-        warning = unequal_counts(self._manifest, batch) if self._watches_labels else ""
+        warning = unequal_counts(manifest, batch) if self._watches_labels else ""
         if warning:
             self._watches_labels = False  # once is enough
             warnings.warn(warning, stacklevel=2)
@@ -147,12 +153,12 @@ class Parallel(Persistent):
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._device, requires_grad=True)
             leaves = self._stepped()
-            loss = Step.apply(self, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
+            loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
-            with self._connection.position.call(training=False):
-                loss = self._run(batch, gradients=False)
+            with self._connection.position.call(training=False, shape=number):
+                loss = self._run(number, batch, gradients=False)
         if items is not None:
-            loss = loss * weigh_items(self._manifest, self._rank, batch, items).to(loss.dtype)
+            loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
         return self._build_output(loss)
 
     def shard_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
@@ -171,7 +177,7 @@ class Parallel(Persistent):
         manifest = self._manifest
         parameters = dict(self.named_parameters())
         dtypes = {name: manifest.parameters[name].dtype for name in parameters}
-        rows = self._completion.rows
+        rows = self._shapes[0].completion.rows
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
         optimizer.register_step_pre_hook(lambda *_: self._adopt_writes())
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
@@ -185,18 +191,20 @@ class Parallel(Persistent):
         }
         return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
 
-    def _run(self, batch: Batch, gradients: bool) -> Tensor:
-        """Run the step and give the loss; with `gradients`, these are in `_sums`."""
-        rank, manifest = self._rank, self._manifest
-        self._loss = None
+    def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
+        """Run the step of the shape of this `number` and give the loss; with `gradients`, these are in its `sums`."""
+        self._loss, self._shape = None, (shape := self._shapes[number])
+        rank, manifest, executor, sums = self._rank, shape.manifest, shape.executor, shape.sums
+        if len(self._shapes) > 1:
+            compare_shapes(self._manifests, self._connection, number)
         rank.randomness.training = self.training
-        slices = {**dict(nn.Module.named_parameters(self)), **dict(self.named_buffers())}
+        slices = {**dict(nn.Module.named_parameters(self)), **dict(self.named_buffers()), **shape.slices}
         trained = {name for name, p in nn.Module.named_parameters(self) if p.requires_grad}
         for name, narrow in self._narrow.items():
             narrow.copy_(slices[name].detach())
         weights = {}
         inputs = {}
-        for index in self._executor.stages:
+        for index in executor.stages:
             interface = manifest.stages[index]
             # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
             weights[index] = {
@@ -206,14 +214,14 @@ class Parallel(Persistent):
                 for name in interface.parameters
             }
             inputs[index] = split_batch(manifest, batch, interface.inputs)
-        divisors = self._find_divisors(batch)
+        divisors = self._find_divisors(shape, batch)
         seeds = None
         if gradients:
-            self._sums.start(weights)
+            sums.start(weights)
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
             seeds = (scale / divisors).unbind()
         position = self._connection.position
-        losses = self._executor.run(weights, inputs, seeds, self._await_stage, self._sums.end_stage)
+        losses = executor.run(weights, inputs, seeds, self._await_stage, sums.end_stage)
         position.phase("loss")
         pair = share_loss(rank, losses, divisors)
         if self._loss_dtype is None:
@@ -222,17 +230,17 @@ class Parallel(Persistent):
             rank.randomness.call += 1
         if gradients:
             position.phase("sum of gradients")
-            self._sums.finish()
-            if self._loss_scale is not None and not self._loss_scale.unscale(rank, self._sums.gradients()):
-                self._sums.clear()
-        self._executor.measured.finish()
+            sums.finish()
+            if self._loss_scale is not None and not self._loss_scale.unscale(rank, sums.gradients()):
+                sums.clear()
+        executor.measured.finish()
         position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients.
-        summed = self._sums.gradients() if self._loss_scale is None and gradients else []
+        summed = sums.gradients() if self._loss_scale is None and gradients else []
         nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed)
         if nonfinite and seeds is not None:
-            self._sums.clear()
-            run = partial(self._executor.run, weights, inputs, seeds, self._await_stage, lambda _: None)
+            sums.clear()
+            run = partial(executor.run, weights, inputs, seeds, self._await_stage, lambda _: None)
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
             raise FloatingPointError(
                 explain_nonfinite(manifest, self._connection, batch, pair[0], summed, unlabelled, run)
@@ -240,10 +248,10 @@ class Parallel(Persistent):
         self._loss, self._norm = pair[0], None
         return pair[0].to(self._loss_dtype)
 
-    def _find_divisors(self, batch: Batch) -> Tensor:
+    def _find_divisors(self, shape: BoundShape, batch: Batch) -> Tensor:
         """Those of the runtime's `weighting`, on the last pipeline rank, which has the labels; else of no use."""
-        if len(self._manifest.stages) - 1 in self._executor.stages:
-            return find_divisors(self._manifest, self._rank, batch)
+        if len(self._manifest.stages) - 1 in shape.executor.stages:
+            return find_divisors(shape.manifest, self._rank, batch)
         return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._device)
 
     def _post_gathers(self) -> None:

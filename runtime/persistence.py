@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.pretrained import write_pretrained
+from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.trained import Trained
 from autoptd.runtime.weights import (
-    Constants,
     check_proved,
     compiled_in,
     find_tensor,
     gather_whole,
-    refresh_constants,
     take_slice,
 )
 
@@ -31,7 +30,7 @@ from autoptd.runtime.weights import (
 class Persistent(Trained):
     """A module of this rank's slices, some of which a sharded optimizer may step and bring back later."""
 
-    _constants: Constants
+    _shapes: Sequence[BoundShape]
     _loss_scale: LossScale | None
     _saving: Saving | None
     _gathering: dict[Shard, Posted]  # the weights on their way
@@ -96,7 +95,12 @@ class Persistent(Trained):
     def _take_over(self) -> None:
         """Parameters and buffers have new values: so has what depends on them."""
         self._adopt_writes()
-        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+        self._refresh_constants()
+
+    def _refresh_constants(self) -> None:
+        slices = self._slices()
+        for shape in self._shapes:
+            shape.refresh(slices)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of every module, once all replicas' steps have arrived."""
@@ -154,7 +158,7 @@ class Persistent(Trained):
         """
         self.finish_checkpoint()
         given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
-        refresh_constants(self._manifest, self._rank, self._constants, self._slices())
+        self._refresh_constants()
         return given
 
     def _read_versions(self) -> list[int]:

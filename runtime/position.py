@@ -49,14 +49,15 @@ class Place(NamedTuple):
 class Position:
     """The place of this rank, which it keeps up to date; `slots` are SLOTS numbers, shared or its own.
 
-    `compiling` while a call of a kind runs that has not ended before. `failed` is where the last call broke off.
+    `compiling` while a call of a kind and input shape runs of which none has ended before. `failed` is where the last
+    call broke off.
     """
 
     def __init__(self, slots: memoryview | None = None) -> None:
         self.slots = memoryview(array("q", [0] * SLOTS)) if slots is None else slots
         self.compiling = False
         self.failed: Place | None = None
-        self._done: set[bool] = set()
+        self._done: set[tuple[bool, int]] = set()
 
     def act(self, action: Action) -> None:
         """This action begins. Called for every one: takes well under a microsecond."""
@@ -76,14 +77,14 @@ class Position:
         self.slots[SINCE] = monotonic_ns()
 
     @contextmanager
-    def call(self, training: bool) -> Iterator[None]:
-        """A call of the parallel model."""
+    def call(self, training: bool, shape: int) -> Iterator[None]:
+        """A call of the parallel model, with a batch of the compiled input shape of this number."""
         self.slots[CALLS] += 1
         self.slots[STEP] += training
-        self.compiling = training not in self._done
+        self.compiling = (training, shape) not in self._done
         with self.during("begin"):
             yield
-        self._done.add(training)
+        self._done.add((training, shape))
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -16,14 +16,15 @@ class Step(torch.autograd.Function):
     def forward(
         ctx: Any,
         parallel: Any,
+        shape: int,
         batch: Mapping[str, Tensor],
         keys: tuple[str | int, ...],
         anchor: Tensor,
         *stepped: Tensor,
     ) -> Tensor:
-        with parallel._connection.position.call(training=True):
-            loss: Tensor = parallel._run(batch, gradients=True)
-        ctx.kept = parallel._sums.take(keys)
+        with parallel._connection.position.call(training=True, shape=shape):
+            loss: Tensor = parallel._run(shape, batch, gradients=True)
+        ctx.kept = parallel._shape.sums.take(keys)
         return loss
 
     @staticmethod
@@ -37,4 +38,4 @@ class Step(torch.autograd.Function):
         # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
         if not (scale.is_cpu and scale.item() == 1):
             kept = [g if g is None else g.mul_(scale) for g in kept]
-        return None, None, None, None, *kept
+        return None, None, None, None, None, *kept

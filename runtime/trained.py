@@ -14,9 +14,10 @@ from autoptd.runtime.clipping import global_norm, scale_gradients
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.last_step import LastStep, read_last_step
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.measured import Measured, gather_measured
+from autoptd.runtime.measured import gather_measured
 from autoptd.runtime.mesh import Coordinates
 from autoptd.runtime.rank import Rank
+from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.trace import write_trace
 
@@ -27,7 +28,7 @@ class Trained(nn.Module):
     _manifest: Manifest
     _rank: Rank
     _connection: Connection
-    _measured: Measured
+    _shape: BoundShape  # of the last call
     _shards: tuple[Shard, ...]
     _loss: Tensor | None  # of the last call
     _norm: Tensor | None  # of the last call's gradients, where they were clipped
@@ -54,11 +55,13 @@ class Trained(nn.Module):
     @property
     def last_step(self) -> LastStep:
         """The last call in numbers, as this rank saw it; waits for the device. RuntimeError where no step has run."""
-        if self._loss is None or not self._measured.spans:
+        measured = self._shape.executor.measured
+        if self._loss is None or not measured.spans:
             raise RuntimeError(
                 "no step has run, or the last one failed: call the parallel model before last_step"
             )
-        return read_last_step(self._manifest, self._measured, self._rank.device, self._loss, self._norm)
+        manifest, device = self._shape.manifest, self._rank.device
+        return read_last_step(manifest, measured, device, self._loss, self._norm)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
@@ -69,11 +72,12 @@ class Trained(nn.Module):
         Times are by the clocks of the ranks' machines.
         Raises RuntimeError where no step has run, or the last one failed.
         """
-        if not self._measured.spans:
+        measured = self._shape.executor.measured
+        if self._loss is None or not measured.spans:
             raise RuntimeError(
                 "no step has run, or the last one failed: call the parallel model before save_trace"
             )
-        rows, phases = gather_measured(self._measured, self._rank.pipeline, self._rank.device)
+        rows, phases = gather_measured(measured, self._rank.pipeline, self._rank.device)
         if self._rank.coordinates == self._rank.mesh.coordinates(0):
             about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
             write_trace(path, rows, phases, (), about)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -71,16 +71,23 @@ class Joined(Mapping[str, Tensor]):
 
 
 def take_slices(
-    manifest: Manifest, rank: Rank, constants: Constants, weights: Mapping[str, Tensor], drawn: bool = False
+    manifest: Manifest,
+    rank: Rank,
+    constants: Constants,
+    weights: Mapping[str, Tensor],
+    drawn: bool = False,
+    known: Container[str] = (),
 ) -> dict[str, Tensor]:
     """This rank's slice of every tensor it keeps, by name, in the manifest's order, as memory of its own.
+
+    Those that are `known` are left out: another program of this rank has them.
 
     `weights` has whole tensors under the user's names; it is asked only for what this rank keeps (of `Stored` tensors
     that are divided, for its rows) and what its constants are computed from. With `drawn`, parameters that have no
     values there begin as the manifest says.
     """
     here = rank.coordinates.pipeline
-    kept = [name for name in manifest.parameters if here in manifest.homes(name)]
+    kept = [n for n in manifest.parameters if n not in known and here in manifest.homes(n)]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         computed = constants(OnCPU(weights)) if any(_is_constant(manifest, name) for name in kept) else {}
         slices = {}
@@ -102,7 +109,7 @@ def refresh_constants(
     manifest: Manifest, rank: Rank, constants: Constants, slices: Mapping[str, Tensor]
 ) -> None:
     """Compute this rank's constants anew, from the buffers among its `slices`. A collective of the tensor group."""
-    own = [name for name in slices if _is_constant(manifest, name)]
+    own = [name for name in slices if name in manifest.parameters and _is_constant(manifest, name)]
     if not own:
         return
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 import autoptd
 from samples import corpus, train
+from samples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE, EXCERPT, RECOMPUTED, SIMULATED = re.findall(
+EXAMPLE, SHAPES, EXCERPT, RECOMPUTED, SIMULATED = re.findall(
     r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
 )
 
@@ -25,6 +27,17 @@ def test_ten_lines_train() -> None:
     scope = {"batches": islice(corpus.batches(tokens, 8, 128, seed=0), 2)}
     exec(EXAMPLE.replace("mesh=(2, 2, 2)", "mesh=(1, 1, 1)"), scope)
     assert scope["loss"].item() == pytest.approx(np.log(4096), rel=0.1)  # type: ignore[attr-defined]
+
+
+def test_both_shapes_train() -> None:
+    scope: dict[str, Any] = {"torch": torch, "autoptd": autoptd, "GPT": GPT, "GPTConfig": GPTConfig}
+    *lines, call = SHAPES.splitlines()
+    exec("\n".join(lines).replace("mesh=(2, 2, 2)", "mesh=(1, 1, 1)"), scope)
+    for shape in ((8, 128), (32, 32)):
+        scope |= dict.fromkeys(("idx", "targets"), torch.zeros(shape, dtype=torch.long))
+        with torch.no_grad():
+            exec(call, scope)
+        assert scope["loss"].isfinite()
 
 
 def test_excerpt_is_in_the_demos_program() -> None:
