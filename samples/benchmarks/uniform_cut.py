@@ -10,7 +10,6 @@ from unittest.mock import patch
 from autoptd import compiler
 from autoptd.passes.program import Program
 from autoptd.passes.row import Row
-from autoptd.passes.stages import cut_at
 
 
 def uniform_positions(row: Row, num_stages: int) -> list[int]:
@@ -31,16 +30,14 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     return [max(i for i in range(1, at + 1) if fit[i]) for at in wanted]
 
 
-def cut_uniformly(program: Program, *, num_stages: int, **_: Any) -> Program:
-    """In the place of `cut_stages`."""
+def find_uniform_cut(program: Program, *, num_stages: int, **_: Any) -> tuple[list[int], str]:
+    """In the place of `find_cut`."""
     (stage,) = program.stages
-    return cut_at(
-        program, uniform_positions(Row(stage), num_stages), f"cut_stages {num_stages} stages by layers"
-    )
+    return uniform_positions(Row(stage), num_stages), f"cut_stages {num_stages} stages by layers"
 
 
 @contextmanager
 def uniform_cuts() -> Iterator[None]:
     """`autoptd.compile` cuts by layers within."""
-    with patch.object(compiler, "cut_stages", cut_uniformly):
+    with patch.object(compiler, "find_cut", find_uniform_cut):
         yield
