@@ -156,12 +156,12 @@ def find_disagreement(first: Manifest, other: Manifest) -> str:
     for name in COMMON:
         if getattr(first, name) != getattr(other, name):
             return f"its {name} is {getattr(other, name)!r}, the first shape's {getattr(first, name)!r}"
-    for own, value in zip(other.inputs, first.inputs, strict=False):
-        if (own.name, own.dtype, own.batch_dim) != (value.name, value.dtype, value.batch_dim):
-            return (
-                f"its input {own.name} is {own.dtype} with the batch in dimension {own.batch_dim}, the first shape's "
-                f"{value.name} {value.dtype} with it in {value.batch_dim}"
-            )
+    own, given = (
+        [f"{i.name} of {i.dtype} with the batch in dimension {i.batch_dim}" for i in manifest.inputs]
+        for manifest in (other, first)
+    )
+    if own != given:
+        return f"its inputs are {', '.join(own)}, the first shape's {', '.join(given)}"
     for name, parameter in other.parameters.items():
         known = first.parameters.get(name)
         if known is None and not other.is_saved(name):
@@ -172,31 +172,33 @@ def find_disagreement(first: Manifest, other: Manifest) -> str:
             )
         for field in ("shape", "dtype", "kind", "requires_grad", "placement", "initial"):
             if getattr(parameter, field) != getattr(known, field):
-                own, given = getattr(parameter, field), getattr(known, field)
-                return f"its {name} has the {field} {own}, the first shape's {given}"
+                found, expected = getattr(parameter, field), getattr(known, field)
+                return f"its {name} has the {field} {found}, the first shape's {expected}"
     return _compare_stages(first, other)
 
 
 def _compare_stages(first: Manifest, other: Manifest) -> str:
-    """Which parameter a stage has by one manifest and not by the other, or which buffer is not at hand; or ""."""
-
-    def names(manifest: Manifest, stage: int, kind: str) -> set[str]:
-        listed = manifest.stages[stage].parameters
-        return {name for name in listed if name in first.parameters and first.parameters[name].kind == kind}
-
-    count, pipeline = len(first.stages), first.mesh.pipeline
-    for name in first.parameters:
-        own, given = (
-            [stage for stage in range(count) if name in names(manifest, stage, "parameter")]
-            for manifest in (other, first)
-        )
-        if own != given:
-            return f"its {name} is in stages {own}, the first shape's in {given}"
-    for rank in range(pipeline):
-        needed, held = (
-            set[str]().union(*(names(manifest, stage, "buffer") for stage in range(rank, count, pipeline)))
-            for manifest in (other, first)
-        )
-        for name in sorted(needed - held):
-            return f"its pipeline rank {rank} reads the buffer {name}, which the first shape's does not: give it first"
+    """Which parameter is in other stages by one manifest than by the other, or which buffer is not at hand; or ""."""
+    kinds = {name: parameter.kind for name, parameter in first.parameters.items()}
+    own, given = (_place_tensors(manifest) for manifest in (other, first))
+    for name in kinds:
+        if kinds[name] == "parameter" and own.get(name) != given.get(name):
+            return f"its {name} is in stages {own.get(name, [])}, the first shape's in {given.get(name, [])}"
+    for name in kinds:
+        needed = {stage % first.mesh.pipeline for stage in own.get(name, [])}
+        absent = needed - {stage % first.mesh.pipeline for stage in given.get(name, [])}
+        if kinds[name] == "buffer" and absent:
+            return (
+                f"its pipeline rank {min(absent)} reads the buffer {name}, which by the first shape's program it does "
+                "not have: give this shape first"
+            )
     return ""
+
+
+def _place_tensors(manifest: Manifest) -> dict[str, list[int]]:
+    """The stages that have each tensor."""
+    found: dict[str, list[int]] = {}
+    for stage in manifest.stages:
+        for name in stage.parameters:
+            found.setdefault(name, []).append(stage.index)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import autoptd
 from autoptd.check import ProgramError
+from autoptd.cli import main
 from autoptd.compiled import CompiledProgram
 from tests.parity import (
     Batch,
@@ -220,6 +222,17 @@ def test_a_saved_program_has_all_shapes(tmp_path: Path) -> None:
     assert not (tmp_path / "shape_1").exists()
 
 
+def test_the_command_verifies_every_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile_shapes(PlainGPT(), (1, 2, 1), LONG, SHORT).save(tmp_path)
+    words = ["verify", str(tmp_path), "--model", "tests.plain_models:PlainGPT"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert [one["shape"][:11] for one in (found, *found["further"])] == ["idx [1, 16]", "idx [2, 10]"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("verify passed: 2 ranks") == 2
+
+
 def test_a_missing_shape_is_refused(tmp_path: Path) -> None:
     compile_shapes(make_model(), (1, 1, 1), LONG, SHORT).save(tmp_path)
     (tmp_path / "shape_1" / "manifest.json").unlink()
@@ -360,7 +373,7 @@ def test_shapes_that_cannot_share_are_refused() -> None:
 
 def test_a_mask_that_only_long_sequences_need_is_given_first() -> None:
     refused(
-        "reads the buffer transformer.h.0.attn.bias.*: give it first",
+        "reads the buffer transformer.h.0.attn.bias.*: give this shape first",
         Windowed(),
         (1, 2, 1),
         [make_example(SHORT), make_example(LONG)],
@@ -452,6 +465,15 @@ def test_a_model_without_weights_begins_alike() -> None:
     states = one.full_state_dict(), two.full_state_dict()
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     assert loss_of(two(**make_batch(SHORT))).isfinite()
+
+
+def test_a_planned_mesh_is_for_all_shapes() -> None:
+    options: Any = {"world_size": 2, "global_batch": 4, "cluster": "dgx-a100"}
+    examples = [make_example(LONG), make_example(SHORT)]
+    program = autoptd.compile(PlainGPT(), "auto", example_inputs=examples, **options)
+    assert [one.manifest.inputs[0].shape for one in program.shapes] == [LONG, SHORT]
+    (best, *_) = autoptd.plan(PlainGPT(), example_inputs=examples, **options)
+    assert best.mesh == program.mesh
 
 
 def test_a_list_of_tensors_is_one_microbatch() -> None:
