@@ -147,7 +147,7 @@ class Executor:
         actions: Sequence[Action],
     ) -> None:
         self.sent: Counter[str] = Counter()
-        self.measured = connection.rank.measured = Measured(Stopwatch(connection.rank.device))
+        self.measured = Measured(Stopwatch(connection.rank.device))
         self._connection = connection
         self._manifest = manifest
         self._device = connection.rank.device
@@ -247,6 +247,7 @@ class Executor:
         gradients are left in the ``.grad`` of `weights`, added up in the order of the backwards, and
         ``end_stage(k)`` is called when stage k has had its last one. Without, there are forwards only.
         """
+        self._connection.rank.measured = self.measured
         self.measured.start()
         for index, stage in self.stages.items():
             stage.start(weights[index], inputs[index], seeds)

@@ -481,3 +481,19 @@ def test_a_list_of_tensors_is_one_microbatch() -> None:
     program = autoptd.compile(make_model(), (1, 1, 1), example_inputs=example, num_microbatches=1)
     assert len(program.shapes) == 1
     assert len(autoptd.compile(make_model(), (1, 1, 1), example_inputs=[tuple(example)]).shapes) == 1
+
+
+def test_a_step_is_measured_in_its_own_shape() -> None:
+    """What a backward hides counts to the step that it is in, whichever shape was bound last."""
+    program = compile_shapes(make_model(), (2, 1, 1), LONG, SHORT)
+
+    def work(rank: int) -> list[set[str]]:
+        parallel = program.bind("cpu")
+        found = []
+        for shape in (LONG, SHORT, LONG):
+            loss_of(parallel(**make_batch(shape))).backward()
+            found.append({span[0] for span in parallel._shape.executor.measured.spans})
+        return found
+
+    for kinds in run_ranks(work, 2):
+        assert all({"F", "B", "tensor", "weights"} <= own for own in kinds)
