@@ -1,0 +1,78 @@
+"""Every causal language model that transformers has: it compiles and is right, or is refused with a reason.
+
+Built from its config in tiny sizes. What cannot be built so, or does not run by itself, is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import autoptd
+
+VOCABULARY, LENGTH = 96, 16
+SIZES = {
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model"], 32),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "n_layers"], 4),
+    **dict.fromkeys(["encoder_layers", "decoder_layers", "num_key_value_heads"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads"], 4),
+    **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
+    **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "intermediate_size"], 64),
+    **dict.fromkeys(["max_position_embeddings", "n_positions", "moe_intermediate_size"], 32),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k"], 2),
+    **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "layerdrop"], 0.0),
+    **dict.fromkeys(["hidden_dropout", "dropout", "activation_dropout", "hidden_dropout_prob"], 0.0),
+    **{"attention_probs_dropout_prob": 0.0, "head_dim": 8, "vocab_size": VOCABULARY, "use_cache": False},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "layer_types": None, "mlp_layer_types": None},
+}
+CLASSES = sorted(
+    {name if isinstance(name, str) else name[0] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+)
+# What a refusal must say: where in somebody's code, or in which module, it stopped.
+PLACE = re.compile(r"\.py:\d+")
+
+
+def build(name: str) -> nn.Module:
+    """The model in float64, its attention fused where it can be."""
+    cls: Any = getattr(transformers, name)
+    known = cls.config_class().to_dict()
+    config = cls.config_class(**{key: value for key, value in SIZES.items() if known.get(key) is not None})
+    config._attn_implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+    torch.manual_seed(0)
+    model: Any = cls(config).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_is_right_or_refused(name: str) -> None:
+    ids = torch.randint(3, VOCABULARY, (1, LENGTH))
+    example = {"input_ids": ids, "labels": ids}
+    try:
+        model = build(name)
+        loss = model(**example).loss
+    except Exception as error:  # its own, whatever that is
+        pytest.skip(f"not built so: {type(error).__name__}: {str(error)[:100]}")
+    if loss is None or not loss.isfinite():
+        pytest.skip("it has no finite loss by itself")
+    try:
+        program = autoptd.compile(model, (2, 2, 1), example_inputs=example, num_microbatches=2)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert PLACE.search(refusal), refusal
+    else:
+        report = program.verify()
+        assert report.passed, report
