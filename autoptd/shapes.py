@@ -185,8 +185,7 @@ def _compare_stages(first: Manifest, other: Manifest) -> str:
         if kinds[name] == "parameter" and own.get(name) != given.get(name):
             return f"its {name} is in stages {own.get(name, [])}, the first shape's in {given.get(name, [])}"
     for name in kinds:
-        needed = {stage % first.mesh.pipeline for stage in own.get(name, [])}
-        absent = needed - {stage % first.mesh.pipeline for stage in given.get(name, [])}
+        absent = set(other.owners(name)) - set(first.homes(name))
         if kinds[name] == "buffer" and absent:
             return (
                 f"its pipeline rank {min(absent)} reads the buffer {name}, which by the first shape's program it does "

@@ -49,10 +49,8 @@ def copied(node: fx.Node, shares: Shares) -> Found:
     return WHOLE if all(share is WHOLE for share in found) else found
 
 
-_COUNTED = (
-    collectives.copied_linear_gelu,
-    collectives.copied_split_linear,
-)  # have one more before `transposed`
+# What has one more argument before `transposed`.
+_COUNTED = (collectives.copied_linear_gelu, collectives.copied_split_linear)
 
 
 def _linear(result: Sequence[int], shares: Shares, x: Any, weight: Any, bias: Any, transposed: Any) -> Share:

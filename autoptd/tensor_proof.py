@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
-from autoptd.passes.calls import argument
+from autoptd.passes.calls import argument, has_gradients
 from autoptd.passes.program import Stage
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.manifest import Boundary, Manifest
@@ -146,9 +145,7 @@ class StageWalk:
             n in self.differentiable for n in node.all_input_nodes
         ):
             return False
-        value = node.meta["val"]
-        first = value[0] if isinstance(value, (tuple, list)) else value
-        return isinstance(first, torch.Tensor) and first.is_floating_point()
+        return has_gradients(node.meta["val"])
 
     def _check_outputs(self, sends: Sequence[Boundary]) -> None:
         if not sends:

@@ -22,6 +22,12 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def has_gradients(value: object) -> bool:
+    """Whether autograd knows gradients of such a result, the first of several: of floating and of complex numbers."""
+    first = value[0] if isinstance(value, (tuple, list)) else value
+    return isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
+
+
 def where(node: fx.Node) -> str:
     """The node's place as the user knows it: "h.0.attn.c_attn (gpt.py:52)"."""
     path, line = node.meta.get("path") or node.name, node.meta.get("line")

@@ -16,7 +16,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from autoptd.passes.calls import where
+from autoptd.passes.calls import has_gradients, where
 from autoptd.passes.program import tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Parameter
@@ -99,11 +99,13 @@ class _Region:
             if node.op == "get_attr":
                 if self.parameters[str(node.target)].requires_grad:
                     found.add(node)
-            elif node.op == "call_function" and any(n in found for n in node.all_input_nodes):
-                value = node.meta["val"]
-                first = value[0] if isinstance(value, (tuple, list)) else value
-                if first.is_floating_point() and node.target is not torch.ops.aten.detach.default:
-                    found.add(node)
+            elif (
+                node.op == "call_function"
+                and any(n in found for n in node.all_input_nodes)
+                and has_gradients(node.meta["val"])
+                and node.target is not torch.ops.aten.detach.default
+            ):
+                found.add(node)
         return found
 
     def _find_partial(self) -> set[fx.Node]:

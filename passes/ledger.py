@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage, fx
 
 from autoptd.passes.amounts import Number, Sizes, tensor_arguments
-from autoptd.passes.calls import values_taken
+from autoptd.passes.calls import has_gradients, values_taken
 from autoptd.passes.program import Stage, recomputed_groups, tensor_bytes
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.precision import widen
@@ -49,7 +49,7 @@ class Ledger:
         if node.op == "get_attr":
             given.requires_grad_(stage.parameters[str(node.target)].requires_grad)
         elif node.meta["role"] == "boundary":
-            given.requires_grad_(bool(node.meta.get("requires_grad", value.is_floating_point())))
+            given.requires_grad_(bool(node.meta.get("requires_grad", has_gradients(value))))
             return given
         self._held.add(given.untyped_storage())
         return given

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.amounts import Value, Work, tensor_arguments
-from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.calls import argument, has_gradients, shape_of
 from autoptd.passes.product_work import statistics
 from autoptd.runtime import aten, collectives, kernels
 
@@ -121,7 +121,7 @@ def _differentiate_view(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 
 def _kept(node: fx.Node) -> list[fx.Node]:
     """What the backward reads beside the gradient."""
-    floating = [source for source in tensor_arguments(node) if source.meta["val"].is_floating_point()]
+    floating = [source for source in tensor_arguments(node) if has_gradients(source.meta["val"])]
     if node.target in _KEEPS_RESULT:
         return [node]
     if node.target is kernels.rotary_embedding:

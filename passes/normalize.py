@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autoptd.passes.autocast import Autocast, Casts, describe_result, enter_region
-from autoptd.passes.calls import where
+from autoptd.passes.calls import has_gradients, where
 from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_mutation
 from autoptd.passes.naming import name_nodes
 from autoptd.passes.program import Program, Stage
@@ -210,4 +210,4 @@ class Normalizer:
 def _is_floating(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_is_floating(v) for v in value)
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return has_gradients(value)

@@ -200,11 +200,15 @@ def _matmul(call: Call) -> fx.Node | None:
 
 
 def _concatenate(call: Call) -> fx.Node | None:
-    """Without [0], which torch joins to tensors of any shape."""
+    """Without [0], which torch joins to tensors of any shape; its dtype counts, though."""
     sources, *dim = call.args
     filled = [source for source in sources if source.meta["val"].shape != (0,)]
     if len(filled) in (0, len(sources)):
         return None
+    filled = [
+        x if x.meta["val"].dtype == call.val.dtype else _derive(call, aten.to.dtype, x, call.val.dtype)
+        for x in filled
+    ]
     return call.emit(aten.cat.default, filled, *dim) if len(filled) > 1 else filled[0]
 
 

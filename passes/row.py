@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import UntypedStorage, fx
 
-from autoptd.passes.calls import values_taken
+from autoptd.passes.calls import has_gradients, values_taken
 from autoptd.passes.candidates import ItemTimes
 from autoptd.passes.durations import Durations
 from autoptd.passes.ledger import Ledger, count_bytes
@@ -85,14 +85,15 @@ class Row:
         return trained
 
     def allowed(self) -> list[bool]:
-        """Whether a cut may stand before each item: values live there, all of them tensors,
+        """Whether a cut may stand before each item: values live there, all of them tensors of real numbers,
         none a partial sum or with a partial gradient."""
         count = len(self.items)
         live, unfit = [0] * (count + 2), [0] * (count + 2)
         for defined, node in enumerate(self.items):
             first, behind = defined + 1, self.last_use[node] + 1
             partial = node.meta.get("partial") or node.meta.get("partial_gradient")
-            whole = isinstance(node.meta["val"], torch.Tensor) and not partial
+            value = node.meta["val"]
+            whole = isinstance(value, torch.Tensor) and not value.is_complex() and not partial
             for changes in (live,) if whole else (live, unfit):
                 changes[first] += 1
                 changes[behind] -= 1
@@ -169,6 +170,4 @@ def _order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_differentiable(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return bool(first.is_floating_point()) and node.target is not aten.detach.default
+    return has_gradients(node.meta["val"]) and node.target is not aten.detach.default

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.calls import has_gradients
 from autoptd.passes.candidates import Choice, ItemTimes, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import GB
@@ -255,7 +256,7 @@ def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
 
 def make_boundary(node: fx.Node) -> Boundary:
     value = node.meta["val"]
-    gradient = bool(node.meta.get("requires_grad", value.is_floating_point()))
+    gradient = bool(node.meta.get("requires_grad", has_gradients(value)))
     return Boundary(
         str(node.target), tuple(value.shape), value.dtype, gradient, node.meta.get("divided") is not None
     )

@@ -16,6 +16,7 @@ from torch import fx
 
 from autoptd.passes import memory_work, product_work
 from autoptd.passes.amounts import Product, Sizes, Value, Work, local_sizes, tensor_arguments
+from autoptd.passes.calls import has_gradients
 from autoptd.passes.program import Stage
 from autoptd.runtime import aten, collectives
 
@@ -85,9 +86,7 @@ def find_trained(stage: Stage) -> set[fx.Node]:
 
 def _may_be_trained(node: fx.Node) -> bool:
     """Whether a value may have a gradient, as far as its node says it."""
-    value = node.meta.get("val")
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+    if not has_gradients(node.meta.get("val")):
         return False
     if node.op == "placeholder":
         return node.meta.get("role") == "boundary" and bool(node.meta.get("requires_grad", True))

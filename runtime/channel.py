@@ -33,7 +33,7 @@ class Channel(Protocol):
     elements: Counter[str]
 
     def send(self, x: Tensor) -> int:
-        """Post `x`, which must not be changed before `flush`; its number on the channel."""
+        """Post `x`, which must not be changed before `release` or `flush`; its number on the channel."""
 
     def release(self, number: int) -> None:
         """Let go of what was sent up to `number`, which is known to have arrived."""

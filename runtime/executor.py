@@ -1,8 +1,8 @@
 """Run one training step of this rank: a loop over the actions of its schedule.
 
 A stage keeps, for every microbatch in flight, its received inputs as leaves and the roots of its graph, and
-nothing else. Sends are posted, and waited for at the end of the step only; a receive is waited for by the
-forward or backward that needs its value.
+nothing else. Sends are posted, and waited for when their value is known to have arrived, or at the end of the step; a
+receive is waited for by the forward or backward that needs its value.
 """
 
 from __future__ import annotations

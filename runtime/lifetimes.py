@@ -34,8 +34,12 @@ def _with_ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             assigned |= {name for target in statement.targets for name in _names(target, ast.Store)}
         last |= dict.fromkeys(_names(statement), statement)
         for node in ast.walk(statement):
-            if isinstance(node, (*_SCOPES, ast.Delete, ast.Global)):
-                shared |= set(node.names if isinstance(node, ast.Global) else _names(node))
+            if isinstance(node, (*_SCOPES, ast.Delete)):
+                shared |= set(_names(node))
+            elif isinstance(node, (ast.Global, ast.Nonlocal)):
+                shared |= set(node.names)
+            elif isinstance(node, ast.ExceptHandler) and node.name is not None:
+                shared.add(node.name)  # which Python deletes itself
     ends: dict[ast.stmt, list[str]] = {}
     for name in sorted(assigned - shared):
         ends.setdefault(last[name], []).append(name)

@@ -138,7 +138,7 @@ def _has_broken(result: object) -> bool:
     return any(
         bool((x.isnan() | (x == torch.inf)).any())
         for x in tree_leaves(result)
-        if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not x.is_meta
     )
 
 

@@ -7,6 +7,7 @@ import itertools
 import linecache
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
@@ -19,6 +20,8 @@ from autoptd.runtime.schedule import Action
 from autoptd.runtime.schedule_text import parse_schedule
 
 _numbers = itertools.count()
+# Python 3.11 counts the depth of all threads' trees in one place.
+_PARSER = threading.Lock()
 _STAGE = re.compile(r"stage_(0|[1-9]\d*)")
 
 
@@ -93,9 +96,10 @@ def line_of(error: BaseException, filename: str) -> int:
 
 def _compile(text: str, filename: str) -> CodeType:
     try:
-        return compile(end_values(ast.parse(text, filename)), filename, "exec", dont_inherit=True)
+        with _PARSER:
+            return compile(end_values(ast.parse(text, filename)), filename, "exec", dont_inherit=True)
     except SyntaxError as error:
-        shown = (error.text or "").strip()
+        shown = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno]).strip()
         raise ValueError(f"{filename}:{error.lineno}: {error.msg}: {shown}") from error
 
 

@@ -97,11 +97,11 @@ def take_slices(
             if drawn and parameter.initial and not has_values(manifest, weights, name):
                 slices[name] = draw_slice(parameter, rank, manifest.seed)
                 continue
-            known = find_name(manifest, source, name)
+            own = find_name(manifest, source, name)
             if isinstance(source, Stored) and parameter.placement.dim is not None:
-                slices[name] = read_slice(parameter, source, known, rank)
+                slices[name] = read_slice(parameter, source, own, rank)
             else:
-                slices[name] = take_slice(parameter, source[known], rank)
+                slices[name] = take_slice(parameter, source[own], rank)
     return slices
 
 

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 SIZES = Sizes(hidden=128, layers=8, heads=4, length=128, vocabulary=1024, b=2)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_step_holds_what_is_predicted(recompute: str) -> None:
     case = Case((1, 2, 1), recompute=recompute)
     program = case.compile(SIZES)

@@ -274,11 +274,11 @@ def read_constants(program: CompiledProgram, rank: int) -> Callable[..., dict[st
 
 @pytest.mark.timeout(120)
 def test_no_rank_has_the_whole_model_in_memory(tmp_path: Path) -> None:
-    """160 MB, of which a rank keeps a quarter: its process is never far above that, neither reading nor writing."""
+    """250 MB, of which a rank keeps a quarter: its process is never far above that, neither reading nor writing."""
     program, small = (save_deep(tmp_path / str(hidden), hidden) for hidden in (800, 8))
     whole = sum(p.bytes for p in program.manifest.parameters.values())
     largest = max(p.bytes for p in program.manifest.parameters.values())
-    assert whole > 150e6
+    assert whole > 240e6
 
     def work(rank: int) -> tuple[int, int, int]:
         # Else malloc keeps what is freed, and a peak says nothing of what is alive. -3 is its M_MMAP_THRESHOLD.
@@ -296,7 +296,7 @@ def test_no_rank_has_the_whole_model_in_memory(tmp_path: Path) -> None:
     for own, reading, writing in run_ranks(work, 4):
         assert own < 0.3 * whole
         assert reading < own + 4 * largest
-        assert writing < 6 * largest < 0.4 * whole
+        assert writing < 7 * largest < 0.3 * whole
 
 
 def save_deep(folder: Path, hidden: int) -> CompiledProgram:
@@ -309,11 +309,11 @@ def save_deep(folder: Path, hidden: int) -> CompiledProgram:
 
 
 class Deep(nn.Module):
-    """Eight MLPs; the loss is a mean."""
+    """Twelve MLPs; the loss is a mean."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        widths = [(hidden, 4 * hidden), (4 * hidden, hidden)] * 8
+        widths = [(hidden, 4 * hidden), (4 * hidden, hidden)] * 12
         self.layers = nn.ModuleList(nn.Linear(*width, bias=False) for width in widths)
 
     def forward(self, x: Tensor) -> Tensor:

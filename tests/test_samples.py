@@ -157,7 +157,10 @@ def test_mesh_and_one_device_print_the_same_loss(tmp_path: Path) -> None:
     assert losses[0][2] != losses[0][0]
 
 
-@pytest.mark.parametrize(("mesh", "chunks"), [((2, 2, 2), 1), ((1, 2, 2), 2), ((1, 1, 2), 1)])
+@pytest.mark.parametrize(
+    ("mesh", "chunks"),
+    [pytest.param((2, 2, 2), 1, marks=pytest.mark.slow), ((1, 2, 2), 2), ((1, 1, 2), 1)],
+)
 def test_the_hand_written_rival_trains_the_same_model(
     mesh: tuple[int, int, int], chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

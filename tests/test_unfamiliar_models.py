@@ -162,16 +162,22 @@ def sink(m: Attention, x: Tensor) -> Tensor:
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
-def complex_rotary(m: Attention, x: Tensor) -> Tensor:
+def multi_query_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x[..., :HIDDEN], x[..., HIDDEN : HIDDEN + SIZE], x[..., HIDDEN + SIZE :]
+
+
+def complex_rotary(m: Attention, x: Tensor, heads: int = HEADS) -> Tensor:
     """Positions as turns of complex numbers."""
-    q, k, v = (y.view(*y.shape[:2], HEADS, SIZE) for y in x.chunk(3, -1))
+    q, k, v = (
+        y.unflatten(-1, (-1, SIZE)) for y in (x.chunk(3, -1) if heads == HEADS else multi_query_rows(x))
+    )
     angles = torch.outer(torch.arange(x.shape[1]), 1.0 / 10 ** torch.arange(0, SIZE, 2)[: SIZE // 2])
     turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]  # in complex64, which verify promotes
     q, k = (
         torch.view_as_real(torch.view_as_complex(y.reshape(*y.shape[:3], -1, 2)) * turns).flatten(3)
         for y in (q, k)
     )
-    return fused(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+    return fused(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True, enable_gqa=heads < HEADS)
 
 
 def sink_below_its_largest(m: Attention, x: Tensor) -> Tensor:
@@ -198,7 +204,24 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "sink": lambda: Attention(sink),
     "sink below its largest": lambda: Attention(sink_below_its_largest),
     "complex rotary": lambda: Attention(complex_rotary),
+    "complex rotary, multi-query": lambda: Attention(lambda m, x: complex_rotary(m, x, 1), 48),
 }
+
+
+class Turned(nn.Module):
+    """Complex numbers on the way through all layers: divided regions are behind them, and no cut is at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones(HIDDEN // 2), torch.linspace(0, 3, HIDDEN // 2))
+        x = self.tokens(idx)
+        for layer in self.layers:
+            x = torch.view_as_real(torch.view_as_complex(layer(x).unflatten(-1, (-1, 2))) * turn).flatten(-2)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
 def compile_model(model: nn.Module, mesh: tuple[int, int, int]) -> CompiledProgram:
@@ -214,6 +237,32 @@ def check(model: nn.Module, mesh: tuple[int, int, int] = (2, 1, 1)) -> str:
     assert report.passed, report
     assert max(report.gradient_errors.values()) < 1e-12
     return "\n".join(program.log)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
+def test_gradients_go_through_complex_numbers(mesh: tuple[int, int, int]) -> None:
+    check(Turned(), mesh)
+
+
+@pytest.mark.parametrize("empty", [torch.float32, torch.bfloat16])
+def test_the_dtype_of_an_empty_part_counts(empty: torch.dtype) -> None:
+    """In bfloat16 with an empty float32, what is joined is float32; verify promotes both, so the bits are compared."""
+
+    class Joined(Model):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            logits = self.head(self.tokens(idx))
+            joined = torch.cat([torch.zeros(0, dtype=empty), logits], -1)
+            return functional.cross_entropy(joined.flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = Joined([]).bfloat16()
+    model.positions.requires_grad_(False)
+    ids = torch.randint(0, VOCABULARY, (1, LENGTH))
+    example = {"idx": ids, "targets": ids}
+    program = autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=1)
+    loss, plain = program.bind("cpu")(**example), model(**example)
+    assert loss.dtype == plain.dtype == (torch.float32 if empty is torch.float32 else torch.bfloat16)
+    assert torch.equal(loss, plain)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

@@ -38,7 +38,13 @@ MEGATRON = Training(overlap_transfers=False, overlap_data=False, overlap_tensor=
 
 @pytest.mark.parametrize(
     ("memory", "training"),
-    [(80e9, Training()), (50e6, Training()), (36e6, Training()), (36e6, Training(zero=1)), (45e6, MEGATRON)],
+    [
+        (36e6, Training()),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(80e9, Training()), (50e6, Training()), (36e6, Training(zero=1)), (45e6, MEGATRON)]
+        ),
+    ],
     ids=str,
 )
 def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Training) -> None:

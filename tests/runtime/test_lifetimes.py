@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from autoptd.runtime.lifetimes import end_values
@@ -76,6 +78,45 @@ def f(x, n):
 def test_what_is_read_later_stays() -> None:
     """By an inner function or in a loop; and what may not be there is not deleted, nor what is twice."""
     assert end(KEPT) == KEPT.strip()
+
+
+def test_names_that_python_ends_itself_stay() -> None:
+    text = """
+def f(x):
+    a = 1
+    try:
+        a.view(1)
+    except AttributeError as a:
+        pass
+
+    def g():
+        nonlocal_ = x
+        return nonlocal_
+    return g()"""
+    assert "del a" not in end(text)
+    inner = """
+def f(x):
+    a = x
+
+    def g():
+        nonlocal a
+        a = a + 1
+    g()
+    return a"""
+    assert end(inner) == inner.strip()
+
+
+def test_many_threads_may_read_programs() -> None:
+    """Python 3.11 counts the depth of all threads' trees in one place."""
+    text = TEXT.replace("return b - c", "return b - c" + " + a * (1 + (2 - (3 + 4)))" * 300)
+    with ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(lambda i: read_program(text, f"thread_{i}.py"), range(64)))
+    assert all(program.stages.keys() == {0} for program in programs)
+
+
+def test_a_text_that_is_no_python_is_quoted() -> None:
+    with pytest.raises(ValueError, match=r"no.py:3: 'return' outside function: return 1"):
+        read_program("x = 1\n\nreturn 1\n", "no.py")
 
 
 def test_names_may_be_used_again() -> None:
