@@ -372,15 +372,21 @@ def test_shapes_that_cannot_share_are_refused() -> None:
 
 
 def test_a_mask_that_only_long_sequences_need_is_given_first() -> None:
+    """Where the first shape's program has it nowhere, the first pipeline rank keeps it, and no other."""
     refused(
-        "reads the buffer transformer.h.0.attn.bias.*: give this shape first",
+        "pipeline rank 1 reads the buffer transformer.h.1.attn.bias.*: give this shape first",
         Windowed(),
         (1, 2, 1),
         [make_example(SHORT), make_example(LONG)],
+        num_model_chunks=1,
     )
     model = Windowed().double()
     report = compile_shapes(model, (1, 2, 1), LONG, SHORT).verify()
     assert report.passed, report
+    batch = make_batch(LONG)
+    (found,) = train_compiled(compile_shapes(model, (1, 1, 1), SHORT, LONG), [batch]).steps
+    (plain,) = train_plain(model, [batch], MICROBATCHES).steps
+    compare(found, plain, loss_tolerance=1e-12)
 
 
 def test_values_that_any_shape_was_proved_of_cannot_be_loaded() -> None:
