@@ -24,7 +24,7 @@ from tests.generated_models import (
 )
 from tests.parity import ParityError, Training, compare, compare_states, train_compiled, train_plain
 
-NUM_CASES = 104
+NUM_CASES, NUM_QUICK = 104, 80
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,11 @@ CASES = [sample_case(seed) for seed in range(NUM_CASES)]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (i >= NUM_QUICK)) for i, c in enumerate(CASES)],
+    ids=str,
+)
 def test_every_gradient_is_the_plain_models(case: Case) -> None:
     model = make_model(case.config, case.seed)
     batch = make_batch(case.config, case.sequences, case.seed, case.ignored)
