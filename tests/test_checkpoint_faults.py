@@ -25,9 +25,9 @@ from autoptd.runtime.checkpoint_loading import read_step
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.piece_file import check_header
+from samples.benchmarks.process_memory import begin_peak, read_memory
 from tests.checkpoints import CONFIGS, assert_same, bind_thread, compile_config, run_mesh, train_steps
 from tests.generated_models import make_batch
-from tests.memory import begin_peak, read_memory
 
 ONE, TWO = (1, 1, 1), (2, 1, 1)
 

@@ -26,8 +26,8 @@ from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import take_slices
 from autoptd.tracing import program_filename
 from autoptd.weights import read_weights
+from samples.benchmarks.process_memory import begin_peak, read_memory
 from samples.huggingface import read_names
-from tests.memory import begin_peak, read_memory
 from tests.plain_models import FURTHER, HUGGING_FACE, LENGTH, PLAIN, VOCABULARY
 from tests.ranks import run_ranks
 

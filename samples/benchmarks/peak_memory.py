@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
+from samples.benchmarks.process_memory import begin_peak, read_memory
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig
 
@@ -166,19 +166,6 @@ def find_peak(changes: Iterable[int]) -> int:
         held += change
         peak = max(peak, held)
     return peak
-
-
-def begin_peak() -> int:
-    """VmHWM counts from here; what is resident now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return read_memory("VmRSS")
-
-
-def read_memory(field: str) -> int:
-    """A line of this process's status, in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def _work(rank: int, case: Case, sizes: Sizes, folder: str) -> None:

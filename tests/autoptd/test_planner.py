@@ -95,6 +95,23 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
 
 
+def test_an_estimate_is_of_how_a_step_is_run() -> None:
+    """One stage, which no cut divides: the estimate is the simulation, with each way of running it and without."""
+    candidate = Candidate(2, 1, 2, 2, 4, 1, "none", "1f1b")
+    program = autoptd.compile(make_gpt(), candidate.mesh, microbatch_size=2, num_microbatches=4)
+    ways = [
+        Training(),
+        MEGATRON,
+        Training(zero=1),
+        Training(overlap_tensor=False),
+        Training(overlap_data=False),
+    ]
+    found = [Estimator(make_gpt(), SELENE, training=way).estimate(candidate).step_seconds for way in ways]
+    expected = [program.simulate(SELENE, **asdict(way)).step_seconds for way in ways]
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert len({round(seconds, 9) for seconds in found}) == len(ways)
+
+
 def test_plans_know_how_a_step_is_run() -> None:
     """What fits only divided among the replicas is planned so, and the program's own simulation says the same."""
     size: Any = {"world_size": 4, "global_batch": 16, "cluster": with_memory(45e6), "max_tensor": 1}
