@@ -104,7 +104,6 @@ def test_an_estimate_is_of_how_a_step_is_run() -> None:
         MEGATRON,
         Training(zero=1),
         Training(overlap_tensor=False),
-        Training(overlap_data=False),
     ]
     found = [Estimator(make_gpt(), SELENE, training=way).estimate(candidate).step_seconds for way in ways]
     expected = [program.simulate(SELENE, **asdict(way)).step_seconds for way in ways]
