@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoptd.runtime.shared_memory import SLOT_BYTES, SharedMemory
 from autoptd.runtime.threads import Meeting
 
 Reduction = Literal["sum", "max"]
@@ -20,6 +23,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_COMBINE = {"sum": torch.add, "max": torch.maximum}
 
 
 class Posted(Protocol):
@@ -121,17 +125,20 @@ class _AtOnce(_Counted, ABC):
 
 
 class ProcessGroup(_Counted):
-    """A group of processes: ``torch.distributed`` over gloo or NCCL."""
+    """A group of processes: ``torch.distributed`` over gloo or NCCL, and for what is small their shared `memory`."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: SharedMemory | None = None) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
         self.group = group
+        self._memory = memory
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         if self.size == 1:
             return x
         self._count("all_reduce", x)
         x = x.contiguous()
+        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+            return self._memory.post(op, x, partial(_combine, x, op)).wait()
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
@@ -140,6 +147,9 @@ class ProcessGroup(_Counted):
             return [x]
         self._count("all_gather", x)
         gathered = x.new_empty((self.size * x.numel(),))
+        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+            write = partial(torch.cat, out=gathered)
+            return list(self._memory.post("all_gather", x.contiguous(), write).wait().view(self.size, *x.shape).unbind())
         all_gather_single(gathered, x.reshape(-1), group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
 
@@ -155,6 +165,8 @@ class ProcessGroup(_Counted):
         if self.size == 1:
             return Done(x)
         self._count("all_reduce", x)
+        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+            return self._memory.post("sum", x, partial(_combine, x, "sum"))
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
     def post_reduce_scatter(self, x: Tensor) -> Posted:
@@ -186,7 +198,7 @@ class ThreadGroup(_AtOnce):
         if self.size == 1:
             return x
         self._count("all_reduce", x)
-        combine = torch.add if op == "sum" else torch.maximum
+        combine = _COMBINE[op]
         with self.meeting.exchange(self.index, _signature(f"all_reduce {op}", x), x.detach()) as values:
             result = values[0].clone()
             for value in values[1:]:  # in rank order, so that all ranks round alike
@@ -235,6 +247,15 @@ class LocalGroup(_AtOnce):
             )
         self._count(kind, x)
         return x
+
+
+def _combine(x: Tensor, op: Reduction, given: Sequence[Tensor]) -> Tensor:
+    """All ranks' tensors, in rank order, so that all ranks round alike; into the contiguous `x`."""
+    flat = x.detach().view(-1)
+    _COMBINE[op](given[0], given[1], out=flat)
+    for other in given[2:]:
+        _COMBINE[op](flat, other, out=flat)
+    return x
 
 
 def _signature(kind: str, x: Tensor) -> str:

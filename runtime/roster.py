@@ -42,12 +42,11 @@ class Roster:
 def gather_roster(device: torch.device) -> Roster:
     """Learn from all ranks of the default group who is here. Every rank must call it."""
     own, size = dist.get_rank(), dist.get_world_size()
-    folder = tempfile.gettempdir()
-    machine = int.from_bytes(sha256(f"{_machine()} {folder}".encode()).digest()[:7])
-    rows = _gather([os.getpid(), machine, secrets.randbits(62)], device)
+    machine = machine_number()
+    rows = gather([os.getpid(), machine, secrets.randbits(62)], device)
     name = f"autoptd-{rows[0][2]:x}"
     here = [rank for rank, row in enumerate(rows) if row[1] == machine]
-    path = Path(folder) / f"{name}.ranks"
+    path = Path(tempfile.gettempdir()) / f"{name}.ranks"
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(number, size * BYTES)
@@ -56,24 +55,25 @@ def gather_roster(device: torch.device) -> Roster:
         os.close(number)
     opened = getattr(os, "pidfd_open", lambda _: -1)
     processes = {rank: opened(rows[rank][0]) for rank in here if rank != own}
-    _gather(
-        [0], device
-    )  # all have opened it: the memory lives as long as they do, and no file is left behind
+    gather([0], device)  # all have opened it: the memory lives as long as they do, and no file is left behind
     path.unlink(missing_ok=True)
     return Roster(own, name, processes, len(here) == size, board)
 
 
-def _machine() -> str:
-    """What processes have in common that see each other's process numbers."""
+def machine_number() -> int:
+    """The same in processes that see each other's process numbers and temporary files, and in no others."""
     marks = [socket.gethostname()]
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if boot.exists():
         marks += [boot.read_text(), str(space.stat().st_ino)]
-    return " ".join(marks)
+    return int.from_bytes(sha256(" ".join([*marks, tempfile.gettempdir()]).encode()).digest()[:7])
 
 
-def _gather(values: list[int], device: torch.device) -> list[list[int]]:
+def gather(
+    values: list[int], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """Every rank's `values`, as many on each, by its index in `group` (the default group). Each must call it."""
     own = torch.tensor(values, device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
     return [row.tolist() for row in everyone]

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -28,6 +29,7 @@ from autoptd.runtime.piece_file import check_header
 from samples.benchmarks.process_memory import begin_peak, read_memory
 from tests.checkpoints import CONFIGS, assert_same, bind_thread, compile_config, run_mesh, train_steps
 from tests.generated_models import make_batch
+from tests.jobs import mark, run_job
 
 ONE, TWO = (1, 1, 1), (2, 1, 1)
 
@@ -123,6 +125,51 @@ def test_a_killed_save_loses_nothing(way: str, kills: int, tmp_path: Path) -> No
 def test_two_hundred_kills(way: str, kills: int, tmp_path: Path) -> None:
     bind(), compile_config("packed", TWO)
     assert kill_saves(tmp_path, kills, SAVES[way], random.Random(0)) > kills // 4
+
+
+def kill_a_rank(folder: Path, asynchronous: bool, kills: int, draw: random.Random) -> int:
+    """As `kill_saves`, of one of two processes, the first and the second in turn; the other ends by itself."""
+    parallel, newest = bind()[0], 0
+    program, saved = compile_config("packed", TWO), folder / "saved"
+    for victim in (kill % 2 for kill in range(kills)):
+        pause = draw.uniform(0, 0.5)
+
+        def die(pause: float = pause) -> None:
+            while not any(saved.glob("*")):
+                time.sleep(0.001)
+            time.sleep(pause)
+            mark(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def work(rank: int, victim: int = victim, first: int = newest + 1) -> None:
+            own = program.bind("cpu")
+            if rank == victim:
+                threading.Thread(target=die).start()
+            fill_and_save(own, saved, first, asynchronous)
+
+        ended = run_job(work, 2, folder, {"AUTOPTD_TIMEOUT": "5"})
+        assert ended.statuses[victim] == signal.SIGKILL
+        assert ended.statuses[1 - victim] not in (0, signal.SIGKILL)
+        assert f"rank {victim}" in ended.stderr[1 - victim].splitlines()[0]
+        if newest == 0 and not any(saved.glob("*/COMMIT")):
+            continue
+        found = parallel.load_checkpoint(saved)
+        assert found >= newest
+        assert all(bool((p == found).all()) for p in parallel.parameters())
+        newest = found
+    return newest
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_killed_in_a_save_loses_nothing(asynchronous: bool, tmp_path: Path) -> None:
+    kill_a_rank(tmp_path, asynchronous, 2, random.Random(0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_forty_ranks_killed_in_a_save(asynchronous: bool, tmp_path: Path) -> None:
+    assert kill_a_rank(tmp_path, asynchronous, 40, random.Random(1)) > 10
 
 
 # Damaged

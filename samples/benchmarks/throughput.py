@@ -27,7 +27,8 @@ from samples.benchmarks.report import publish
 
 MESHES = ("2,2,2", "2,2,1", "1,2,2", "1,1,2", "1,1,1")
 THREADS = 2  # of the one process
-TOLERANCE = 1e-5  # of the losses of tens of steps in float32
+# Of the losses of tens of steps in float32: where a gradient is nearly zero, Adam makes a step of its rounding.
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
