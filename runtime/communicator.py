@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.shared_memory import SLOT_BYTES, SharedMemory
+from autoptd.runtime.shared_memory import SLOT_BYTES, Exchange, SharedMemory, share_memory
 from autoptd.runtime.threads import Meeting
 
 Reduction = Literal["sum", "max"]
@@ -23,7 +23,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_COMBINE = {"sum": torch.add, "max": torch.maximum}
+_COMBINE: Mapping[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 class Posted(Protocol):
@@ -101,6 +101,27 @@ class _Running:
         return self.result
 
 
+class _Shared:
+    """An all-reduce of the contiguous `own` through shared memory, slot by slot.
+
+    The first goes at once; more only while somebody waits, since the copies are this thread's work anyway.
+    """
+
+    def __init__(self, memory: SharedMemory, own: Tensor, op: Reduction) -> None:
+        first, *rest = own.detach().view(-1).split(SLOT_BYTES // own.itemsize)
+        self._memory, self._own, self._op, self._rest = memory, own, op, rest
+        self._posted = self._post(first)
+
+    def wait(self) -> Tensor:
+        for piece in self._rest:
+            self._posted = self._post(piece)
+        self._posted.wait()
+        return self._own
+
+    def _post(self, piece: Tensor) -> Exchange:
+        return self._memory.post(self._op, piece, partial(_combine, piece, self._op))
+
+
 class _AtOnce(_Counted, ABC):
     """A group that has no way to do two things at once: what is posted is done."""
 
@@ -125,20 +146,23 @@ class _AtOnce(_Counted, ABC):
 
 
 class ProcessGroup(_Counted):
-    """A group of processes: ``torch.distributed`` over gloo or NCCL, and for what is small their shared `memory`."""
+    """A group of processes, for tensors on `device`: ``torch.distributed`` over NCCL or gloo.
 
-    def __init__(self, group: dist.ProcessGroup, memory: SharedMemory | None = None) -> None:
+    Every one of them must make it. On CPUs of one machine their sums go through memory that they share.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
         self.group = group
-        self._memory = memory
+        self._memory = share_memory(group, device)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         if self.size == 1:
             return x
         self._count("all_reduce", x)
         x = x.contiguous()
-        if self._memory is not None and x.nbytes <= SLOT_BYTES:
-            return self._memory.post(op, x, partial(_combine, x, op)).wait()
+        if self._memory is not None:
+            return _Shared(self._memory, x, op).wait()
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
@@ -149,7 +173,12 @@ class ProcessGroup(_Counted):
         gathered = x.new_empty((self.size * x.numel(),))
         if self._memory is not None and x.nbytes <= SLOT_BYTES:
             write = partial(torch.cat, out=gathered)
-            return list(self._memory.post("all_gather", x.contiguous(), write).wait().view(self.size, *x.shape).unbind())
+            return list(
+                self._memory.post("all_gather", x.contiguous(), write)
+                .wait()
+                .view(self.size, *x.shape)
+                .unbind()
+            )
         all_gather_single(gathered, x.reshape(-1), group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
 
@@ -165,8 +194,8 @@ class ProcessGroup(_Counted):
         if self.size == 1:
             return Done(x)
         self._count("all_reduce", x)
-        if self._memory is not None and x.nbytes <= SLOT_BYTES:
-            return self._memory.post("sum", x, partial(_combine, x, "sum"))
+        if self._memory is not None:
+            return _Shared(self._memory, x, "sum")
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
     def post_reduce_scatter(self, x: Tensor) -> Posted:
@@ -249,13 +278,12 @@ class LocalGroup(_AtOnce):
         return x
 
 
-def _combine(x: Tensor, op: Reduction, given: Sequence[Tensor]) -> Tensor:
-    """All ranks' tensors, in rank order, so that all ranks round alike; into the contiguous `x`."""
-    flat = x.detach().view(-1)
-    _COMBINE[op](given[0], given[1], out=flat)
+def _combine(own: Tensor, op: Reduction, given: Sequence[Tensor]) -> Tensor:
+    """All ranks' tensors, in rank order, so that all ranks round alike; into `own`."""
+    _COMBINE[op](given[0], given[1], out=own)
     for other in given[2:]:
-        _COMBINE[op](flat, other, out=flat)
-    return x
+        _COMBINE[op](own, other, out=own)
+    return own
 
 
 def _signature(kind: str, x: Tensor) -> str:

@@ -67,9 +67,9 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     for owners, members in _tied_groups(manifest):
         group = dist.new_group(list(members))  # collective over all ranks
         if own in members:
-            tied[owners] = ProcessGroup(group)
+            tied[owners] = ProcessGroup(group, device)
     assert dist.group.WORLD is not None
-    everyone = ProcessGroup(dist.group.WORLD)
+    everyone = ProcessGroup(dist.group.WORLD, device)
     return _join(rank, own, process_channels(mesh, device), tied, everyone)
 
 

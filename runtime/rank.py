@@ -11,7 +11,6 @@ from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, Thread
 from autoptd.runtime.measured import Measured
 from autoptd.runtime.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
-from autoptd.runtime.shared_memory import share_memory
 from autoptd.runtime.threads import Meeting, ThreadWorld
 
 ORIGIN = Coordinates(0, 0, 0)
@@ -49,9 +48,7 @@ class Rank:
     @classmethod
     def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
         """This process's rank; `devices` is `mesh` as torch knows it, with dims "dp", "pp" and "tp"."""
-        tensor = devices.get_group("tp")  # which alone has a sum every few operators
-        groups = {name: ProcessGroup(devices.get_group(name)) for name in ("dp", "pp")}
-        groups["tp"] = ProcessGroup(tensor, share_memory(tensor))
+        groups = {name: ProcessGroup(devices.get_group(name), device) for name in ("dp", "pp", "tp")}
         coordinates = Coordinates(groups["dp"].index, groups["pp"].index, groups["tp"].index)
         return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"], device=device)
 

@@ -11,7 +11,8 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from autoptd.runtime.roster import gather, machine_number
 
 SLOT_BYTES = 1 << 20
+MOST_RANKS = 8  # each reads all the others' slots: with many, messages in a ring are sooner round
 _SIGNAL = struct.Struct("=32sq")  # what is done, and bytes
 
 
@@ -31,14 +33,16 @@ class Exchange:
     def __init__(
         self, memory: SharedMemory, signal: bytes, slots: Sequence[Tensor], take: Callable[..., Tensor]
     ) -> None:
-        self._memory, self._signal, self._slots, self._take = memory, signal, slots, take
+        self._memory: SharedMemory | None = memory
+        self._signal, self._slots, self._take = signal, slots, take
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result, once all have given theirs. RuntimeError where one has ended, or does something else."""
-        if self._result is None:
+        if self._memory is not None:
             self._memory.await_signals(self._signal)
-            self._result = self._take(self._slots)
+            self._memory, self._result = None, self._take(self._slots)
+        assert self._result is not None
         return self._result
 
 
@@ -51,6 +55,8 @@ class SharedMemory:
         self._turn = 0
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._last: Exchange | None = None
+        ends = [end for pipe in pipes for end in (pipe.incoming, pipe.outgoing)]
+        weakref.finalize(self, _close, ends)
 
     def post(self, kind: str, x: Tensor, take: Callable[[Sequence[Tensor]], Tensor]) -> Exchange:
         """Begin to show a contiguous `x`, of SLOT_BYTES at most, to all; `kind` is what for, the same on every rank."""
@@ -61,7 +67,10 @@ class SharedMemory:
         slots[self._index].copy_(x.detach().view(-1))
         signal = _SIGNAL.pack(f"{kind} {x.dtype}".encode(), x.nbytes)
         for pipe in self._pipes:
-            os.write(pipe.outgoing, signal)
+            try:
+                os.write(pipe.outgoing, signal)
+            except BrokenPipeError:
+                raise _ended(pipe.rank) from None
         self._last = Exchange(self, signal, slots, take)
         return self._last
 
@@ -79,7 +88,7 @@ class SharedMemory:
         for pipe in self._pipes:
             signal = os.read(pipe.incoming, _SIGNAL.size)
             if not signal:
-                raise RuntimeError(f"the process of rank {pipe.rank} has ended")
+                raise _ended(pipe.rank)
             if signal != expected:
                 own, other = (_SIGNAL.unpack(given) for given in (expected, signal))
                 raise RuntimeError(
@@ -97,16 +106,20 @@ class Pipes:
     outgoing: int
 
 
-def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The memory of `group`'s processes where they are on one machine and it is Linux. Each of them must call it."""
+def share_memory(group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
+    """The memory of `group`'s processes, for tensors on `device`; every one of them must call it.
+
+    None where they are on several machines or more than MOST_RANKS, use no gloo or no CPU, or it is not Linux.
+    """
     size, index = dist.get_world_size(group), dist.get_rank(group)
-    if size == 1 or dist.get_backend(group) != "gloo" or sys.platform != "linux":
+    right = sys.platform == "linux" and device.type == "cpu" and dist.get_backend(group) == "gloo"
+    if not right or not 1 < size <= MOST_RANKS:
         return None
     own = os.memfd_create("autoptd")
     os.ftruncate(own, 2 * size * SLOT_BYTES)
     inboxes = {other: os.pipe() for other in range(size) if other != index}
     ends = [inboxes[other][1] if other != index else -1 for other in range(size)]
-    rows = gather([machine_number(), os.getpid(), own, *ends], torch.device("cpu"), group)
+    rows = gather([machine_number(), os.getpid(), own, *ends], device, group)
     opened: dict[int, int] = {}
     region = own
     if len({row[0] for row in rows}) == 1:
@@ -114,16 +127,21 @@ def share_memory(group: dist.ProcessGroup) -> SharedMemory | None:
             for other in inboxes:
                 opened[other] = os.open(f"/proc/{rows[other][1]}/fd/{rows[other][3 + index]}", os.O_WRONLY)
             region = os.open(f"/proc/{rows[0][1]}/fd/{rows[0][2]}", os.O_RDWR)
-    reached = gather([int(region != own)], torch.device("cpu"), group)  # all have opened it
+    reached = gather([int(region != own)], device, group)  # all have opened it
     pages = mmap.mmap(region, 2 * size * SLOT_BYTES)
-    for number in {own, region, *(writing for _, writing in inboxes.values())}:
-        os.close(number)  # so that a pipe ends with the process that writes to it
+    _close({own, region, *(writing for _, writing in inboxes.values())})  # a pipe ends with who writes to it
     if not all(row[0] for row in reached):
-        for number in (*(reading for reading, _ in inboxes.values()), *opened.values()):
-            os.close(number)
+        _close([*(reading for reading, _ in inboxes.values()), *opened.values()])
         return None
     ranks = dist.get_process_group_ranks(group)
     pipes = [Pipes(ranks[other], inboxes[other][0], opened[other]) for other in inboxes]
-    return SharedMemory(
-        index, torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES), pipes
-    )
+    return SharedMemory(index, torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES), pipes)
+
+
+def _ended(rank: int) -> RuntimeError:
+    return RuntimeError(f"the process of rank {rank} has ended")
+
+
+def _close(numbers: Iterable[int]) -> None:
+    for number in numbers:
+        os.close(number)

@@ -181,9 +181,11 @@ def test_output_without_loss_is_refused() -> None:
 
 
 def test_neighbouring_ranks_share_a_core_and_no_core_is_idle() -> None:
-    assert [own_cores([4, 7], rank, 8) for rank in range(8)] == [[4]] * 4 + [[7]] * 4
-    assert [own_cores(range(3), rank, 2) for rank in range(2)] == [range(1), range(1, 3)]
-    assert own_cores(range(2), 0, 1) == range(2)
+    assert [own_cores([4, 7], rank, (2, 2, 2)) for rank in range(8)] == [[4]] * 4 + [[7]] * 4
+    assert [own_cores([4, 7], rank, (2, 2, 1)) for rank in range(4)] == [[4], [7]] * 2
+    assert [own_cores([4, 7], rank, (1, 2, 2)) for rank in range(4)] == [[4], [4], [7], [7]]
+    assert [own_cores(range(3), rank, (1, 1, 2)) for rank in range(2)] == [range(1), range(1, 3)]
+    assert own_cores(range(2), 0, (1, 1, 1)) == range(2)
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def start(ways: Sequence[str], case: Case, pinned: bool, processes: int) -> Iter
                 )
             )
             if pinned:  # before it has threads, which inherit both
-                keep_cores(rank, processes, started[-1].pid)
+                keep_cores(rank, case.mesh, started[-1].pid)
                 schedule_in_batches(started[-1].pid)
         yield Runners(started)
         for process in started:
@@ -207,8 +207,8 @@ def main() -> None:
             "DistributedDataParallel, which takes neither DTensors nor the interleaved schedule: there one flat sum "
             "after the step",
             "losses: largest distance from the one process over all steps",
-            "free: as torchrun starts them; pinned: each rank kept on its share of the cores, neighbours together, "
-            "under Linux's batch scheduling (samples/benchmarks/pinned.py); the one process has all cores",
+            "free: as torchrun starts them; pinned: each rank kept on its share of the cores, pipeline neighbours "
+            "together, under Linux's batch scheduling (samples/benchmarks/pinned.py); the one process has all cores",
         ],
         args.write,
     )
