@@ -129,7 +129,7 @@ def test_a_rank_that_has_ended_is_named() -> None:
         if rank == 2:
             del group  # as its process's end does: the pipes close
             return
-        with pytest.raises(RuntimeError, match="the process of rank [12] has ended"):
+        with pytest.raises(RuntimeError, match=r"the process of rank [12] has ended"):
             sum_often(group)
 
     run_ranks(end, 3)
