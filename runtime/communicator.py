@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.shared_memory import SLOT_BYTES, Exchange, SharedMemory, share_memory
+from autoptd.runtime.shared_memory import SLOT_BYTES, Exchange, share_memory
 from autoptd.runtime.threads import Meeting
 
 Reduction = Literal["sum", "max"]
@@ -27,7 +27,7 @@ _COMBINE: Mapping[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": 
 
 
 class Posted(Protocol):
-    """A collective that runs while its ranks do other things."""
+    """A collective that runs while its ranks do other things; of a small one they may do the rest when they wait."""
 
     def wait(self) -> Tensor:
         """Its result, once it is there. Call it once."""
@@ -101,25 +101,14 @@ class _Running:
         return self.result
 
 
+@dataclass(frozen=True)
 class _Shared:
-    """An all-reduce of the contiguous `own` through shared memory, slot by slot.
-
-    The first goes at once; more only while somebody waits, since the copies are this thread's work anyway.
-    """
-
-    def __init__(self, memory: SharedMemory, own: Tensor, op: Reduction) -> None:
-        first, *rest = own.detach().view(-1).split(SLOT_BYTES // own.itemsize)
-        self._memory, self._own, self._op, self._rest = memory, own, op, rest
-        self._posted = self._post(first)
+    exchange: Exchange
+    result: Tensor
 
     def wait(self) -> Tensor:
-        for piece in self._rest:
-            self._posted = self._post(piece)
-        self._posted.wait()
-        return self._own
-
-    def _post(self, piece: Tensor) -> Exchange:
-        return self._memory.post(self._op, piece, partial(_combine, piece, self._op))
+        self.exchange.wait()
+        return self.result
 
 
 class _AtOnce(_Counted, ABC):
@@ -148,7 +137,7 @@ class _AtOnce(_Counted, ABC):
 class ProcessGroup(_Counted):
     """A group of processes, for tensors on `device`: ``torch.distributed`` over NCCL or gloo.
 
-    Every one of them must make it. On CPUs of one machine their sums go through memory that they share.
+    Every one of them must make it. What is small goes through memory that they share, where they can.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -161,8 +150,10 @@ class ProcessGroup(_Counted):
             return x
         self._count("all_reduce", x)
         x = x.contiguous()
-        if self._memory is not None:
-            return _Shared(self._memory, x, op).wait()
+        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+            flat = x.detach().view(-1)
+            self._memory.post(op, flat, partial(_combine, flat, op)).wait()
+            return x
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
@@ -171,15 +162,11 @@ class ProcessGroup(_Counted):
             return [x]
         self._count("all_gather", x)
         gathered = x.new_empty((self.size * x.numel(),))
+        own = x.detach().reshape(-1)
         if self._memory is not None and x.nbytes <= SLOT_BYTES:
-            write = partial(torch.cat, out=gathered)
-            return list(
-                self._memory.post("all_gather", x.contiguous(), write)
-                .wait()
-                .view(self.size, *x.shape)
-                .unbind()
-            )
-        all_gather_single(gathered, x.reshape(-1), group=self.group)
+            self._memory.post("all_gather", own, partial(torch.cat, out=gathered)).wait()
+        else:
+            all_gather_single(gathered, own, group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -194,8 +181,9 @@ class ProcessGroup(_Counted):
         if self.size == 1:
             return Done(x)
         self._count("all_reduce", x)
-        if self._memory is not None:
-            return _Shared(self._memory, x, "sum")
+        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+            flat = x.detach().view(-1)
+            return _Shared(self._memory.post("sum", flat, partial(_combine, flat, "sum")), x)
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
     def post_reduce_scatter(self, x: Tensor) -> Posted:

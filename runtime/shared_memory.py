@@ -1,147 +1,262 @@
-"""Memory that the processes of one machine share, through which small tensors go from one to the others.
+"""Memory that the processes of one machine share, through which small tensors go from each to all.
 
 Gloo's messages cross the loopback interface, in pieces, through two threads more a process; where ranks share cores
 that costs as much as what they compute between. Here a rank copies its tensor into its slot, tells the others through
 pipes, and reads theirs where they lie.
+
+A rank has two slots, used in turn. It fills one for exchange k + 2 when all others have said that theirs of k + 1 are
+full, which they say only after they have taken what was in those of k.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import select
 import struct
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from autoptd.runtime.roster import gather, machine_number
 
 SLOT_BYTES = 1 << 20
-MOST_RANKS = 8  # each reads all the others' slots: with many, messages in a ring are sooner round
-_SIGNAL = struct.Struct("=32sq")  # what is done, and bytes
+MOST_RANKS = 4  # each reads all the others' slots: with many, messages in a ring are sooner round
+_MOST_VIEWS = 64
+_SIGNAL = struct.Struct("=qq48s")  # the number of the exchange, bytes, and what is done
+_memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
-
-class Exchange:
-    """Every rank's tensor on its way to all of them. `take` makes the result of them, flat and in rank order."""
-
-    def __init__(
-        self, memory: SharedMemory, signal: bytes, slots: Sequence[Tensor], take: Callable[..., Tensor]
-    ) -> None:
-        self._memory: SharedMemory | None = memory
-        self._signal, self._slots, self._take = signal, slots, take
-        self._result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """The result, once all have given theirs. RuntimeError where one has ended, or does something else."""
-        if self._memory is not None:
-            self._memory.await_signals(self._signal)
-            self._memory, self._result = None, self._take(self._slots)
-        assert self._result is not None
-        return self._result
-
-
-class SharedMemory:
-    """Two slots a rank, used in turn: a rank that fills one knows from the other's signals that it has been read."""
-
-    def __init__(self, index: int, region: Tensor, pipes: Sequence[Pipes]) -> None:
-        """`region` is [2, ranks, SLOT_BYTES]; `pipes` are to and from the other ranks."""
-        self._index, self._region, self._pipes = index, region, pipes
-        self._turn = 0
-        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        self._last: Exchange | None = None
-        ends = [end for pipe in pipes for end in (pipe.incoming, pipe.outgoing)]
-        weakref.finalize(self, _close, ends)
-
-    def post(self, kind: str, x: Tensor, take: Callable[[Sequence[Tensor]], Tensor]) -> Exchange:
-        """Begin to show a contiguous `x`, of SLOT_BYTES at most, to all; `kind` is what for, the same on every rank."""
-        if self._last is not None:
-            self._last.wait()
-        self._turn = 1 - self._turn
-        slots = self._view(x.numel(), x.dtype)
-        slots[self._index].copy_(x.detach().view(-1))
-        signal = _SIGNAL.pack(f"{kind} {x.dtype}".encode(), x.nbytes)
-        for pipe in self._pipes:
-            try:
-                os.write(pipe.outgoing, signal)
-            except BrokenPipeError:
-                raise _ended(pipe.rank) from None
-        self._last = Exchange(self, signal, slots, take)
-        return self._last
-
-    def _view(self, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """This turn's slots as `count` elements each; kept, since programs exchange few sizes, and often."""
-        key = self._turn, count, dtype
-        if key not in self._views:
-            self._views[key] = [
-                slot[: count * dtype.itemsize].view(dtype) for slot in self._region[self._turn].unbind()
-            ]
-        return self._views[key]
-
-    def await_signals(self, expected: bytes) -> None:
-        """Read the others' signals of this turn."""
-        for pipe in self._pipes:
-            signal = os.read(pipe.incoming, _SIGNAL.size)
-            if not signal:
-                raise _ended(pipe.rank)
-            if signal != expected:
-                own, other = (_SIGNAL.unpack(given) for given in (expected, signal))
-                raise RuntimeError(
-                    f"{own[0].rstrip(bytes(1)).decode()} of {own[1]} bytes met rank {pipe.rank}'s "
-                    f"{other[0].rstrip(bytes(1)).decode()} of {other[1]}: the ranks disagree on their order"
-                )
+Take = Callable[[Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
-class Pipes:
-    """Ends of this process's pipes from and to the one of global rank `rank`."""
+class Peer:
+    """Another rank, by its global number: where its signals are read, and where it reads ours."""
 
     rank: int
     incoming: int
     outgoing: int
 
 
+class Exchange:
+    """Every rank's tensor on its way to all of them: of these, flat and in rank order, `take` makes the result."""
+
+    def __init__(self, memory: SharedMemory, kind: str, own: Tensor, take: Take) -> None:
+        self.kind, self.own, self.take = kind, own, take
+        self.result: Tensor | None = None
+        self._memory = memory
+
+    def wait(self) -> Tensor:
+        """The result, once all have given theirs. RuntimeError where one has ended, or does something else."""
+        if self.result is None:
+            self._memory.finish(self)
+        assert self.result is not None
+        return self.result
+
+
+class SharedMemory:
+    """Exchanges run in the order in which they were posted, one at a time, whatever the order of their waits."""
+
+    def __init__(self, index: int, region: Tensor, peers: Sequence[Peer]) -> None:
+        """`region` is [2, ranks, SLOT_BYTES]; `peers` are the other ranks."""
+        self._index, self._region, self._peers = index, region, peers
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._posted: deque[Exchange] = deque()  # the first one's tensor is in its slot
+        self._number = 0
+        self._broken: BaseException | None = None
+        self._polls = {peer: select.poll() for peer in peers}
+        for peer, poll in self._polls.items():
+            os.set_blocking(peer.incoming, False)
+            poll.register(peer.incoming, select.POLLIN)
+        self.close = weakref.finalize(self, _close, [n for p in peers for n in (p.incoming, p.outgoing)])
+        _memories.add(self)
+
+    def post(self, kind: str, own: Tensor, take: Take) -> Exchange:
+        """Begin to show `own` [n], of SLOT_BYTES at most, to all; `kind` is what for, on every rank the same.
+
+        Does not wait: behind one that is not over it begins when that is.
+        """
+        exchange = Exchange(self, kind, own, take)
+        self._posted.append(exchange)
+        if len(self._posted) == 1:
+            self._attempt(self._show)
+        return exchange
+
+    def finish(self, exchange: Exchange) -> None:
+        """Run what was posted, up to `exchange`."""
+        while exchange.result is None:
+            self._attempt(self._run_first)
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        """Do what leaves the ranks' memory in an unknown state where it fails: then nothing more is exchanged."""
+        if self._broken is not None or not self.close.alive:
+            raise RuntimeError(
+                "ranks share no memory any more: an exchange before failed, or this process was forked"
+            ) from self._broken
+        try:
+            act()
+        except BaseException as error:
+            self._broken = error
+            self._posted.clear()
+            self.close()  # the others read the end of the pipes
+            raise
+
+    def _show(self) -> None:
+        """Fill the slot for the first that was posted, and say so."""
+        own = self._posted[0].own
+        self._number += 1
+        self._slots(own)[self._index].copy_(own)
+        signal = self._signal()
+        for peer in self._peers:
+            try:
+                os.write(peer.outgoing, signal)
+            except BrokenPipeError:
+                raise self._explain_end() from None
+
+    def _run_first(self) -> None:
+        exchange, expected = self._posted[0], self._signal()
+        for peer in self._peers:
+            signal = self._read(peer)
+            if signal != expected:
+                raise RuntimeError(
+                    f"{_describe(expected)} met rank {peer.rank}'s {_describe(signal)}: the ranks disagree on "
+                    "what they do, or on its order"
+                )
+        result = exchange.take(self._slots(exchange.own))
+        self._posted.popleft()
+        if self._posted:
+            self._show()
+        exchange.result = result
+
+    def _signal(self) -> bytes:
+        first = self._posted[0]
+        return _SIGNAL.pack(self._number, first.own.nbytes, _label(first.kind, first.own.dtype))
+
+    def _slots(self, own: Tensor) -> list[Tensor]:
+        """All ranks' slots of this turn, as tensors like `own`; kept, since programs exchange few sizes, and often."""
+        turn, count, dtype = self._number % 2, own.numel(), own.dtype
+        if (turn, count, dtype) not in self._views:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            slots = self._region[turn].unbind()
+            self._views[turn, count, dtype] = [slot[: own.nbytes].view(dtype) for slot in slots]
+        return self._views[turn, count, dtype]
+
+    def _read(self, peer: Peer) -> bytes:
+        with suppress(BlockingIOError):
+            if signal := os.read(peer.incoming, _SIGNAL.size):
+                return signal
+            raise self._explain_end()
+        if not self._polls[peer].poll(1000 * default_pg_timeout.total_seconds()):
+            raise RuntimeError(f"rank {peer.rank} gave no sign for {default_pg_timeout}")
+        return self._read(peer)
+
+    def _explain_end(self) -> RuntimeError:
+        gone = [p.rank for p, poll in self._polls.items() if any(e & select.POLLHUP for _, e in poll.poll(0))]
+        return RuntimeError(f"ranks {gone} have ended, or failed before this")
+
+
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
     """The memory of `group`'s processes, for tensors on `device`; every one of them must call it.
 
-    None where they are on several machines or more than MOST_RANKS, use no gloo or no CPU, or it is not Linux.
+    None where they are on several machines or more than MOST_RANKS, may not look into each other, use no gloo or no
+    CPU, or it is not Linux.
     """
     size, index = dist.get_world_size(group), dist.get_rank(group)
-    right = sys.platform == "linux" and device.type == "cpu" and dist.get_backend(group) == "gloo"
-    if not right or not 1 < size <= MOST_RANKS:
+    linux = sys.platform == "linux" and hasattr(os, "memfd_create")
+    if not linux or device.type != "cpu" or dist.get_backend(group) != "gloo" or not 1 < size <= MOST_RANKS:
         return None
-    own = os.memfd_create("autoptd")
-    os.ftruncate(own, 2 * size * SLOT_BYTES)
-    inboxes = {other: os.pipe() for other in range(size) if other != index}
-    ends = [inboxes[other][1] if other != index else -1 for other in range(size)]
-    rows = gather([machine_number(), os.getpid(), own, *ends], device, group)
-    opened: dict[int, int] = {}
-    region = own
-    if len({row[0] for row in rows}) == 1:
-        with suppress(OSError):  # a process may not look into another: then there are messages
-            for other in inboxes:
-                opened[other] = os.open(f"/proc/{rows[other][1]}/fd/{rows[other][3 + index]}", os.O_WRONLY)
-            region = os.open(f"/proc/{rows[0][1]}/fd/{rows[0][2]}", os.O_RDWR)
-    reached = gather([int(region != own)], device, group)  # all have opened it
-    pages = mmap.mmap(region, 2 * size * SLOT_BYTES)
-    _close({own, region, *(writing for _, writing in inboxes.values())})  # a pipe ends with who writes to it
-    if not all(row[0] for row in reached):
-        _close([*(reading for reading, _ in inboxes.values()), *opened.values()])
+    made: list[int] = []  # that others open: the memory, and by rank where it writes to this one
+    kept: list[int] = []  # where this one reads, and writes to the others
+    pages = None
+    try:
+        with suppress(OSError):
+            _make(made, kept, size, index)
+        files = made if len(made) == 1 + size else [-1] * (1 + size)
+        inodes = [os.fstat(number).st_ino if number >= 0 else -1 for number in files]
+        rows = gather([machine_number(), os.getpid(), *files, *inodes], device, group)
+        with suppress(OSError):
+            pages = _open(rows, kept, index)
+        reached = gather([int(pages is not None)], device, group)  # all have opened what they need
+    finally:
+        _close(
+            number for number in made if number >= 0
+        )  # so that a pipe ends with the process that writes to it
+    if pages is None or not all(row[0] for row in reached):
+        _close(kept)
         return None
-    ranks = dist.get_process_group_ranks(group)
-    pipes = [Pipes(ranks[other], inboxes[other][0], opened[other]) for other in inboxes]
-    return SharedMemory(index, torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES), pipes)
+    ranks = [rank for i, rank in enumerate(dist.get_process_group_ranks(group)) if i != index]
+    peers = [Peer(*of) for of in zip(ranks, kept[: size - 1], kept[size - 1 :], strict=True)]
+    region = torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES)
+    return SharedMemory(index, region, peers)
 
 
-def _ended(rank: int) -> RuntimeError:
-    return RuntimeError(f"the process of rank {rank} has ended")
+def _make(made: list[int], kept: list[int], size: int, index: int) -> None:
+    """Add this rank's memory and the ends of its pipes; OSError where the system has no more."""
+    made.append(os.memfd_create("autoptd"))
+    os.ftruncate(made[0], 2 * size * SLOT_BYTES)
+    for other in range(size):
+        if other == index:
+            made.append(-1)
+        else:
+            reading, writing = os.pipe()
+            made.append(writing)
+            kept.append(reading)
+
+
+def _open(rows: Sequence[Sequence[int]], kept: list[int], index: int) -> mmap.mmap:
+    """Open what the ranks of `rows` have made for this one, and the first one's memory; OSError where it cannot be."""
+    size = len(rows)
+    if len({row[0] for row in rows}) > 1:
+        raise OSError("they are on several machines")
+    for other, row in enumerate(rows):
+        if other != index:
+            kept.append(_open_of(row, 1 + index, os.O_WRONLY, size))
+    region = _open_of(rows[0], 0, os.O_RDWR, size)
+    try:
+        return mmap.mmap(region, 2 * size * SLOT_BYTES)
+    finally:
+        os.close(region)
+
+
+def _open_of(row: Sequence[int], place: int, flags: int, size: int) -> int:
+    """The file at `place` of those that the process of `row` has made."""
+    number = os.open(f"/proc/{row[1]}/fd/{row[2 + place]}", flags)
+    if os.fstat(number).st_ino != row[3 + size + place]:
+        os.close(number)
+        raise OSError(f"process {row[1]} is another one here")
+    return number
+
+
+@lru_cache
+def _label(kind: str, dtype: torch.dtype) -> bytes:
+    return f"{kind} of {dtype}".encode()
+
+
+def _describe(signal: bytes) -> str:
+    number, size, label = _SIGNAL.unpack(signal)
+    return f"{label.rstrip(bytes(1)).decode()}, {size} bytes, the {number}th"
 
 
 def _close(numbers: Iterable[int]) -> None:
     for number in numbers:
         os.close(number)
+
+
+def _forget() -> None:
+    """In a forked child, such as a data loader's worker: the ends are not its own, and would outlive its parent's."""
+    for memory in list(_memories):
+        memory.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

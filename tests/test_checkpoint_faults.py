@@ -129,14 +129,16 @@ def test_two_hundred_kills(way: str, kills: int, tmp_path: Path) -> None:
 
 def kill_a_rank(folder: Path, asynchronous: bool, kills: int, draw: random.Random) -> int:
     """As `kill_saves`, of one of two processes, the first and the second in turn; the other ends by itself."""
-    parallel, newest = bind()[0], 0
-    program, saved = compile_config("packed", TWO), folder / "saved"
+    parallel, program, saved = bind()[0], compile_config("packed", TWO), folder / "saved"
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.fill_(1)
+    parallel.save_checkpoint(saved, data=1)
+    newest = 1
     for victim in (kill % 2 for kill in range(kills)):
         pause = draw.uniform(0, 0.5)
 
         def die(pause: float = pause) -> None:
-            while not any(saved.glob("*")):
-                time.sleep(0.001)
             time.sleep(pause)
             mark(folder)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -150,9 +152,7 @@ def kill_a_rank(folder: Path, asynchronous: bool, kills: int, draw: random.Rando
         ended = run_job(work, 2, folder, {"AUTOPTD_TIMEOUT": "5"})
         assert ended.statuses[victim] == signal.SIGKILL
         assert ended.statuses[1 - victim] not in (0, signal.SIGKILL)
-        assert f"rank {victim}" in ended.stderr[1 - victim].splitlines()[0]
-        if newest == 0 and not any(saved.glob("*/COMMIT")):
-            continue
+        assert f"rank {victim}" in ended.stderr[1 - victim]
         found = parallel.load_checkpoint(saved)
         assert found >= newest
         assert all(bool((p == found).all()) for p in parallel.parameters())

@@ -8,10 +8,12 @@ import os
 import platform
 import re
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "samples" / "scripts"
 STEPS = 3
 LINES = 10
+ETC = Path("/etc/netns")
 NAMES = ["nanogpt", "accelerate", "trainer"]
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,6 +124,68 @@ def test_two_launchers_are_one_job(folder: Path) -> None:
     finally:
         second.kill()
     assert len(numbers(first)) == 2 * STEPS + 1
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[list[str]]]:
+    """What starts a command on each of two hosts with a network, a name and files of their own, joined by a cable."""
+    names = [f"autoptd-{os.getpid()}-{i}" for i in range(2)]
+    ends = [f"ptd{os.getpid() % 10**6}{i}" for i in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            ip("netns", "add", name)
+            etc = ETC / name  # is /etc there
+            etc.mkdir(parents=True)
+            (etc / "hosts").write_text(f"127.0.0.1 localhost\n10.77.0.1 {names[0]}\n10.77.0.2 {names[1]}\n")
+            (etc / "resolv.conf").touch()
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", end)
+            for device in ("lo", end):
+                ip("-n", name, "link", "set", device, "up")
+        named = 'hostname "$0"; mkdir -p "$TMPDIR/$0"; export TMPDIR="$TMPDIR/$0"; exec "$@"'
+        start = ["unshare", "--uts", "sh", "-c", named]
+        yield [["ip", "netns", "exec", name, *start, name] for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(ETC / name, ignore_errors=True)
+
+
+def can_make_hosts() -> bool:
+    if not (shutil.which("ip") and shutil.which("unshare")):
+        return False
+    name = f"autoptd-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_hosts(), reason="makes network namespaces: needs Linux's iproute2 and root")
+def test_two_machines_are_one_job(folder: Path) -> None:
+    """The launch file on each of two hosts that have nothing in common but the cable between them."""
+    script = str(ROOT / "samples" / "launch" / "torchrun_two_nodes.sh")
+    settings = {"MASTER_ADDR": "10.77.0.1", "GPUS_PER_NODE": "2", "TMPDIR": str(folder)}
+    settings |= {"SCRIPT": "samples.scripts.nanogpt_after", "MASTER_PORT": "29500"}
+    before = numbers(run(folder, sys.executable, "-m", "samples.scripts.nanogpt_before", str(STEPS)))
+    with two_hosts() as (first, second):
+        other = subprocess.Popen(
+            [*second, script, str(STEPS)],
+            cwd=folder,
+            env=environment(NODE_RANK="1", **settings),
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            after = numbers(run(folder, *first, script, str(STEPS), NODE_RANK="0", **settings))
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
+    assert after == pytest.approx(before, rel=1e-4)
 
 
 def test_slurm_starts_a_launcher_a_node(folder: Path) -> None:

@@ -9,7 +9,9 @@ changed.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import sys
 from collections.abc import Sequence
 
 
@@ -40,6 +42,11 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser(add_help=False)
     arguments.add_argument("--mesh", default="1,1,1")
     given = [int(size) for size in arguments.parse_known_args()[0].mesh.split(",")]
+    here, everywhere = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if not here == everywhere == math.prod(given):
+        sys.exit(
+            f"pinned: {here} of {everywhere} processes are here, --mesh {given} is of {math.prod(given)}"
+        )
     keep_cores(int(os.environ.get("RANK", 0)), given)
     schedule_in_batches()
     from samples import train  # only now: torch starts threads, which inherit both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch
 import torch.distributed as dist
 
 from autoptd.runtime.communicator import ProcessGroup, Reduction
-from autoptd.runtime.shared_memory import SLOT_BYTES, SharedMemory, share_memory
+from autoptd.runtime.shared_memory import (
+    MOST_RANKS,
+    SLOT_BYTES,
+    SharedMemory,
+    share_memory,
+)
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
@@ -31,18 +37,13 @@ def make_group(shared: bool = True) -> ProcessGroup:
     return group
 
 
-def sum_often(group: ProcessGroup) -> None:
-    for _ in range(3):
-        group.all_reduce(torch.ones(2))
-
-
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_and_maxima_are_those_of_messages(size: int) -> None:
-    shapes = [(), (0,), (1,), (3, 5), (SLOT_BYTES // 8,), (SLOT_BYTES // 8 + 1,), (5, SLOT_BYTES // 8)]
+    shapes = [(), (0,), (1,), (3, 5), (SLOT_BYTES // 8,), (SLOT_BYTES // 8 + 1,)]
 
     def reduce(rank: int) -> Any:
         torch.manual_seed(rank)
@@ -98,67 +99,159 @@ def test_what_is_not_contiguous_is_summed_whole() -> None:
         assert torch.equal(second, 2 * torch.arange(6.0).view(2, 3).t())
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (
-            lambda group: group.all_reduce(torch.ones(3)),
-            "8 bytes met rank 1's sum torch.float32 of 12",
-        ),
-        (lambda group: group.all_reduce(torch.ones(2), "max"), "of 8 bytes met rank 1's max"),
-        (lambda group: group.all_gather(torch.ones(2)), "of 8 bytes met rank 1's all_gather"),
-        (lambda group: group.all_reduce(torch.ones(2, dtype=torch.int32)), "met rank 1's sum torch.int32"),
-    ],
-)
-def test_different_calls_are_refused(other: Any, words: str) -> None:
-    def differ(rank: int) -> str:
+def test_the_order_of_waits_does_not_matter() -> None:
+    """As with messages: what is posted in one order on all ranks meets in that order."""
+
+    def post(rank: int) -> Any:
         group = make_group()
-        with pytest.raises(RuntimeError, match="the ranks disagree on their order") as caught:
-            (lambda group: group.all_reduce(torch.ones(2)))(group) if rank == 0 else other(group)
-        return str(caught.value)
+        first, second, third = (
+            group.post_all_reduce(torch.full((4,), 10.0**i * (rank + 1))) for i in range(3)
+        )
+        waits = [first, second, third] if rank == 0 else [third, first, second]
+        for posted in waits[:2]:
+            posted.wait()
+        gathered = group.all_gather(torch.tensor([float(rank)]))  # before rank 0 has waited for the third
+        again = [posted.wait()[0].item() for posted in (first, second, third, first)]
+        return again, [x.item() for x in gathered]
+
+    assert run_ranks(post, 2) == [([3.0, 30.0, 300.0, 3.0], [0.0, 1.0])] * 2
+
+
+def test_who_leaves_out_a_wait_changes_no_sum() -> None:
+    def leave(rank: int) -> Any:
+        group = make_group()
+        first = group.post_all_reduce(torch.full((2,), 1.0 + rank))
+        if rank == 0:
+            first.wait()
+        second = group.all_reduce(torch.full((2,), 10.0 + rank))
+        return first.wait()[0].item(), second[0].item()
+
+    assert run_ranks(leave, 2) == [(3.0, 21.0)] * 2
+
+
+OTHER_CALLS = {
+    "sum of torch.float32, 12 bytes": lambda group: group.all_reduce(torch.ones(3)),
+    "max of torch.float32, 8 bytes": lambda group: group.all_reduce(torch.ones(2), "max"),
+    "all_gather of torch.float32, 8 bytes": lambda group: group.all_gather(torch.ones(2)),
+    "sum of torch.int32, 8 bytes": lambda group: group.all_reduce(torch.ones(2, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("words", OTHER_CALLS)
+def test_different_calls_are_refused_and_nothing_goes_on(words: str) -> None:
+    def differ(rank: int) -> list[str]:
+        group, said = make_group(), []
+        for call in (OTHER_CALLS[words] if rank else sum_once, sum_once):
+            with pytest.raises(RuntimeError) as caught:
+                call(group)
+            said.append(str(caught.value))
+        return said
 
     first, _ = run_ranks(differ, 2)
-    with pytest.raises(RuntimeError, match=words):
-        raise RuntimeError(first)
+    assert f"met rank 1's {words}" in first[0]
+    assert first[1].startswith("ranks share no memory any more: an exchange before failed")
 
 
 def test_a_rank_that_has_ended_is_named() -> None:
-    def end(rank: int) -> None:
+    def end(rank: int) -> str:
         group = make_group()
-        dist.barrier()
         if rank == 2:
             del group  # as its process's end does: the pipes close
-            return
-        with pytest.raises(RuntimeError, match=r"the process of rank [12] has ended"):
-            sum_often(group)
+        dist.barrier()
+        if rank == 2:
+            return ""
+        with pytest.raises(RuntimeError, match="have ended, or failed") as caught:
+            sum_once(group)
+        return str(caught.value)
 
-    run_ranks(end, 3)
+    first, second, _ = run_ranks(end, 3)
+    assert all("2" in said for said in (first, second))
 
 
-def test_other_machines_and_other_backends_get_none(tmp_path: Path) -> None:
-    def meet(rank: int) -> Any:
+def test_a_forked_child_holds_nothing_open() -> None:
+    """A data loader's worker that outlives its rank; or the others would never learn that this has ended."""
+
+    def fork(rank: int) -> str:
+        group = make_group()
+        if rank == 1:
+            dist.barrier()
+            with pytest.raises(RuntimeError) as caught:
+                sum_once(group)
+            return str(caught.value)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(reading, 1)
+            os._exit(0)
+        del group
+        dist.barrier()
+        dist.barrier(group=dist.new_group([0]))
+        os.write(writing, b"0")
+        os.waitpid(child, 0)
+        return ""
+
+    assert "ranks [0] have ended, or failed" in run_ranks(fork, 2)[1]
+
+
+def sum_once(group: ProcessGroup) -> None:
+    group.all_reduce(torch.ones(2))
+
+
+def is_shared() -> bool:
+    world = dist.group.WORLD
+    assert world is not None
+    before = open_files()
+    memory = share_memory(world, CPU)
+    assert memory is not None or open_files() == before
+    return memory is not None
+
+
+def test_other_machines_have_messages(tmp_path: Path) -> None:
+    def meet(rank: int) -> bool:
         tempfile.tempdir = str(tmp_path / str(rank))  # as on another machine
-        before = open_files()
-        memory = share_memory(dist.group.WORLD, CPU)  # type: ignore[arg-type]
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        return memory, share_memory(alone, CPU), open_files() - before
+        return is_shared()
 
-    for memory, alone, left in run_ranks(meet, 2):
-        assert memory is None
-        assert alone is None
-        assert left < 10  # the new group's own
+    assert run_ranks(meet, 2) == [False, False]
 
 
-def test_no_file_is_left_open(tmp_path: Path) -> None:
-    def count(rank: int) -> list[int]:
+@pytest.mark.parametrize("function", ["open", "pipe", "memfd_create"])
+def test_one_rank_that_may_not_leaves_all_with_messages(function: str) -> None:
+    def meet(rank: int) -> Any:
+        if rank == 1:
+            kept = getattr(os, function)
+
+            def refuse(*words: Any) -> Any:
+                if function != "open" or str(words[0]).startswith("/proc"):
+                    raise PermissionError(1, "not allowed")
+                return kept(*words)
+
+            setattr(os, function, refuse)
+        return is_shared(), ProcessGroup(dist.group.WORLD, CPU).all_reduce(torch.ones(1)).item()  # type: ignore[arg-type]
+
+    assert run_ranks(meet, 2) == [(False, 2.0)] * 2
+
+
+def test_many_ranks_and_other_devices_have_messages() -> None:
+    def meet(rank: int) -> Any:
+        return is_shared(), share_memory(dist.group.WORLD, torch.device("cuda"))  # type: ignore[arg-type]
+
+    assert run_ranks(meet, MOST_RANKS + 1) == [(False, None)] * (MOST_RANKS + 1)
+
+
+def test_nothing_is_left_behind() -> None:
+    def count(rank: int) -> Any:
         counts = []
         for _ in range(3):
             group = make_group()
-            group.all_reduce(torch.ones(2))
+            given = torch.ones(2)
+            group.all_reduce(given)
+            result = weakref.ref(group.post_all_reduce(torch.ones(2)).wait())
+            freed = result() is None
             del group
-            counts.append(open_files())
+            counts.append((open_files(), freed))
             dist.barrier()
         return counts
 
     for counts in run_ranks(count, 2):
         assert len(set(counts)) == 1
+        assert counts[0][1]
