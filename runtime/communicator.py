@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.shared_memory import SLOT_BYTES, Exchange, share_memory
+from autoptd.runtime.shared_memory import SLOT_BYTES, Exchange, SharedMemory, share_memory
 from autoptd.runtime.threads import Meeting
 
 Reduction = Literal["sum", "max"]
@@ -150,9 +150,9 @@ class ProcessGroup(_Counted):
             return x
         self._count("all_reduce", x)
         x = x.contiguous()
-        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+        if (memory := self._memory_for(x)) is not None:
             flat = x.detach().view(-1)
-            self._memory.post(op, flat, partial(_combine, flat, op)).wait()
+            memory.post(op, flat, partial(_combine, flat, op)).wait()
             return x
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
@@ -163,8 +163,8 @@ class ProcessGroup(_Counted):
         self._count("all_gather", x)
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().reshape(-1)
-        if self._memory is not None and x.nbytes <= SLOT_BYTES:
-            self._memory.post("all_gather", own, partial(torch.cat, out=gathered)).wait()
+        if (memory := self._memory_for(x)) is not None:
+            memory.post("all_gather", own, partial(torch.cat, out=gathered)).wait()
         else:
             all_gather_single(gathered, own, group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
@@ -181,10 +181,16 @@ class ProcessGroup(_Counted):
         if self.size == 1:
             return Done(x)
         self._count("all_reduce", x)
-        if self._memory is not None and x.nbytes <= SLOT_BYTES:
+        if (memory := self._memory_for(x)) is not None:
             flat = x.detach().view(-1)
-            return _Shared(self._memory.post("sum", flat, partial(_combine, flat, "sum")), x)
+            return _Shared(memory.post("sum", flat, partial(_combine, flat, "sum")), x)
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
+
+    def _memory_for(self, x: Tensor) -> SharedMemory | None:
+        """Not in code that torch.compile traces: it knows torch.distributed."""
+        if self._memory is None or torch.compiler.is_dynamo_compiling() or x.nbytes > SLOT_BYTES:
+            return None
+        return self._memory
 
     def post_reduce_scatter(self, x: Tensor) -> Posted:
         if self.size == 1:
