@@ -64,11 +64,11 @@ def _own_seconds() -> float:
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of all programs of the machine, as Linux counts them; elsewhere nobody is seen."""
+    """CPU seconds of all programs of the machine and of its host's others, as Linux counts them; elsewhere of nobody."""
     if not STAT.exists():
         return _own_seconds()
-    user, nice, system, _, _, interrupts, soft = map(int, STAT.read_text().split()[1:8])
-    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, interrupts, soft, stolen = map(int, STAT.read_text().split()[1:9])
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_step(case: Case, steps: int) -> float:
