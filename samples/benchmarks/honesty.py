@@ -64,7 +64,7 @@ def _own_seconds() -> float:
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of all programs of the machine and of its host's others, as Linux counts them; elsewhere of nobody."""
+    """CPU seconds of all programs of the machine and of its host, as Linux counts them; elsewhere of nobody."""
     if not STAT.exists():
         return _own_seconds()
     user, nice, system, _, _, interrupts, soft, stolen = map(int, STAT.read_text().split()[1:9])
