@@ -18,6 +18,10 @@ from autoptd.runtime.threads import Meeting
 
 Reduction = Literal["sum", "max"]
 
+# What torch adds and compares. For others gloo has its own words.
+_COMBINED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
+_COMBINED |= {torch.int64, torch.int32, torch.int16, torch.int8}
+
 # torch 2.13 renamed them; the old names stay, with a warning.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -38,7 +42,8 @@ class Group(Protocol):
 
     A group of one never communicates and counts nothing. `counts` holds the calls so far and `elements` the
     elements of their arguments, both by kind: "all_reduce", "all_gather", "broadcast", "reduce_scatter". What is
-    posted must be posted in one order on all ranks, and its tensors left alone until it has been waited for.
+    posted must be posted in one order on all ranks and waited for in one order, also among other calls, and its tensors
+    left alone until then.
     """
 
     size: int
@@ -150,7 +155,7 @@ class ProcessGroup(_Counted):
             return x
         self._count("all_reduce", x)
         x = x.contiguous()
-        if (memory := self._memory_for(x)) is not None:
+        if (memory := self._memory_for(x, op)) is not None:
             flat = x.detach().view(-1)
             memory.post(op, flat, partial(_combine, flat, op)).wait()
             return x
@@ -163,7 +168,7 @@ class ProcessGroup(_Counted):
         self._count("all_gather", x)
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().reshape(-1)
-        if (memory := self._memory_for(x)) is not None:
+        if (memory := self._memory_for(x, "all_gather")) is not None:
             memory.post("all_gather", own, partial(torch.cat, out=gathered)).wait()
         else:
             all_gather_single(gathered, own, group=self.group)
@@ -181,16 +186,21 @@ class ProcessGroup(_Counted):
         if self.size == 1:
             return Done(x)
         self._count("all_reduce", x)
-        if (memory := self._memory_for(x)) is not None:
+        if (memory := self._memory_for(x, "sum")) is not None:
             flat = x.detach().view(-1)
             return _Shared(memory.post("sum", flat, partial(_combine, flat, "sum")), x)
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
-    def _memory_for(self, x: Tensor) -> SharedMemory | None:
-        """Not in code that torch.compile traces: it knows torch.distributed."""
-        if self._memory is None or torch.compiler.is_dynamo_compiling() or x.nbytes > SLOT_BYTES:
+    def _memory_for(self, x: Tensor, kind: str) -> SharedMemory | None:
+        """The memory, for what is small and can be combined there.
+
+        Not in code that torch.compile traces: it knows torch.distributed. The ranks compile the same code.
+        """
+        if self._memory is None or torch.compiler.is_dynamo_compiling():
             return None
-        return self._memory
+        fits = x.is_cpu and x.nbytes <= SLOT_BYTES
+        known = x.dtype in _COMBINED or (x.is_complex() and kind != "max")
+        return self._memory if fits and known else None
 
     def post_reduce_scatter(self, x: Tensor) -> Posted:
         if self.size == 1:

@@ -64,7 +64,10 @@ class Exchange:
 
 
 class SharedMemory:
-    """Exchanges run in the order in which they were posted, one at a time, whatever the order of their waits."""
+    """Exchanges run in the order in which they were posted, one at a time.
+
+    Nothing runs beside the ranks' own threads: what is behind the first begins when somebody here waits for that.
+    """
 
     def __init__(self, index: int, region: Tensor, peers: Sequence[Peer]) -> None:
         """`region` is [2, ranks, SLOT_BYTES]; `peers` are the other ranks."""
@@ -72,12 +75,12 @@ class SharedMemory:
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._posted: deque[Exchange] = deque()  # the first one's tensor is in its slot
         self._number = 0
-        self._broken: BaseException | None = None
+        self._broken = ""  # by what: the error itself would hold all that its frames hold
         self._polls = {peer: select.poll() for peer in peers}
         for peer, poll in self._polls.items():
             os.set_blocking(peer.incoming, False)
             poll.register(peer.incoming, select.POLLIN)
-        self.close = weakref.finalize(self, _close, [n for p in peers for n in (p.incoming, p.outgoing)])
+        self.close = weakref.finalize(self, _close, [n for p in peers for n in (p.outgoing, p.incoming)])
         _memories.add(self)
 
     def post(self, kind: str, own: Tensor, take: Take) -> Exchange:
@@ -85,6 +88,7 @@ class SharedMemory:
 
         Does not wait: behind one that is not over it begins when that is.
         """
+        self._check()
         exchange = Exchange(self, kind, own, take)
         self._posted.append(exchange)
         if len(self._posted) == 1:
@@ -96,16 +100,18 @@ class SharedMemory:
         while exchange.result is None:
             self._attempt(self._run_first)
 
+    def _check(self) -> None:
+        if self._broken or not self.close.alive:
+            reason = self._broken or "this process was forked from one that did"
+            raise RuntimeError(f"ranks share no memory any more: {reason}")
+
     def _attempt(self, act: Callable[[], None]) -> None:
         """Do what leaves the ranks' memory in an unknown state where it fails: then nothing more is exchanged."""
-        if self._broken is not None or not self.close.alive:
-            raise RuntimeError(
-                "ranks share no memory any more: an exchange before failed, or this process was forked"
-            ) from self._broken
+        self._check()
         try:
             act()
         except BaseException as error:
-            self._broken = error
+            self._broken = f"an exchange before failed, by {type(error).__name__}: {error}"
             self._posted.clear()
             self.close()  # the others read the end of the pipes
             raise
@@ -120,7 +126,7 @@ class SharedMemory:
             try:
                 os.write(peer.outgoing, signal)
             except BrokenPipeError:
-                raise self._explain_end() from None
+                raise self._explain_end(peer) from None
 
     def _run_first(self) -> None:
         exchange, expected = self._posted[0], self._signal()
@@ -131,11 +137,10 @@ class SharedMemory:
                     f"{_describe(expected)} met rank {peer.rank}'s {_describe(signal)}: the ranks disagree on "
                     "what they do, or on its order"
                 )
-        result = exchange.take(self._slots(exchange.own))
+        exchange.result = exchange.take(self._slots(exchange.own))
         self._posted.popleft()
         if self._posted:
             self._show()
-        exchange.result = result
 
     def _signal(self) -> bytes:
         first = self._posted[0]
@@ -155,14 +160,14 @@ class SharedMemory:
         with suppress(BlockingIOError):
             if signal := os.read(peer.incoming, _SIGNAL.size):
                 return signal
-            raise self._explain_end()
+            raise self._explain_end(peer)
         if not self._polls[peer].poll(1000 * default_pg_timeout.total_seconds()):
             raise RuntimeError(f"rank {peer.rank} gave no sign for {default_pg_timeout}")
         return self._read(peer)
 
-    def _explain_end(self) -> RuntimeError:
-        gone = [p.rank for p, poll in self._polls.items() if any(e & select.POLLHUP for _, e in poll.poll(0))]
-        return RuntimeError(f"ranks {gone} have ended, or failed before this")
+    def _explain_end(self, found: Peer) -> RuntimeError:
+        gone = {p.rank for p, poll in self._polls.items() if any(e & select.POLLHUP for _, e in poll.poll(0))}
+        return RuntimeError(f"ranks {sorted({found.rank, *gone})} have ended, or failed before this")
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
@@ -175,28 +180,30 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> SharedMemory
     linux = sys.platform == "linux" and hasattr(os, "memfd_create")
     if not linux or device.type != "cpu" or dist.get_backend(group) != "gloo" or not 1 < size <= MOST_RANKS:
         return None
+    machine = machine_number()
     made: list[int] = []  # that others open: the memory, and by rank where it writes to this one
     kept: list[int] = []  # where this one reads, and writes to the others
-    pages = None
+    shared = False
     try:
         with suppress(OSError):
             _make(made, kept, size, index)
         files = made if len(made) == 1 + size else [-1] * (1 + size)
         inodes = [os.fstat(number).st_ino if number >= 0 else -1 for number in files]
-        rows = gather([machine_number(), os.getpid(), *files, *inodes], device, group)
+        rows = gather([machine, os.getpid(), *files, *inodes], device, group)
+        pages = None
         with suppress(OSError):
             pages = _open(rows, kept, index)
         reached = gather([int(pages is not None)], device, group)  # all have opened what they need
+        shared = all(row[0] for row in reached)
     finally:
-        _close(
-            number for number in made if number >= 0
-        )  # so that a pipe ends with the process that writes to it
-    if pages is None or not all(row[0] for row in reached):
-        _close(kept)
+        # So that a pipe ends with the process that writes to it.
+        _close(number for number in (made if shared else made + kept) if number >= 0)
+    if pages is None or not shared:
         return None
     ranks = [rank for i, rank in enumerate(dist.get_process_group_ranks(group)) if i != index]
     peers = [Peer(*of) for of in zip(ranks, kept[: size - 1], kept[size - 1 :], strict=True)]
-    region = torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES)
+    with torch.inference_mode(False):
+        region = torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES)
     return SharedMemory(index, region, peers)
 
 
@@ -220,7 +227,7 @@ def _open(rows: Sequence[Sequence[int]], kept: list[int], index: int) -> mmap.mm
         raise OSError("they are on several machines")
     for other, row in enumerate(rows):
         if other != index:
-            kept.append(_open_of(row, 1 + index, os.O_WRONLY, size))
+            kept.append(_open_of(row, 1 + index, os.O_WRONLY | os.O_NONBLOCK, size))
     region = _open_of(rows[0], 0, os.O_RDWR, size)
     try:
         return mmap.mmap(region, 2 * size * SLOT_BYTES)
@@ -244,7 +251,7 @@ def _label(kind: str, dtype: torch.dtype) -> bytes:
 
 def _describe(signal: bytes) -> str:
     number, size, label = _SIGNAL.unpack(signal)
-    return f"{label.rstrip(bytes(1)).decode()}, {size} bytes, the {number}th"
+    return f"{label.rstrip(bytes(1)).decode()}, {size} bytes, as exchange {number}"
 
 
 def _close(numbers: Iterable[int]) -> None:

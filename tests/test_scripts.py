@@ -9,6 +9,7 @@ import platform
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -151,22 +152,17 @@ def two_hosts() -> Iterator[list[list[str]]]:
         start = ["unshare", "--uts", "sh", "-c", named]
         yield [["ip", "netns", "exec", name, *start, name] for name in names]
     finally:
+        subprocess.run(["ip", "link", "delete", ends[0]], check=False, capture_output=True)
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
             shutil.rmtree(ETC / name, ignore_errors=True)
 
 
-def can_make_hosts() -> bool:
-    if not (shutil.which("ip") and shutil.which("unshare")):
-        return False
-    name = f"autoptd-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-    return made
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not can_make_hosts(), reason="makes network namespaces: needs Linux's iproute2 and root")
+@pytest.mark.skipif(
+    not shutil.which("ip") or os.geteuid() != 0,
+    reason="makes network namespaces: needs Linux's iproute2 and root",
+)
 def test_two_machines_are_one_job(folder: Path) -> None:
     """The launch file on each of two hosts that have nothing in common but the cable between them."""
     script = str(ROOT / "samples" / "launch" / "torchrun_two_nodes.sh")
@@ -179,12 +175,14 @@ def test_two_machines_are_one_job(folder: Path) -> None:
             cwd=folder,
             env=environment(NODE_RANK="1", **settings),
             stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             after = numbers(run(folder, *first, script, str(STEPS), NODE_RANK="0", **settings))
             assert other.wait(60) == 0
         finally:
-            other.kill()
+            if other.poll() is None:
+                os.killpg(other.pid, signal.SIGKILL)
     assert after == pytest.approx(before, rel=1e-4)
 
 

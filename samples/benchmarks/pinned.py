@@ -2,8 +2,8 @@
 
 torchrun -m samples.benchmarks.pinned takes the arguments of samples.train, --mesh with them. Ranks are numbered tensor,
 pipeline, data. Pipeline ranks wait for each other, in the bubble, where tensor ranks and replicas compute at the same
-time: so the former share a core, which then never idles. Where the system cannot do it (it is Linux's), nothing is
-changed.
+time: so the former share a core, which then never idles. Where the system has no such calls (they are Linux's),
+nothing is changed.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_what_is_not_contiguous_is_summed_whole() -> None:
 
 
 def test_the_order_of_waits_does_not_matter() -> None:
-    """As with messages: what is posted in one order on all ranks meets in that order."""
+    """More than a group promises: what is posted in one order meets in that order."""
 
     def post(rank: int) -> Any:
         group = make_group()
@@ -177,6 +177,7 @@ def test_a_forked_child_holds_nothing_open() -> None:
             dist.barrier()
             with pytest.raises(RuntimeError) as caught:
                 sum_once(group)
+            dist.barrier()  # only now the child may end
             return str(caught.value)
         reading, writing = os.pipe()
         child = os.fork()
@@ -185,12 +186,12 @@ def test_a_forked_child_holds_nothing_open() -> None:
             os._exit(0)
         del group
         dist.barrier()
-        dist.barrier(group=dist.new_group([0]))
+        dist.barrier()
         os.write(writing, b"0")
         os.waitpid(child, 0)
         return ""
 
-    assert "ranks [0] have ended, or failed" in run_ranks(fork, 2)[1]
+    assert "ranks [0] have ended, or failed" in run_ranks(fork, 2, timeout=20)[1]
 
 
 def sum_once(group: ProcessGroup) -> None:
@@ -255,3 +256,45 @@ def test_nothing_is_left_behind() -> None:
     for counts in run_ranks(count, 2):
         assert len(set(counts)) == 1
         assert counts[0][1]
+
+
+def test_what_cannot_be_combined_is_refused_by_gloo_and_harms_nothing() -> None:
+    def refuse(rank: int) -> float:
+        group = make_group()
+        for x, kind in (
+            (torch.ones(2, dtype=torch.complex64), "max"),
+            (torch.ones(2).to(torch.float8_e4m3fn), "sum"),
+        ):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                group.all_reduce(x, kind)  # type: ignore[arg-type]
+            assert "share no memory" not in str(caught.value)
+        return group.all_reduce(torch.ones(1)).item()
+
+    assert run_ranks(refuse, 2) == [2.0, 2.0]
+
+
+def test_groups_made_in_inference_mode_are_like_others() -> None:
+    def make(rank: int) -> float:
+        with torch.inference_mode():
+            group = make_group()
+            group.all_reduce(torch.ones(1))
+        return group.all_reduce(torch.ones(1)).item()
+
+    assert run_ranks(make, 2) == [2.0, 2.0]
+
+
+def test_a_broken_memory_keeps_nothing() -> None:
+    def break_it(rank: int) -> Any:
+        group = make_group()
+        held = torch.ones(2)
+        freed = weakref.ref(held)
+        with pytest.raises(RuntimeError):
+            group.all_reduce(held, "sum" if rank else "max")
+        del held
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="share no memory any more"):
+                group.post_all_reduce(torch.ones(2))
+        assert group._memory is not None
+        return len(group._memory._posted), freed() is None
+
+    assert run_ranks(break_it, 2) == [(0, True)] * 2
