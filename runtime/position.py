@@ -43,7 +43,11 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         if self.activity:
             return f"{self.activity} of step {self.step}"
-        return f"between steps, after step {self.step}" if self.step else "before its first step"
+        return (
+            f"the time between steps, after step {self.step}"
+            if self.step
+            else "the time before its first step"
+        )
 
 
 class Position:

@@ -119,7 +119,7 @@ def describe(victim: int, place: str) -> str:
     """How the lines name `victim`, failing at `place`."""
     token = re.match(r"(\d+)[FBSR]", place)
     stages = f"stage {token[1]}" if token else rf"stages {build().mesh.coordinates(victim).pipeline}, \d"
-    words = f"between steps, after step {STEP}" if place == BETWEEN else f"{place} of step {STEP}"
+    words = f"the time between steps, after step {STEP}" if place == BETWEEN else f"{place} of step {STEP}"
     return rf"rank {victim} failed first, in {words} \({stages}\): "
 
 
