@@ -121,13 +121,13 @@ def _differentiate_view(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 
 def _kept(node: fx.Node) -> list[fx.Node]:
     """What the backward reads beside the gradient."""
-    floating = [source for source in tensor_arguments(node) if has_gradients(source.meta["val"])]
+    differentiable = [source for source in tensor_arguments(node) if has_gradients(source.meta["val"])]
     if node.target in _KEEPS_RESULT:
         return [node]
     if node.target is kernels.rotary_embedding:
-        return floating[1:]
-    scaled = len(floating) == 1 and node.target in (aten.mul.Tensor, aten.div.Tensor)
-    return [] if scaled or node.target in _KEEPS_NOTHING else floating
+        return differentiable[1:]
+    scaled = len(differentiable) == 1 and node.target in (aten.mul.Tensor, aten.div.Tensor)
+    return [] if scaled or node.target in _KEEPS_NOTHING else differentiable
 
 
 def _differentiate_norm(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:

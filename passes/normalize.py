@@ -95,7 +95,7 @@ class Normalizer:
         node.meta = dict(meta)
         if (
             target is not aten.detach.default
-            and _is_floating(meta["val"])
+            and _any_has_gradients(meta["val"])
             and any(n in self.trained for n in node.all_input_nodes)
         ):
             self.trained.add(node)
@@ -207,7 +207,7 @@ class Normalizer:
         return self.dropouts - 1
 
 
-def _is_floating(value: object) -> bool:
+def _any_has_gradients(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(_is_floating(v) for v in value)
+        return any(_any_has_gradients(v) for v in value)
     return has_gradients(value)

@@ -156,9 +156,7 @@ class ProcessGroup(_Counted):
         self._count("all_reduce", x)
         x = x.contiguous()
         if (memory := self._memory_for(x, op)) is not None:
-            flat = x.detach().view(-1)
-            memory.post(op, flat, partial(_combine, flat, op)).wait()
-            return x
+            return _share_reduction(memory, x, op).wait()
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
@@ -187,8 +185,7 @@ class ProcessGroup(_Counted):
             return Done(x)
         self._count("all_reduce", x)
         if (memory := self._memory_for(x, "sum")) is not None:
-            flat = x.detach().view(-1)
-            return _Shared(memory.post("sum", flat, partial(_combine, flat, "sum")), x)
+            return _share_reduction(memory, x, "sum")
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
     def _memory_for(self, x: Tensor, kind: str) -> SharedMemory | None:
@@ -280,6 +277,12 @@ class LocalGroup(_AtOnce):
             )
         self._count(kind, x)
         return x
+
+
+def _share_reduction(memory: SharedMemory, x: Tensor, op: Reduction) -> _Shared:
+    """Begin to reduce a contiguous `x` over the ranks of `memory`, in place."""
+    flat = x.detach().view(-1)
+    return _Shared(memory.post(op, flat, partial(_combine, flat, op)), x)
 
 
 def _combine(own: Tensor, op: Reduction, given: Sequence[Tensor]) -> Tensor:

@@ -13,24 +13,21 @@ import torch
 import torch.distributed as dist
 
 from autoptd.runtime.communicator import ProcessGroup, Reduction
-from autoptd.runtime.shared_memory import (
-    MOST_RANKS,
-    SLOT_BYTES,
-    SharedMemory,
-    share_memory,
-)
+from autoptd.runtime.shared_memory import MOST_RANKS, SLOT_BYTES, SharedMemory, share_memory
 from tests.ranks import run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
-
-
 CPU = torch.device("cpu")
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def make_group(shared: bool = True) -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    group = ProcessGroup(world, CPU)
+    group = ProcessGroup(world(), CPU)
     assert isinstance(group._memory, SharedMemory)
     if not shared:
         group._memory = None
@@ -77,6 +74,25 @@ def test_a_result_outlives_the_slots() -> None:
 
     for kept in run_ranks(gather, 2):
         assert kept == [[10.0 * turn, 10.0 * turn + 1] for turn in range(5)]
+
+
+def test_a_slot_is_kept_until_all_have_taken_it() -> None:
+    """Rank 0 is an exchange ahead of rank 1, which has not yet looked at the one before."""
+
+    def run_ahead(rank: int) -> Any:
+        group = make_group()
+        first = group.post_all_reduce(torch.full((4,), 1.0 + rank))
+        if rank == 0:
+            first.wait()
+            second = group.post_all_reduce(torch.full((4,), 10.0))
+            dist.barrier()
+        else:
+            dist.barrier()
+            first.wait()
+            second = group.post_all_reduce(torch.full((4,), 20.0))
+        return first.wait()[0].item(), second.wait()[0].item()
+
+    assert run_ranks(run_ahead, 2) == [(3.0, 30.0)] * 2
 
 
 def test_what_is_posted_and_not_awaited_is_not_lost() -> None:
@@ -199,10 +215,8 @@ def sum_once(group: ProcessGroup) -> None:
 
 
 def is_shared() -> bool:
-    world = dist.group.WORLD
-    assert world is not None
     before = open_files()
-    memory = share_memory(world, CPU)
+    memory = share_memory(world(), CPU)
     assert memory is not None or open_files() == before
     return memory is not None
 
@@ -227,14 +241,14 @@ def test_one_rank_that_may_not_leaves_all_with_messages(function: str) -> None:
                 return kept(*words)
 
             setattr(os, function, refuse)
-        return is_shared(), ProcessGroup(dist.group.WORLD, CPU).all_reduce(torch.ones(1)).item()  # type: ignore[arg-type]
+        return is_shared(), ProcessGroup(world(), CPU).all_reduce(torch.ones(1)).item()
 
     assert run_ranks(meet, 2) == [(False, 2.0)] * 2
 
 
 def test_many_ranks_and_other_devices_have_messages() -> None:
     def meet(rank: int) -> Any:
-        return is_shared(), share_memory(dist.group.WORLD, torch.device("cuda"))  # type: ignore[arg-type]
+        return is_shared(), share_memory(world(), torch.device("cuda"))
 
     assert run_ranks(meet, MOST_RANKS + 1) == [(False, None)] * (MOST_RANKS + 1)
 
@@ -261,12 +275,13 @@ def test_nothing_is_left_behind() -> None:
 def test_what_cannot_be_combined_is_refused_by_gloo_and_harms_nothing() -> None:
     def refuse(rank: int) -> float:
         group = make_group()
-        for x, kind in (
+        cases: list[tuple[torch.Tensor, Reduction]] = [
             (torch.ones(2, dtype=torch.complex64), "max"),
             (torch.ones(2).to(torch.float8_e4m3fn), "sum"),
-        ):
+        ]
+        for x, kind in cases:
             with pytest.raises((RuntimeError, ValueError)) as caught:
-                group.all_reduce(x, kind)  # type: ignore[arg-type]
+                group.all_reduce(x, kind)
             assert "share no memory" not in str(caught.value)
         return group.all_reduce(torch.ones(1)).item()
 
