@@ -227,7 +227,8 @@ def getitem(node: fx.Node, shares: Shares) -> Share:
 
 def joined(node: fx.Node, shares: Shares) -> Share:
     """``cat``: along the divided dimension the parts add up."""
-    sources = [n for n in node.all_input_nodes if n.meta["val"].numel()]
+    values: Any = node.args[0]  # not all_input_nodes: a value may be there twice
+    sources = [n for n in values if n.meta["val"].numel()]
     dim = int(argument(node, 1, "dim", 0)) % len(shape_of(node))
     given = [read(n, shares) for n in sources]
     if all(share.dim != dim for share in given):

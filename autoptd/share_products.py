@@ -111,7 +111,7 @@ def _product(
         if left.mixed or right.mixed:
             raise ShareError(
                 f"sums over a dimension of which every tensor rank holds some rows whole, in {x if left.mixed else y}: "
-                "the all-reduce would count these t times; compile for tensor=1, or give each part a layer of its own"
+                "the all-reduce would count these t times; multiply the whole rows apart, after it"
             )
         return PARTIAL
     if right.dim is not None:

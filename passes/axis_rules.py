@@ -17,7 +17,7 @@ from torch import fx
 from autoptd.passes import axes as ax
 from autoptd.passes import contraction_rules, shape_rules
 from autoptd.passes.axes import Axis
-from autoptd.passes.calls import shape_of, where
+from autoptd.passes.calls import arguments_of, shape_of, where
 
 if TYPE_CHECKING:
     from autoptd.passes.analysis import Analysis
@@ -48,7 +48,7 @@ def _apply_text(
     analysis: Analysis, node: fx.Node, arguments: list[list[str]], results: list[list[str]], text: str
 ) -> Any:
     named: dict[str, Axis] = {}
-    tensors = [n for n in node.all_input_nodes if n is not analysis.rank]
+    tensors = [n for n in arguments_of(node) if n is not analysis.rank]
     values = node.meta["val"]
     many = isinstance(values, (tuple, list))
     found = [shape_of(n) for n in tensors], [tuple(v.shape) for v in (values if many else [values])]

@@ -18,6 +18,13 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.kwargs.get(name, default)
 
 
+def arguments_of(node: fx.Node) -> list[fx.Node]:
+    """The values among the call's arguments, in order; one that is given twice is there twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 

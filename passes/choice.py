@@ -61,6 +61,9 @@ def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], l
     divided = {leaves[s].axis: -leaves[s].axis.size % tensor for s in chosen}
     for leaf in _unread_segments(graph, analysis, divided):
         del divided[leaf]
+    while mixed := _mixed_contractions(analysis, divided):
+        for leaf in mixed:
+            del divided[leaf]
     _require_heads(graph, analysis, divided)
     return divided, _describe_rest(graph, analysis, divided)
 
@@ -151,6 +154,24 @@ def _unread_segments(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis,
             elif node.op == "get_attr" and not divided.keys() >= (own := set(ax.leaves(axis))):
                 mixed |= own
     return (mixed - read) & divided.keys()
+
+
+def _mixed_contractions(analysis: Analysis, divided: Mapping[Axis, int]) -> set[Axis]:
+    """Divided segments that an operator sums over together with whole ones, which every rank would add."""
+    axes = analysis.contractions.values()
+    mixed = {leaf for axis in axes if len(_shares(axis, divided)) > 1 for leaf in ax.leaves(axis)}
+    return mixed & divided.keys()
+
+
+def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
+    """Whether each of its rows is divided: of a segment its own, of a product all if those of a factor are."""
+    axis = ax.find(axis)
+    if axis.kind == "leaf":
+        return {axis in divided}
+    found = [_shares(part, divided) for part in axis.parts]
+    if axis.kind == "sum":
+        return set().union(*found)
+    return {True} if {True} in found else set().union(*found)
 
 
 def _values(node: fx.Node) -> Iterator[torch.Tensor]:

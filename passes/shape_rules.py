@@ -180,8 +180,12 @@ def split(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
             ax.block(pair[0], f"{called(node)} takes it apart")
             pieces = [pair[1]] * len(sizes)
     if pieces is None:
-        bounds = [sum(sizes[:i]) for i in range(1, len(sizes))]
-        pieces = ax.segment(own[dim], bounds)
+        filled = [size for size in sizes if size]
+        bounds = [sum(filled[:i]) for i in range(1, len(filled))]
+        segments = ax.segment(own[dim], bounds)
+        if segments is not None:
+            rest = iter(segments)
+            pieces = [next(rest) if size else Axis(0) for size in sizes]
     if pieces is None:
         ax.block(own[dim], f"{called(node)} splits it")
         pieces = [Axis(size, blocked=f"{called(node)} makes it") for size in sizes]

@@ -278,6 +278,13 @@ EDITS = [
         "divided operators may read it; leave this copy_to_tensor out",
     ),
     (
+        'aten.linear(h0_mlp_gelu, p["h.0.mlp.c_proj.weight"])',
+        'aten.linear(aten.cat([h0_mlp_gelu, h0_ln2], -1), aten.cat([p["h.0.mlp.c_proj.weight"], '
+        'aten.expand(aten.unsqueeze(p["h.0.ln_1.weight"], 1), [32, 32])], 1))',
+        "sums over a dimension of which every tensor rank holds some rows whole, in h0_mlp_c_proj: the all-reduce "
+        "would count these t times; multiply the whole rows apart, after it",
+    ),
+    (
         "return h0_add_1",
         'return h0_add_1 * collectives.copied_linear(rank, h0_add_1, p["wpe.weight"]).sum()',
         "copied_linear (program_00.py:N) all-reduces a gradient that is whole on every tensor rank, and so "

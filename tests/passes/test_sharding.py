@@ -357,6 +357,35 @@ def test_a_users_rule_divides_a_custom_operator(key: Any) -> None:
     assert largest_error(join_gradients(program, shards), gradients) < 1e-12
 
 
+@torch.library.custom_op("autoptd_test::multiply", mutates_args=())
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+multiply.register_fake(lambda x, y: torch.empty_like(x))
+multiply.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1], g * ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_a_rule_has_a_group_for_a_tensor_that_is_given_twice() -> None:
+    class Squared(Scaled):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            x = self.up(self.embed(idx)) * self.scale
+            return nn.functional.cross_entropy(
+                self.head(self.down(multiply(x, x))).flatten(0, 1), targets.flatten()
+            )
+
+    torch.manual_seed(0)
+    model = Squared().double()
+    program = prepare(model, 2, SCALED_INPUTS, rules={"autoptd_test::multiply": "b s f, b s f -> b s f"})
+    assert segments(program, "scale") == (0, [(1, 32, 1, True)])
+    _, gradients = run_plain(model, SCALED_INPUTS)
+    _, shards = run_sharded(program, dict(model.named_parameters()), SCALED_INPUTS)
+    assert largest_error(join_gradients(program, shards), gradients) < 1e-12
+
+
 def test_a_rule_that_keeps_an_axis_whole_is_obeyed() -> None:
     program = prepare(Scaled(), 2, SCALED_INPUTS, rules={"autoptd_test::scale_rows": "b s f!, f! -> b s f"})
     assert segments(program, "up.weight") == (None, [])
