@@ -17,14 +17,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import autoptd
 
 VOCABULARY, LENGTH = 96, 16
+MOST_PARAMETERS = 20_000_000
 SIZES = {
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model"], 32),
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "emb_dim"], 32),
     **dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "n_layers"], 4),
     **dict.fromkeys(["encoder_layers", "decoder_layers", "num_key_value_heads"], 2),
-    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads"], 4),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "rotary_dim"], 4),
     **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
     **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "intermediate_size"], 64),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "moe_intermediate_size"], 32),
+    **dict.fromkeys(["num_heads", "mamba_n_heads"], 8),  # of state space models, twice as wide
+    **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 32),
+    **{"attention_types": [[["global", "local"], 2]], "n_group": 1, "topk_group": 1, "index_n_heads": 4},
+    **{"ffn_hidden_size": 64, "expert_ffn_hidden_size": 64, "vocab_size_per_layer_input": VOCABULARY},
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
     **dict.fromkeys(["num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_top_k"], 2),
     **dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "layerdrop"], 0.0),
@@ -43,8 +48,17 @@ def build(name: str) -> nn.Module:
     """The model in float64, its attention fused where it can be."""
     cls: Any = getattr(transformers, name)
     known = cls.config_class().to_dict()
-    config = cls.config_class(**{key: value for key, value in SIZES.items() if known.get(key) is not None})
+    sizes = {key: value for key, value in SIZES.items() if known.get(key) is not None or key == "head_dim"}
+    if "kv_lora_rank" in known:  # its heads have sizes of their own, and as many keys as queries
+        sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
+    if "kv_lora_rank" in known or "head_dim" not in known:
+        del sizes["head_dim"]
+    config = cls.config_class(**sizes)
     config._attn_implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+    with torch.device("meta"):
+        size = sum(x.numel() for x in cls(config).parameters())
+    if size > MOST_PARAMETERS:  # such as those of a configuration inside it
+        raise NotImplementedError(f"{size} parameters: its sizes have other names")
     torch.manual_seed(0)
     model: Any = cls(config).double()
     if hasattr(model, "set_experts_implementation"):
