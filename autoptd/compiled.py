@@ -285,7 +285,7 @@ class CompiledProgram:
             connection,
             first.functions,
             first.constants,
-            first.actions,
+            first.schedule,
             first.weights,
             drawn=weights is None,
             further=further,
@@ -301,7 +301,7 @@ class CompiledProgram:
     ) -> ShapeProgram:
         text = read_program(self.texts[pipeline_rank], text_filename(self.manifest, pipeline_rank))
         stages = text.stages if backend is None else compile_stages(text, backend)
-        return ShapeProgram(self.manifest, stages, text.constants or _no_constants, text.actions, weights)
+        return ShapeProgram(self.manifest, stages, text.constants or _no_constants, self.schedule, weights)
 
     def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
         tensors = read_weights(weights, self.buffers)

@@ -28,7 +28,7 @@ from autoptd.runtime import kernels
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import ProgramText, read_program
+from autoptd.runtime.program_text import read_program
 from autoptd.runtime.weighting import count_valid
 from autoptd.runtime.weights import check_proved
 from autoptd.source_lines import user_line
@@ -145,12 +145,15 @@ def _run_ranks(
 ) -> list[RankResult]:
     """Every rank's step, by global rank; what runs are the functions and the schedule of the texts."""
     programs = [read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts)]
+    schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
     def step(connection: Connection) -> RankResult:
         at = connection.rank.coordinates
         with Promotion() as promotion:
-            parallel = _make_parallel(manifest, connection, programs[at.pipeline], tensors)
+            program = programs[at.pipeline]
+            constants = program.constants or (lambda p: {})
+            parallel = Parallel(manifest, connection, program.stages, constants, schedule, tensors)
             parallel.eval()
             replica = {
                 i.name: batch[i.name]
@@ -169,13 +172,6 @@ def _run_ranks(
             return run_threads(manifest, step)
     finally:
         torch.set_num_threads(cores)
-
-
-def _make_parallel(
-    manifest: Manifest, connection: Connection, program: ProgramText, tensors: Mapping[str, Tensor]
-) -> Parallel:
-    constants = program.constants or (lambda p: {})
-    return Parallel(manifest, connection, program.stages, constants, program.actions, tensors)
 
 
 def _find_loss(result: Any, manifest: Manifest) -> Tensor:

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autoptd.runtime.acknowledgement import find_acknowledged
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.manifest import Manifest, StageInterface
 from autoptd.runtime.measured import Measured
 from autoptd.runtime.rank import Rank
-from autoptd.runtime.schedule import Action
+from autoptd.runtime.schedule import Action, Schedule
 from autoptd.runtime.stopwatch import Stopwatch
 from autoptd.runtime.transfer import Arrival, Departure, Handover
 
+Port = Arrival | Departure | Handover
 FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
 
 # What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
@@ -111,8 +113,6 @@ class StageRun:
         leaves, roots = self._kept.pop(microbatch)
         if self.gradient_arrival is not None:
             gradients = self.gradient_arrival.take(microbatch)
-            if gradients and isinstance(self.departure, Departure):
-                self.departure.release(microbatch)
         else:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
@@ -144,7 +144,7 @@ class Executor:
         manifest: Manifest,
         connection: Connection,
         functions: Mapping[int, Callable[..., Any]],
-        actions: Sequence[Action],
+        schedule: Schedule,
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.measured = Measured(Stopwatch(connection.rank.device))
@@ -162,6 +162,11 @@ class Executor:
         }
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
+        for receive, sent in find_acknowledged(schedule, here).items():
+            arrival, departure = self._port(receive), self._port(sent)
+            if isinstance(arrival, Arrival) and isinstance(departure, Departure):
+                arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
+        actions = schedule[here]
         self._steps = list(self._steps_of(actions))
         self._forward_steps = list(self._steps_of([a for a in actions if a.kind in FORWARD_KINDS]))
 
@@ -191,6 +196,19 @@ class Executor:
             channel = self._connection.incoming[peer]
             upper.arrival = Arrival(values, channel, tensor, scatter_gather, self._device)
 
+    def _port(self, action: Action) -> Port | None:
+        """What sends or receives as `action` says; None where no such stage is here, or no boundary."""
+        stage = self.stages.get(action.stage)
+        if stage is None or action.kind in ("F", "B"):
+            return None
+        ports: Mapping[str, Port | None] = {
+            "SEND_F": stage.departure,
+            "RECV_F": stage.arrival,
+            "SEND_B": stage.gradient_departure,
+            "RECV_B": stage.gradient_arrival,
+        }
+        return ports[action.kind]
+
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """What each of `actions` does, and the stage that begins before it or has its last backward in it."""
         ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
@@ -205,25 +223,14 @@ class Executor:
 
     def _step(self, action: Action) -> Callable[[], None]:
         """What `action` does, with everything looked up."""
-        stage = self.stages.get(action.stage)
+        stage, port = self.stages.get(action.stage), self._port(action)
         run: Callable[[int], None] | None = None
-        if stage is not None:
-            if action.kind == "F":
-                run = stage.forward
-            elif action.kind == "B":
-                run = stage.backward
-            else:
-                ports = {
-                    "SEND_F": stage.departure,
-                    "RECV_F": stage.arrival,
-                    "SEND_B": stage.gradient_departure,
-                    "RECV_B": stage.gradient_arrival,
-                }
-                port = ports[action.kind]
-                if isinstance(port, Departure) and action.kind.startswith("SEND"):
-                    run = port.send
-                elif isinstance(port, Arrival) and action.kind.startswith("RECV"):
-                    run = port.post
+        if stage is not None and action.kind in ("F", "B"):
+            run = stage.forward if action.kind == "F" else stage.backward
+        elif isinstance(port, Departure) and action.kind.startswith("SEND"):
+            run = port.send
+        elif isinstance(port, Arrival) and action.kind.startswith("RECV"):
+            run = port.post
         if run is None:
             here = self._connection.rank.coordinates.pipeline
             raise ValueError(

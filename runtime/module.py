@@ -28,7 +28,7 @@ from autoptd.runtime.nonfinite import explain_nonfinite
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch
 from autoptd.runtime.persistence import Persistent
-from autoptd.runtime.schedule import Action
+from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
 from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.step import Step
@@ -57,16 +57,16 @@ class Parallel(Persistent):
         connection: Connection,
         functions: Mapping[int, Callable[..., Any]],
         constants: Constants,
-        actions: Sequence[Action],
+        schedule: Schedule,
         weights: Mapping[str, Tensor],
         drawn: bool = False,
         further: Sequence[ShapeProgram] = (),
     ) -> None:
         """Take this rank's slices of the whole `weights` (by the user's names) and bind the program to them.
 
-        `functions` are this rank's stage functions by stage index, `constants` its program's own. With `drawn`,
-        parameters without values are initialised as the manifest says. `further` are the programs of further input
-        shapes, with the same parameters in the same places.
+        `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` has the
+        actions of all pipeline ranks. With `drawn`, parameters without values are initialised as the manifest says.
+        `further` are the programs of further input shapes, with the same parameters in the same places.
         """
         super().__init__()
         self._manifest = manifest
@@ -82,7 +82,7 @@ class Parallel(Persistent):
         self._loss_scale = LossScale() if manifest.scales_loss else None
         self._saving: Saving | None = None
         slices = take_slices(manifest, self._rank, constants, weights, drawn)
-        first = ShapeProgram(manifest, functions, constants, actions, weights)
+        first = ShapeProgram(manifest, functions, constants, schedule, weights)
         self._shapes = [BoundShape(first, connection, {})]
         for program in further:
             own, known = program.manifest, manifest.parameters

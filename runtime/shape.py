@@ -12,7 +12,7 @@ from autoptd.runtime.connection import Connection
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.gradient_sums import Completion, GradientSums
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.schedule import Action
+from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.weights import Constants, refresh_constants
 
@@ -21,13 +21,13 @@ from autoptd.runtime.weights import Constants, refresh_constants
 class ShapeProgram:
     """A rank's program for one input shape, and the whole tensors that its constants are computed from.
 
-    `functions` are this rank's stage functions by stage index, `constants` its program's own.
+    `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` is all ranks'.
     """
 
     manifest: Manifest
     functions: Mapping[int, Callable[..., Any]]
     constants: Constants
-    actions: Sequence[Action]
+    schedule: Schedule
     weights: Mapping[str, Tensor]
 
 
@@ -43,9 +43,9 @@ class BoundShape:
     def __init__(self, program: ShapeProgram, connection: Connection, slices: Mapping[str, Tensor]) -> None:
         self.manifest = program.manifest
         self.slices = slices
-        self.executor = Executor(program.manifest, connection, program.functions, program.actions)
+        self.executor = Executor(program.manifest, connection, program.functions, program.schedule)
         here = connection.rank.coordinates.pipeline
-        self.completion = Completion.of(program.manifest, here, program.actions)
+        self.completion = Completion.of(program.manifest, here, program.schedule[here])
         self._connection = connection
         self._constants = program.constants
 

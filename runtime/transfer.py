@@ -10,7 +10,7 @@ A stage puts into a `Departure` and takes from an `Arrival`; where both stages l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -84,11 +84,15 @@ class Departure:
 
     def release(self, microbatch: int) -> None:
         """`microbatch` has arrived, and so has all that was sent before it over the same channel."""
-        self._channel.release(self._last.pop(microbatch))
+        if microbatch in self._last:  # not where nothing crosses, or this step has no backwards
+            self._channel.release(self._last[microbatch])
 
 
 class Arrival:
-    """One direction of one stage boundary, at the rank that receives."""
+    """One direction of one stage boundary, at the rank that receives.
+
+    `acknowledge` has, by microbatch, what to call when its tensors are here: they say what of this rank's arrived.
+    """
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class Arrival:
             piece = (prod(boundary.shape) // tensor.size,) if scattered else boundary.shape
             self._pieces.append((piece, boundary.dtype))
             self._whole.append(boundary.shape if scattered else None)
+        self.acknowledge: dict[int, Callable[[], None]] = {}
         self._posted: dict[int, list[Pending]] = {}
         self.clear = self._posted.clear
 
@@ -125,4 +130,6 @@ class Arrival:
             if whole is not None:
                 piece = torch.cat(self._tensor.all_gather(piece)).view(whole)
             tensors.append(piece)
+        if tensors and microbatch in self.acknowledge:
+            self.acknowledge[microbatch]()
         return tensors

@@ -93,7 +93,7 @@ def pass_through(program: CompiledProgram, source: Path, target: Path) -> None:
         text = texts[connection.rank.coordinates.pipeline]
         constants: Callable[..., dict[str, Tensor]] = text.constants or (lambda p: {})
         tensors = read_weights(source, program.buffers)
-        parallel = Parallel(program.manifest, connection, text.stages, constants, text.actions, tensors)
+        parallel = Parallel(program.manifest, connection, text.stages, constants, program.schedule, tensors)
         parallel.export_pretrained(target)
 
     run_threads(program.manifest, work)

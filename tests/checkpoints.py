@@ -71,7 +71,7 @@ def bind_thread(program: CompiledProgram, connection: Connection) -> Parallel:
     assert program.model is not None
     constants = text.constants or (lambda p: {})
     weights = {**program.model.state_dict(), **program.buffers}
-    return Parallel(program.manifest, connection, text.stages, constants, text.actions, weights)
+    return Parallel(program.manifest, connection, text.stages, constants, program.schedule, weights)
 
 
 def train_steps(

@@ -179,7 +179,7 @@ def run_step(program: CompiledProgram, batch: Batch, dims: dict[str, int]) -> di
         text = texts[at.pipeline]
         constants = text.constants or (lambda p: {})
         weights = dict(program.model.state_dict()) if program.model is not None else {}
-        parallel = Parallel(manifest, connection, text.stages, constants, text.actions, weights)
+        parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
         own = {n: x.chunk(mesh.data, dims[n])[at.data].contiguous() for n, x in batch.items()}
         loss_of(parallel(**own)).backward()
         return {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
@@ -290,7 +290,13 @@ def gather_weights(program: CompiledProgram) -> dict[str, Tensor]:
         text = texts[connection.rank.coordinates.pipeline]
         constants = text.constants or (lambda p: {})
         parallel = Parallel(
-            program.manifest, connection, text.stages, constants, text.actions, program.buffers, drawn=True
+            program.manifest,
+            connection,
+            text.stages,
+            constants,
+            program.schedule,
+            program.buffers,
+            drawn=True,
         )
         for name, parameter in program.manifest.parameters.items():
             if (

@@ -126,7 +126,7 @@ def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Bat
         text = texts[connection.rank.coordinates.pipeline]
         constants = text.constants or (lambda p: {})
         parallel = Parallel(
-            program.manifest, connection, text.stages, constants, text.actions, weights
+            program.manifest, connection, text.stages, constants, program.schedule, weights
         ).train()
         loss = loss_of(parallel(**batch))
         loss.backward()

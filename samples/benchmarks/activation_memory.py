@@ -158,7 +158,7 @@ def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
     def step(connection: Connection) -> int:
         constants = text.constants or (lambda p: {})
         manifest = program.manifest
-        parallel = Parallel(manifest, connection, text.stages, constants, text.actions, weights)
+        parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         # The weights in half precision that the stages compute with are held beside the float32 ones.
         narrow = {f"{name}, narrow": weight for name, weight in parallel._narrow.items()}

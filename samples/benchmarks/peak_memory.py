@@ -251,7 +251,7 @@ def main() -> None:
             "before: parameters and the optimizer's states, which live from step to step",
             "live tensors: at most, of what torch's allocator has given out and not got back, temporaries of operators "
             "included; resident: what was there before, and by how much the process grew over the step as Linux counts",
-            "not predicted: gradients that gloo has sent, which are held until the step's end",
+            "not predicted: what gloo has sent and no message has answered yet, such as the last gradients of a step",
         ],
         args.write,
     )

@@ -129,9 +129,7 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
         return y.mean() if is_last else y
 
     functions = {index: partial(run_stage, stage, index == last) for index, stage in stages.items()}
-    schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)[
-        dist.get_rank()
-    ]
+    schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)
     executor = Executor(manifest, connect(manifest, CPU, repr(case)), functions, schedule)
     weights = {index: dict(stage.named_parameters()) for index, stage in stages.items()}
     rows: list[tuple[Tensor, ...]] = [(x,) for x in batch.split(1)]

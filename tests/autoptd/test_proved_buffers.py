@@ -164,7 +164,7 @@ def run_all(program: CompiledProgram, state: dict[str, Tensor], load: str) -> li
         assert program.model is not None
         constants = text.constants or (lambda p: {})
         weights = {**program.model.state_dict(), **program.buffers}
-        parallel = Parallel(program.manifest, connection, text.stages, constants, text.actions, weights)
+        parallel = Parallel(program.manifest, connection, text.stages, constants, program.schedule, weights)
         if load == "load_full_state_dict":
             parallel.load_full_state_dict(state)
         else:

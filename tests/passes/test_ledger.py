@@ -29,7 +29,7 @@ def count_running(program: autoptd.CompiledProgram, model: nn.Module, batch: dic
 
     def step(connection: Connection) -> int:
         constants = text.constants or (lambda p: {})
-        parallel = Parallel(manifest, connection, text.stages, constants, text.actions, weights)
+        parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         saved = SavedTensors(held)
         with saved:
