@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoptd.passes.cluster import Cluster
-from samples.benchmarks.paper_model import UnfusedAttention, build_paper_model
+from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.paper_rows import CLUSTER, PaperRow, compile_row, simulate_row
 from samples.benchmarks.report import publish
 
@@ -108,7 +108,7 @@ def compare_fusion(cluster: Cluster) -> Iterator[Cells]:
         (replace(GPT_175B, batch=60), "113 to 135, +19%"),
         (GPT_530B, "133 to 148, +11%"),
     ):
-        model = build_paper_model(row.layers, row.heads, row.hidden, UnfusedAttention)
+        model = build_paper_model(row.layers, row.heads, row.hidden, fused=False)
         programs = compile_row(row, model, fuse=False), compile_row(row)
         plain, fused = (simulate_row(program, cluster).tflops_per_device for program in programs)
         yield row.name, row.batch, f"{plain:.1f}", f"{fused:.1f}", f"{fused / plain - 1:+.1%}", paper
