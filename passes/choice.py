@@ -62,7 +62,8 @@ def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], l
     for leaf in _unread_segments(graph, analysis, divided):
         del divided[leaf]
     while mixed := _mixed_contractions(analysis, divided):
-        for leaf in mixed:
+        for leaf, reason in mixed.items():
+            ax.block(leaf, reason)
             del divided[leaf]
     _require_heads(graph, analysis, divided)
     return divided, _describe_rest(graph, analysis, divided)
@@ -156,11 +157,15 @@ def _unread_segments(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis,
     return (mixed - read) & divided.keys()
 
 
-def _mixed_contractions(analysis: Analysis, divided: Mapping[Axis, int]) -> set[Axis]:
-    """Divided segments that an operator sums over together with whole ones, which every rank would add."""
-    axes = analysis.contractions.values()
-    mixed = {leaf for axis in axes if len(_shares(axis, divided)) > 1 for leaf in ax.leaves(axis)}
-    return mixed & divided.keys()
+def _mixed_contractions(analysis: Analysis, divided: Mapping[Axis, int]) -> dict[Axis, str]:
+    """Divided segments that an operator sums over together with whole ones, which every rank would add; and why."""
+    return {
+        leaf: f"{called(node)} sums over it and over rows that every rank has"
+        for node, axis in analysis.contractions.items()
+        if len(_shares(axis, divided)) > 1
+        for leaf in ax.leaves(axis)
+        if leaf in divided
+    }
 
 
 def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:

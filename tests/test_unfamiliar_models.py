@@ -400,6 +400,21 @@ def test_parts_of_dimensions_join_in_any_way(joined: str) -> None:
     check(Model([Joined()]), (2, 1, 1))
 
 
+def test_an_attention_that_is_joined_with_whole_rows_is_replicated() -> None:
+    class Joined(Attention):
+        def __init__(self) -> None:
+            super().__init__(lambda own, packed: fused(*plain(own, packed)), out=2 * HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.out(torch.cat([x, self.attend(self, self.packed(x))], -1))
+            return result
+
+    torch.manual_seed(0)
+    log = check(Model([Joined()]))
+    assert "attention replicated" in log
+    assert "sums over it and over rows that every rank has" in log
+
+
 def test_an_einsum_of_one_operand_compiles() -> None:
     class Turned(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

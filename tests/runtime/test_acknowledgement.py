@@ -34,7 +34,9 @@ def latest_used(schedule: Schedule, rank: int) -> dict[Action, Action]:
                 sent = Action(sender, "SEND_F" if action.kind == "F" else "SEND_B", action.microbatch)
                 place = schedule[sender % p].index(sent)
                 used[peer, sender % p] = max(used[peer, sender % p], place)
-        elif action.kind.startswith("SEND") and action.counterpart.stage % p == rank and used[peer, rank] >= 0:
+        elif (
+            action.kind.startswith("SEND") and action.counterpart.stage % p == rank and used[peer, rank] >= 0
+        ):
             told[action.counterpart] = schedule[rank][used[peer, rank]]
     return told
 
