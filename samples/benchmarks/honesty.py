@@ -2,8 +2,8 @@
 
 `autoptd.calibrate` measures the machine; `program.simulate` predicts each mesh on it, more processes than there are
 cores included; then the training sample runs on as many processes, each with one thread. A step is all that training
-does: forwards, backwards, sums of gradients, clipping, fused AdamW. Calibrations and runs take turns, and of each the
-one counts during which other programs used least of the cores. Last, the bytes that one microbatch keeps for its
+does: forwards, backwards, sums of gradients, clipping, fused AdamW. Each round calibrates anew and runs every mesh, so
+that a machine whose speed changes is compared with itself. Last, the bytes that one microbatch keeps for its
 backward, by the ledger and as autograd saves them.
 """
 
@@ -13,16 +13,12 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 
@@ -34,41 +30,9 @@ from samples.benchmarks.activation_memory import SavedTensors
 from samples.benchmarks.report import publish
 from samples.benchmarks.throughput import Case
 
-T = TypeVar("T")
 MESHES = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2))
 CHUNKS = ((2, 2, 2), 2)  # the demo's own
 WARM_UP_STEPS = 2
-STAT = Path("/proc/stat")
-
-
-@dataclass(frozen=True)
-class Taken(Generic[T]):
-    """A result, and the cores that other programs used meanwhile."""
-
-    result: T
-    others: float
-
-
-def watch(call: Callable[[], T]) -> Taken[T]:
-    """Call, and count what the machine computed beside it."""
-    own, all_cores, start = _own_seconds(), _busy_seconds(), time.perf_counter()
-    result = call()
-    others = _busy_seconds() - all_cores - (_own_seconds() - own)
-    return Taken(result, max(0.0, others) / (time.perf_counter() - start))
-
-
-def _own_seconds() -> float:
-    """CPU seconds of this process and of those it has started and waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-def _busy_seconds() -> float:
-    """CPU seconds of all programs of the machine and of its host, as Linux counts them; elsewhere of nobody."""
-    if not STAT.exists():
-        return _own_seconds()
-    user, nice, system, _, _, interrupts, soft, stolen = map(int, STAT.read_text().split()[1:9])
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_step(case: Case, steps: int) -> float:
@@ -87,11 +51,12 @@ def measure_step(case: Case, steps: int) -> float:
     return float(tokens / statistics.median(rates[WARM_UP_STEPS:]))
 
 
-def predict_step(case: Case, cluster: autoptd.Cluster) -> autoptd.Simulation:
-    """The same step on the measured machine."""
+def predict_steps(case: Case, clusters: Sequence[autoptd.Cluster]) -> list[autoptd.Simulation]:
+    """The same step on the machine as it was measured in each round."""
     words = ["--mesh", ",".join(map(str, case.mesh)), "--chunks", str(case.num_model_chunks)]
     args = train.parse_arguments(words)
-    return train.compile_program(train.make_model(args), args).simulate(cluster)
+    program = train.compile_program(train.make_model(args), args)
+    return [program.simulate(cluster) for cluster in clusters]
 
 
 def count_kept() -> tuple[int, int]:
@@ -109,21 +74,17 @@ def count_kept() -> tuple[int, int]:
     return round(times.kept), saved.nbytes
 
 
-def quietest(found: list[Taken[T]]) -> Taken[T]:
-    return min(found, key=lambda taken: taken.others)
-
-
-def row(case: Case, measured: list[Taken[float]], cluster: autoptd.Cluster) -> list[str]:
-    """Both times, their ratio, and where the predicted step goes."""
-    predicted, best = predict_step(case, cluster), quietest(measured)
-    parts = sorted(predicted.breakdown.items(), key=lambda part: -part[1])
+def row(case: Case, predicted: list[autoptd.Simulation], measured: list[float]) -> list[str]:
+    """Both times and their ratio, medians of the rounds, and where the first round's predicted step goes."""
+    steps = [simulation.step_seconds for simulation in predicted]
+    ratios = [step / seconds for step, seconds in zip(steps, measured, strict=True)]
+    parts = sorted(predicted[0].breakdown.items(), key=lambda part: -part[1])
     return [
         case.name,
-        f"{1e3 * predicted.step_seconds:.0f}",
-        f"{1e3 * best.result:.0f}",
-        f"{predicted.step_seconds / best.result:.2f}",
-        f"{best.others:.2f}",
-        ", ".join(f"{name} {seconds / predicted.step_seconds:.0%}" for name, seconds in parts[:4]),
+        f"{1e3 * statistics.median(steps):.0f}",
+        f"{1e3 * statistics.median(measured):.0f}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        ", ".join(f"{name} {seconds / steps[0]:.0%}" for name, seconds in parts[:4]),
     ]
 
 
@@ -140,13 +101,12 @@ def main() -> None:
     wanted = [tuple(map(int, text.split(","))) for text in args.mesh or ()] or MESHES
     cases = [Case((t, p, d), 1) for t, p, d in wanted]
     cases += [Case(*CHUNKS)] if CHUNKS[0] in wanted else []
-    machines: list[Taken[autoptd.Cluster]] = []
-    steps: dict[Case, list[Taken[float]]] = {case: [] for case in cases}
+    machines = []
+    measured: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(args.rounds):
-        machines.append(watch(lambda: autoptd.calibrate(devices=8)))
+        machines.append(autoptd.calibrate(devices=8))
         for case in cases:
-            steps[case].append(watch(lambda: measure_step(case, args.steps)))  # noqa: B023 (called at once)
-    machine = quietest(machines)
+            measured[case].append(measure_step(case, args.steps))
     ledger, saved = count_kept()
     publish(
         "honesty",
@@ -156,15 +116,13 @@ def main() -> None:
             "predicted ms",
             "measured ms",
             "ratio",
-            "cores of others",
             "predicted parts",
         ],
-        [row(case, steps[case], machine.result) for case in cases],
+        [row(case, predict_steps(case, machines), measured[case]) for case in cases],
         [
-            f"{machine.result.name}, {machine.result.devices_at_once} compute at a time; other programs used "
-            f"{machine.others:.2f} cores while it was calibrated",
-            f"measured: the median of {args.steps - WARM_UP_STEPS} steps, of {args.rounds} rounds the one in which "
-            "other programs used least",
+            f"{machines[0].name}, {machines[0].devices_at_once} compute at a time",
+            f"{args.rounds} rounds: in each a calibration, and of every mesh the median of "
+            f"{args.steps - WARM_UP_STEPS} steps; ratios are medians (ranges) of the rounds",
             f"one microbatch on mesh (1, 1, 1) keeps {ledger:,} bytes by the ledger; autograd saves {saved:,}",
             "sharing: by how much the schedule is longer because the ranks share cores",
         ],
