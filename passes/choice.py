@@ -47,26 +47,31 @@ def choose_axes(graph: fx.Graph, analysis: Analysis) -> tuple[dict[Axis, int], l
 
     Raises ValueError where an attention's heads cannot be divided.
     """
-    tensor = analysis.tensor
-    if tensor == 1:
+    if analysis.tensor == 1:
         return {}, []
     for node in analysis.inputs:
         for axis in analysis.of(node):
             ax.block(axis, "it is a dimension of the batch")
+    divided = _divide(graph, analysis)
+    while mixed := _mixed_contractions(analysis, divided):
+        for leaf, reason in mixed.items():
+            ax.block(leaf, reason)
+        divided = _divide(graph, analysis)  # what they excluded may be
+    _require_heads(analysis, divided)
+    return divided, _describe_rest(graph, analysis, divided)
+
+
+def _divide(graph: fx.Graph, analysis: Analysis) -> dict[Axis, int]:
+    """The choice among the axes that are not blocked."""
     padded = _paddable(graph, analysis)
     leaves = {
         leaf.axis.serial: leaf for leaf in _measure(graph, analysis, padded) if not leaf.unfit and leaf.saved
     }
-    chosen = _solve_components(leaves, tensor)
-    divided = {leaves[s].axis: -leaves[s].axis.size % tensor for s in chosen}
+    chosen = _solve_components(leaves, analysis.tensor)
+    divided = {leaves[s].axis: -leaves[s].axis.size % analysis.tensor for s in chosen}
     for leaf in _unread_segments(graph, analysis, divided):
         del divided[leaf]
-    while mixed := _mixed_contractions(analysis, divided):
-        for leaf, reason in mixed.items():
-            ax.block(leaf, reason)
-            del divided[leaf]
-    _require_heads(graph, analysis, divided)
-    return divided, _describe_rest(graph, analysis, divided)
+    return divided
 
 
 def divided_leaf(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
@@ -313,20 +318,24 @@ def _listed(numbers: list[int]) -> str:
     return f"{', '.join(map(str, head))} or {last}" if head else str(last)
 
 
-def _require_heads(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> None:
+def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
     """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
     batch = _batch_leaves(analysis)
     for node, axis in analysis.heads:
         own = [f for f in ax.factors(axis) if f not in batch]
         headless = not own and (ax.find(axis).size > 1 or len(shape_of(node)) < 4)
-        if divided_leaf(own, divided) or any(f.blocked for f in own) or headless:
+        blocked = any(leaf.blocked for f in own for leaf in ax.leaves(f))
+        if divided_leaf(own, divided) or blocked or headless:
             continue
-        if any(f.size % analysis.tensor == 0 for f in own) and _find_rival(graph, analysis, divided, own):
+        heads, groups = prod(f.size for f in own), own[0].size if own else 1
+        if groups % analysis.tensor == 0:  # it is not their number
             continue
-        heads = prod(f.size for f in own)
+        name, usable = f"{heads} heads", heads
+        if heads % analysis.tensor == 0:  # other rows lie between the heads of a group
+            name, usable = f"{heads} heads in {groups} groups", groups
         raise ValueError(
-            f"{heads} heads do not divide over tensor={analysis.tensor} at {where(node)}; "
-            f"use tensor={_listed(_divisors(heads))}"
+            f"{name} do not divide over tensor={analysis.tensor} at {where(node)}; "
+            f"use tensor={_listed(_divisors(usable))}"
         )
 
 
@@ -350,7 +359,8 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
             # That one of its dimensions is the batch's explains nothing: it is so in every attention.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
             reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
-                _find_rival(graph, analysis, divided, own) or "it has no dimension of heads"
+                _find_rival(graph, analysis, divided, own)
+                or ("its heads are met in parts" if own else "it has no dimension of heads")
             }
             cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {analysis.tensor} ranks"
             name = operator_name(node.target)

@@ -8,7 +8,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, arguments_of, called, shape_of
+from autoptd.passes.calls import argument, called, shape_of
 from autoptd.passes.shape_rules import broadcast, opaque_tensor
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def class_loss(analysis: Analysis, node: fx.Node) -> Axes:
     rest = (*logits[:classes], *logits[classes + 1 :])
     for own, axis in zip(target, logits if len(target) == len(logits) else rest, strict=True):
         ax.unify(own, axis)
-    for axis in (logits[classes], *(a for n in arguments_of(node)[2:] for a in analysis.of(n))):
+    weight = argument(node, 2, "weight")
+    for axis in (logits[classes], *(analysis.of(weight) if isinstance(weight, fx.Node) else ())):
         ax.block(axis, f"{called(node)} is a loss that is not divided")
     return target if shape_of(node) else ()
 

@@ -174,7 +174,7 @@ def split(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
     if len(sizes) == 1:
         return (own,)
     pieces: list[Axis] | None = None
-    if len(set(sizes)) == 1:
+    if len(set(sizes)) == 1 and sizes[0]:
         pair = ax.split_product(own[dim], [len(sizes), sizes[0]])
         if pair is not None:
             ax.block(pair[0], f"{called(node)} takes it apart")

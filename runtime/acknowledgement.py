@@ -10,7 +10,8 @@ from autoptd.runtime.schedule import Action, Schedule
 def find_acknowledged(schedule: Schedule, rank: int) -> Mapping[Action, Action]:
     """For the receives of pipeline rank `rank`, the last of its sends that their sender had used before it sent.
 
-    A channel keeps its order, so all that was sent before it over the same channel has arrived too.
+    A channel keeps its order, so all that was sent before it over the same channel has arrived too. It holds of a
+    step of forwards only too, but says less: with three ranks or more nothing.
     """
     place = {action: number for number, action in enumerate(schedule[rank])}
     p = len(schedule)

@@ -199,7 +199,7 @@ class Executor:
     def _port(self, action: Action) -> Port | None:
         """What sends or receives as `action` says; None where no such stage is here, or no boundary."""
         stage = self.stages.get(action.stage)
-        if stage is None or action.kind in ("F", "B"):
+        if stage is None:
             return None
         ports: Mapping[str, Port | None] = {
             "SEND_F": stage.departure,
@@ -207,7 +207,7 @@ class Executor:
             "SEND_B": stage.gradient_departure,
             "RECV_B": stage.gradient_arrival,
         }
-        return ports[action.kind]
+        return ports.get(action.kind)
 
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """What each of `actions` does, and the stage that begins before it or has its last backward in it."""

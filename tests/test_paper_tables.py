@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import autoptd
 from autoptd import Cluster
 from samples.benchmarks.paper_figures import GPT_6B
-from samples.benchmarks.paper_model import build_paper_model
+from samples.benchmarks.paper_model import UnfusedAttention, UnfusedMLP, WrittenAttention, build_paper_model
 from samples.benchmarks.paper_rows import (
     CALIBRATED_ON,
     CLUSTER,
@@ -23,7 +24,7 @@ from samples.benchmarks.paper_rows import (
     compile_row,
     simulate_row,
 )
-from samples.gpt import GPT, GPTConfig
+from samples.gpt import GPT, MLP, GPTConfig
 
 SELENE = Cluster.load(CLUSTER)
 FEW = 4  # layers of a model that is tried in its widths only
@@ -149,3 +150,13 @@ def test_fused_operators_gain(row: PaperRow, paper: float) -> None:
     programs = compile_row(row, model, fuse=False), compile_row(row)
     plain, fused = (simulate_row(program, SELENE).tflops_per_device for program in programs)
     assert fused / plain - 1 == pytest.approx(paper, rel=0.25)
+
+
+@pytest.mark.parametrize(("one", "other"), [(WrittenAttention, UnfusedAttention), (MLP, UnfusedMLP)])
+def test_the_unfused_baseline_computes_the_same(one: type[nn.Module], other: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(64, 16, 1, 4, 32, 0.0)
+    fused, apart = one(config), other(config)
+    apart.load_state_dict(fused.state_dict())
+    x = torch.randn(2, 16, 32)
+    torch.testing.assert_close(apart(x), fused(x))

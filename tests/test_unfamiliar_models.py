@@ -374,11 +374,15 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "twice, and the middle": lambda x, y: torch.cat([y, y], -1)[..., HALF : HALF + HIDDEN],
     "a half twice": lambda x, y: torch.cat([y[..., :HALF], y[..., :HALF]], -1),
     "turned": lambda x, y: torch.cat([y[..., 2:], y[..., :2]], -1),
-    "a part of itself": lambda x, y: torch.cat([y, y[..., 1:3]], -1),
+    "a part of itself": lambda x, y: torch.cat([y, y[..., 2:4]], -1),
+    "beside nothing at all": lambda x, y: torch.cat([*torch.split(y[..., :0], [0, 0, 0], -1), y], -1),
     "with nothing after it": lambda x, y: torch.cat(torch.split(y, [HIDDEN, 0], -1), -1),
     "with nothing before it": lambda x, y: torch.split(y, [0, HIDDEN], -1)[1],
-    "with nothing in it": lambda x, y: torch.cat(torch.split(y, [3, 0, HIDDEN - 3], -1)[::-1], -1),
+    "with nothing in it": lambda x, y: torch.cat(torch.split(y, [4, 0, HIDDEN - 4], -1)[::-1], -1),
 }
+
+
+WHOLE = {"whole and divided"}
 
 
 @pytest.mark.parametrize("joined", JOINED)
@@ -397,7 +401,33 @@ def test_parts_of_dimensions_join_in_any_way(joined: str) -> None:
 
     torch.manual_seed(0)
     check(Model([Joined()]), (1, 1, 1))
-    check(Model([Joined()]), (2, 1, 1))
+    program = compile_model(Model([Joined()]), (2, 1, 1))
+    assert program.verify().passed
+    divided = program.manifest.parameters["blocks.0.packed.weight"].placement.dim
+    assert (divided == 1) == (joined not in WHOLE)
+
+
+def test_what_a_whole_dimension_excluded_is_divided() -> None:
+    """The first and the last layer could be divided by the width between, but that is summed with whole rows."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.packed = nn.LayerNorm(HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+            self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            y = functional.relu(self.second(functional.relu(self.first(x))))
+            result: Tensor = self.packed(torch.cat([x, y], -1))
+            return result
+
+    torch.manual_seed(0)
+    program = compile_model(Model([Joined()]), (2, 1, 1))
+    assert program.verify().passed
+    parameters = program.manifest.parameters
+    assert parameters["blocks.0.first.weight"].placement.dim == 0
+    assert parameters["blocks.0.second.weight"].placement.dim == 1
 
 
 def test_an_attention_that_is_joined_with_whole_rows_is_replicated() -> None:
@@ -413,6 +443,27 @@ def test_an_attention_that_is_joined_with_whole_rows_is_replicated() -> None:
     log = check(Model([Joined()]))
     assert "attention replicated" in log
     assert "sums over it and over rows that every rank has" in log
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_that_whole_rows_lie_between_are_replicated(packed: bool) -> None:
+    """Their number is not the reason."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.packed = nn.Linear(HIDDEN, 3 * HIDDEN)
+            self.parts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+            self.out = nn.Linear(2 * HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.packed(x).chunk(3, -1) if packed else [part(x) for part in self.parts]
+            y = fused(*(split_heads(part, HEADS) for part in parts))
+            result: Tensor = self.out(torch.cat([y[..., :HALF], x, y[..., HALF:]], -1))
+            return result
+
+    torch.manual_seed(0)
+    assert "attention replicated" in check(Model([Joined()]))
 
 
 def test_an_einsum_of_one_operand_compiles() -> None:

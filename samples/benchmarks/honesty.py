@@ -122,7 +122,8 @@ def main() -> None:
         [
             f"{machines[0].name}, {machines[0].devices_at_once} compute at a time",
             f"{args.rounds} rounds: in each a calibration, and of every mesh the median of "
-            f"{args.steps - WARM_UP_STEPS} steps; ratios are medians (ranges) of the rounds",
+            f"{args.steps - WARM_UP_STEPS} steps; each value is the median of "
+            "the rounds, the ratio that of their own ratios (range); the parts are the first round's",
             f"one microbatch on mesh (1, 1, 1) keeps {ledger:,} bytes by the ledger; autograd saves {saved:,}",
             "sharing: by how much the schedule is longer because the ranks share cores",
         ],

@@ -42,7 +42,7 @@ class UnfusedAttention(SelfAttention):
         q, k, v = (y.view(b, s, self.n_head, h // self.n_head).transpose(1, 2) for y in (q, k, v))
         future = torch.ones(s, s, dtype=torch.bool, device=x.device).tril(-1)
         scores = (k @ q.transpose(2, 3)).float() * (h // self.n_head) ** -0.5
-        weights = scores.masked_fill(future, torch.finfo(v.dtype).min).softmax(dim=2).to(v.dtype)
+        weights = scores.masked_fill(future, torch.finfo(scores.dtype).min).softmax(dim=2).to(v.dtype)
         weights = F.dropout(weights, self.dropout, self.training).transpose(2, 3)
         y = (weights @ v).transpose(1, 2).contiguous().view(b, s, h)
         out: Tensor = self.resid_dropout(self.c_proj(y))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autoptd.runtime.acknowledgement import find_acknowledged
-from autoptd.runtime.channel import ProcessChannel
+from autoptd.runtime.channel import ProcessChannel, ThreadChannel
+from autoptd.runtime.communicator import LocalGroup
 from autoptd.runtime.connection import Connection, connect
 from autoptd.runtime.schedule import Action, Schedule, make_schedule
 from autoptd.runtime.schedule_check import execution_order
+from autoptd.runtime.threads import ThreadWorld
+from autoptd.runtime.transfer import Arrival
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.test_executor import CPU, step
@@ -48,6 +52,25 @@ def test_what_is_acknowledged_was_used(name: str, p: int, m: int, v: int) -> Non
         assert find_acknowledged(schedule, rank) == latest_used(schedule, rank)
 
 
+def test_the_last_in_the_channels_order_counts() -> None:
+    """Rank 1 uses stage 0's second message before its first: its answer to the first proves both."""
+    rows = (
+        ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B1", "0RECV_B0", "0B1", "0B0"),
+        ("1RECV_F0", "1RECV_F1", "1F1", "1B1", "1SEND_B1", "1F0", "1B0", "1SEND_B0"),
+    )
+    schedule = tuple(tuple(map(Action.parse, row)) for row in rows)
+    last = Action.parse("0SEND_F1")
+    assert find_acknowledged(schedule, 0) == {Action(0, "RECV_B", 0): last, Action(0, "RECV_B", 1): last}
+
+
+def test_an_empty_message_proves_nothing() -> None:
+    """Its receive does not wait for anybody."""
+    arrival = Arrival((), ThreadChannel(ThreadWorld(), "channel 0 -> 1"), LocalGroup(), False, CPU)
+    arrival.acknowledge[0] = lambda: pytest.fail("nothing has arrived")
+    arrival.post(0)
+    assert arrival.take(0) == []
+
+
 def test_nobody_answers_a_rank_alone() -> None:
     assert find_acknowledged(make_schedule("1f1b", 1, 4), 0) == {}
 
@@ -74,3 +97,23 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, p: int, v: int) 
 
     tensors = 3  # that cross a boundary forwards
     assert max(run_ranks(body, p)) <= tensors * 2 * p * v
+
+
+@pytest.mark.parametrize(("name", "p", "v"), [("gpipe", 2, 2), ("1f1b", 3, 1), ("interleaved_1f1b", 3, 2)])
+def test_evaluation_between_training_steps_changes_nothing(name: str, p: int, v: int) -> None:
+    """Of forwards alone fewer messages are answered, and of none that was not sent."""
+    chain = Chain((1, p, 1), name, v, 2 * p)
+
+    def body(rank: int) -> list[tuple[float, float]]:
+        connection = connect(chain.manifest, CPU, "same")
+        parallel, batch, found = chain.parallel(connection), chain.batch(), []
+        for _ in range(3):
+            with torch.no_grad():
+                evaluated = parallel(**batch)["loss"].item()
+            loss = parallel(**batch)["loss"]
+            loss.backward()
+            found.append((evaluated, loss.item()))
+        return found
+
+    for found in run_ranks(body, p):
+        assert len({loss for pair in found for loss in pair}) == 1
