@@ -2,7 +2,7 @@
 
     python -m samples.benchmarks.turns plain|compiled|by-hand ... -- arguments of samples.train
 
-Everything is bound at the start. Then each line "compiled 4" on standard input asks for four steps of that way, and
+Each line "compiled 4" on standard input asks for four steps of that way, which is bound when it is first asked for, and
 rank 0 answers with a line of JSON: [loss, seconds] of each. All ranks must be asked for the same.
 """
 
