@@ -85,8 +85,18 @@ class Analysis:
 
     def contract(self, node: fx.Node, first: Axis, second: Axis) -> None:
         """Record that `node` sums over one axis of two arguments."""
+        self.sum_over(node, first, second)
         ax.unify(first, second)
-        self.contractions[node] = first
+
+    def sum_over(self, node: fx.Node, *axes: Axis) -> None:
+        """Record that `node` sums over `axes`, which are or become one.
+
+        Copies of a value are summed whole: every rank has it, and nobody a part.
+        """
+        for leaf in [leaf for axis in axes for leaf in ax.leaves(axis)]:
+            if leaf.copied:
+                ax.block(leaf, f"{called(node)} sums over copies of a value")
+        self.contractions[node] = axes[0]
 
     def align_leading(self, node: fx.Node, leading: Sequence[tuple[fx.Node, Axes]]) -> Axes:
         """Tie the leading (batch and heads) dimensions of an attention's tensors; the last of them is the heads.

@@ -20,19 +20,26 @@ class Axis:
     """One dimension or a part of one; compare the results of `find`, never two `Axis` objects themselves.
 
     `parts` of a "product" go from outermost to innermost; `parts` of a "sum" are consecutive segments. An axis of
-    size 1 vanishes where dimensions are regrouped, unless it is `kept`: a batch of one sequence is a batch.
+    size 1 vanishes where dimensions are regrouped, unless it is `kept`: a batch of one sequence is a batch. An axis is
+    `copied` where each of its indices has the same value, and it has met no other axis.
     """
 
-    __slots__ = ("blocked", "kept", "kind", "parent", "parts", "serial", "size")
+    __slots__ = ("blocked", "copied", "kept", "kind", "parent", "parts", "serial", "size")
 
     def __init__(
-        self, size: int, kind: str = "leaf", parts: tuple[Axis, ...] = (), blocked: str = ""
+        self,
+        size: int,
+        kind: str = "leaf",
+        parts: tuple[Axis, ...] = (),
+        blocked: str = "",
+        copied: bool = False,
     ) -> None:
         self.size = size
         self.kind = kind
         self.parts = parts
         self.parent: Axis | None = None
         self.blocked = blocked
+        self.copied = copied
         self.kept = False
         self.serial = next(_serial)
 
@@ -105,6 +112,7 @@ def refine(axis: Axis, kind: str, parts: tuple[Axis, ...]) -> None:
     assert axis.kind == "leaf"
     axis.kind, axis.parts = kind, parts
     for part in parts:
+        part.copied = axis.copied
         if axis.blocked:
             block(part, axis.blocked)
 
@@ -247,8 +255,11 @@ def unify(a: Axis, b: Axis) -> None:
 
 
 def _merge(a: Axis, b: Axis) -> None:
-    """Point class `a` at class `b`, carrying its marks over."""
+    """Point class `a` at class `b`, carrying its marks over; the parts of both have met already."""
     a.parent = b
+    if a.kind == "leaf" and not a.copied:
+        for leaf in leaves(b):
+            leaf.copied = False
     if a.blocked:
         block(b, a.blocked)
 

@@ -78,7 +78,7 @@ def _apply_text(
     kept = {name.rstrip("!") for group in results for name in group}
     summed = [axis for name, axis in named.items() if name not in kept and ax.find(axis).size != 1]
     if len(summed) == 1 and not many:
-        analysis.contractions[node] = summed[0]
+        analysis.sum_over(node, summed[0])
     else:
         for axis in summed:
             ax.block(axis, f"the rule {text!r} sums over several axes")

@@ -186,7 +186,7 @@ def einsum(analysis: Analysis, node: fx.Node) -> Axes:
                 return opaque_tensor(analysis, node)
     summed = [axis for letter, axis in named.items() if letter not in sides[1]]
     if len(summed) == 1 and len(operands) == 2 and any(map(analysis.is_weight, operands)):
-        analysis.contractions[node] = summed[0]
+        analysis.sum_over(node, summed[0])
     else:
         for axis in summed:
             ax.block(axis, f"{called(node)} {OF_ACTIVATIONS}")
@@ -201,7 +201,7 @@ def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:
     own = analysis.of(node.args[0])
     dims = _dims(node, own)
     if len(dims) == 1:
-        analysis.contractions[node] = own[dims[0]]
+        analysis.sum_over(node, own[dims[0]])
     else:
         for d in dims:
             ax.block(own[d], f"{called(node)} sums over it")

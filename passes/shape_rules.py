@@ -85,7 +85,7 @@ def expand(analysis: Analysis, node: fx.Node) -> Axes:
     own, shape = analysis.of(node.args[0]), shape_of(node)
     lead = len(shape) - len(own)
     return tuple(
-        own[d - lead] if d >= lead and ax.find(own[d - lead]).size == size else Axis(size)
+        own[d - lead] if d >= lead and ax.find(own[d - lead]).size == size else Axis(size, copied=True)
         for d, size in enumerate(shape)
     )
 
@@ -97,7 +97,7 @@ def repeat_interleave(analysis: Analysis, node: fx.Node) -> Axes:
     if dim is None or not isinstance(node.args[1], int):
         return opaque_tensor(analysis, node)
     dim %= len(own)
-    own[dim] = ax.product([own[dim], Axis(shape[dim] // ax.find(own[dim]).size)])
+    own[dim] = ax.product([own[dim], Axis(shape[dim] // ax.find(own[dim]).size, copied=True)])
     return tuple(own)
 
 

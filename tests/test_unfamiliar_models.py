@@ -376,19 +376,23 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "turned": lambda x, y: torch.cat([y[..., 2:], y[..., :2]], -1),
     "a part of itself": lambda x, y: torch.cat([y, y[..., 2:4]], -1),
     "beside nothing at all": lambda x, y: torch.cat([*torch.split(y[..., :0], [0, 0, 0], -1), y], -1),
+    "repeated": lambda x, y: y.repeat(1, 1, 2),
+    "each repeated": lambda x, y: y.repeat_interleave(2, -1),
+    "copies summed": lambda x, y: y * x[..., None].expand(-1, -1, -1, 4).sum(-1),
     "with nothing after it": lambda x, y: torch.cat(torch.split(y, [HIDDEN, 0], -1), -1),
     "with nothing before it": lambda x, y: torch.split(y, [0, HIDDEN], -1)[1],
     "with nothing in it": lambda x, y: torch.cat(torch.split(y, [4, 0, HIDDEN - 4], -1)[::-1], -1),
 }
 
 
-WHOLE = {"whole and divided"}
+WHOLE = {"whole and divided", "copies summed"}  # the latter's weight is divided by what comes out
 
 
 @pytest.mark.parametrize("joined", JOINED)
 def test_parts_of_dimensions_join_in_any_way(joined: str) -> None:
     """What is divided is divided alike on both sides of a product; where whole rows meet it, none is."""
-    width = {"whole and divided": 2 * HIDDEN, "a part of itself": HIDDEN + 2}.get(joined, HIDDEN)
+    double = {"whole and divided", "repeated", "each repeated"}
+    width = 2 * HIDDEN if joined in double else HIDDEN + 2 if joined == "a part of itself" else HIDDEN
 
     class Joined(nn.Module):
         def __init__(self) -> None:
