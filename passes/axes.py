@@ -255,9 +255,9 @@ def unify(a: Axis, b: Axis) -> None:
 
 
 def _merge(a: Axis, b: Axis) -> None:
-    """Point class `a` at class `b`, carrying its marks over; the parts of both have met already."""
+    """Point class `a` at class `b`, carrying its marks over."""
     a.parent = b
-    if a.kind == "leaf" and not a.copied:
+    if a.kind == "leaf" and not a.copied:  # of a product or a sum the parts have met those of `b` already
         for leaf in leaves(b):
             leaf.copied = False
     if a.blocked:

@@ -360,7 +360,11 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
             reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
                 _find_rival(graph, analysis, divided, own)
-                or ("its heads are met in parts" if own else "it has no dimension of heads")
+                or (
+                    "a tensor has its heads twice, or among other rows"
+                    if own
+                    else "it has no dimension of heads"
+                )
             }
             cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {analysis.tensor} ranks"
             name = operator_name(node.target)

@@ -58,7 +58,7 @@ def build(name: str) -> nn.Module:
     with torch.device("meta"):
         size = sum(x.numel() for x in cls(config).parameters())
     if size > MOST_PARAMETERS:  # such as those of a configuration inside it
-        raise NotImplementedError(f"{size} parameters: its sizes have other names")
+        raise ValueError(f"{size} parameters: its sizes have other names")
     torch.manual_seed(0)
     model: Any = cls(config).double()
     if hasattr(model, "set_experts_implementation"):

@@ -65,5 +65,6 @@ def build_paper_model(layers: int, heads: int, hidden: int, fused: bool = True) 
         model = GPT(config)
         for block in model.h:
             block.attn = WrittenAttention(config) if fused else UnfusedAttention(config)
-            block.mlp = MLP(config) if fused else UnfusedMLP(config)
+            if not fused:
+                block.mlp = UnfusedMLP(config)
     return model.to(torch.bfloat16)

@@ -47,7 +47,7 @@ class Chain:
         self.m = m
         self.tied = tied
         self.dtype = dtype
-        self.actions = make_schedule(schedule, self.mesh.pipeline, m, v)
+        self.schedule = make_schedule(schedule, self.mesh.pipeline, m, v)
         parameters = self._parameters()
         boundary = (
             Boundary("x", (ROWS, WIDTH), dtype, True),
@@ -157,7 +157,7 @@ class Chain:
     def parallel(self, connection: Connection) -> Parallel:
         here = connection.rank.coordinates.pipeline
         functions = {k: f for k, f in self.functions.items() if k % self.mesh.pipeline == here}
-        return Parallel(self.manifest, connection, functions, self.constants, self.actions, self.weights())
+        return Parallel(self.manifest, connection, functions, self.constants, self.schedule, self.weights())
 
     def plain(self, weights: Weights, batch: Weights, scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and gradients of a plain loop of ``(loss / m).backward()``.

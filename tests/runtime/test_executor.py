@@ -154,7 +154,7 @@ def test_wrong_shape_at_a_boundary_is_named() -> None:
 
 def test_action_of_another_rank_is_refused() -> None:
     chain = Chain((1, 2, 1))
-    chain.actions = (chain.actions[1], chain.actions[1])
+    chain.schedule = (chain.schedule[1], chain.schedule[1])
     with pytest.raises(ValueError, match="1RECV_F0 is scheduled on pipeline rank 0, which has stages"):
         run_threads(chain.manifest, lambda connection: step(chain, connection))
 

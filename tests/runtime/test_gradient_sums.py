@@ -118,6 +118,6 @@ def test_gradients_are_whole_after_the_last_stage_that_uses_them() -> None:
 
 def test_what_other_pipeline_ranks_own_too_is_late() -> None:
     chain = Chain((1, 2, 1), tied=True)
-    completion = Completion.of(chain.manifest, 0, chain.actions[0])
+    completion = Completion.of(chain.manifest, 0, chain.schedule[0])
     assert completion.late == ("scale",)
     assert "scale" not in completion.after[0]
