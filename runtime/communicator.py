@@ -106,16 +106,6 @@ class _Running:
         return self.result
 
 
-@dataclass(frozen=True)
-class _Shared:
-    exchange: Exchange
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        self.exchange.wait()
-        return self.result
-
-
 class _AtOnce(_Counted, ABC):
     """A group that has no way to do two things at once: what is posted is done."""
 
@@ -142,7 +132,7 @@ class _AtOnce(_Counted, ABC):
 class ProcessGroup(_Counted):
     """A group of processes, for tensors on `device`: ``torch.distributed`` over NCCL or gloo.
 
-    Every one of them must make it. What is small goes through memory that they share, where they can.
+    Every one of them must make it. Sums, and what else is small, go through memory that they share, where they can.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -189,13 +179,13 @@ class ProcessGroup(_Counted):
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
     def _memory_for(self, x: Tensor, kind: str) -> SharedMemory | None:
-        """The memory, for what is small and can be combined there.
+        """The memory, for sums of any size, and for the rest what is small, where it can be combined there.
 
         Not in code that torch.compile traces: it knows torch.distributed. The ranks compile the same code.
         """
         if self._memory is None or torch.compiler.is_dynamo_compiling():
             return None
-        fits = x.is_cpu and x.nbytes <= SLOT_BYTES
+        fits = x.is_cpu and (kind != "all_gather" or x.nbytes <= SLOT_BYTES)
         known = x.dtype in _COMBINED or (x.is_complex() and kind != "max")
         return self._memory if fits and known else None
 
@@ -279,18 +269,20 @@ class LocalGroup(_AtOnce):
         return x
 
 
-def _share_reduction(memory: SharedMemory, x: Tensor, op: Reduction) -> _Shared:
-    """Begin to reduce a contiguous `x` over the ranks of `memory`, in place."""
+def _share_reduction(memory: SharedMemory, x: Tensor, op: Reduction) -> Exchange:
+    """Begin to reduce a contiguous `x` over the ranks of `memory`, in place: a slot at a time."""
     flat = x.detach().view(-1)
-    return _Shared(memory.post(op, flat, partial(_combine, flat, op)), x)
+    parts = (flat,) if x.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.itemsize)
+    # They run in order: the last one's result is that of all.
+    return [memory.post(op, part, partial(_combine, _COMBINE[op], part, x)) for part in parts][-1]
 
 
-def _combine(own: Tensor, op: Reduction, given: Sequence[Tensor]) -> Tensor:
-    """All ranks' tensors, in rank order, so that all ranks round alike; into `own`."""
-    _COMBINE[op](given[0], given[1], out=own)
+def _combine(combine: Callable[..., Tensor], own: Tensor, whole: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """Write all ranks' tensors, combined in rank order, so that all ranks round alike, into `own`; give the `whole`."""
+    combine(given[0], given[1], out=own)
     for other in given[2:]:
-        _COMBINE[op](own, other, out=own)
-    return own
+        combine(own, other, out=own)
+    return whole
 
 
 def _signature(kind: str, x: Tensor) -> str:

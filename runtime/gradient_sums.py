@@ -144,8 +144,9 @@ class GradientSums:
     def _collect(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The gradients of `names` that this rank has, summed over its stages and over partial sums of tensor ranks."""
         found = {}
+        stages = [own for _, own in sorted(self._leaves.items())]
         for name in names:
-            leaves = [own[name] for _, own in sorted(self._leaves.items()) if name in own]
+            leaves = [own[name] for own in stages if name in own]
             parts = [self._take(leaf) for leaf in leaves if leaf.requires_grad]
             sums = [part for part in parts if part is not None]
             if sums:

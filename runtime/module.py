@@ -105,6 +105,7 @@ class Parallel(Persistent):
         """From now on the optimizer steps `shards`, and no parameter that is in one."""
         self._shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
+        self._watch = ParameterWatch(self._manifest, self, sharded)
         self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
         self._gathering: dict[Shard, Posted] = {}
         for shape in self._shapes:
@@ -115,10 +116,8 @@ class Parallel(Persistent):
             for hook in self._hooks:
                 hook.remove()
             self._hooks = share_gradients(self._stepped(), whole)
-            parameters = dict(nn.Module.named_parameters(self))
             for shard in shards:
-                stand_in(shard.own, {name: parameters[name] for name in shard.names}, whole)
-        self._watch = ParameterWatch(self._manifest, self, sharded)
+                stand_in(shard.own, {name: self._watch.parameters[name] for name in shard.names}, whole)
         self._versions = self._read_versions()
 
     @property
@@ -187,7 +186,7 @@ class Parallel(Persistent):
         """What the optimizer steps: parameters by name, and this replica's parts of shards by their position."""
         sharded = {name for shard in self._shards for name in shard.names}
         whole: dict[str | int, nn.Parameter] = {
-            n: p for n, p in nn.Module.named_parameters(self) if p.requires_grad and n not in sharded
+            n: p for n, p in self._watch.parameters.items() if p.requires_grad and n not in sharded
         }
         return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
 
@@ -198,8 +197,9 @@ class Parallel(Persistent):
         if len(self._shapes) > 1:
             compare_shapes(self._manifests, self._connection, number)
         rank.randomness.training = self.training
-        slices = {**dict(nn.Module.named_parameters(self)), **dict(self.named_buffers()), **shape.slices}
-        trained = {name for name, p in nn.Module.named_parameters(self) if p.requires_grad}
+        parameters = self._watch.parameters
+        slices = {**parameters, **self._watch.buffers(), **shape.slices}
+        trained = {name for name, p in parameters.items() if p.requires_grad}
         for name, narrow in self._narrow.items():
             narrow.copy_(slices[name].detach())
         weights = {}

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autoptd.runtime.manifest import Manifest
 
 
 class ParameterWatch:
-    """The parameters of a module as they were bound; `check` refuses a module that has others."""
+    """The parameters of a module as they were bound, under their names; `check` refuses a module that has others.
+
+    Asked in every step: to look through the modules by torch's own means takes milliseconds.
+    """
 
     def __init__(self, manifest: Manifest, module: nn.Module, sharded: Iterable[str]) -> None:
         """With a sharded optimizer those it has, `sharded`, stay trained."""
         self._sharded = frozenset(sharded)
-        self._bound = {name: (p, p.shape, p.dtype) for name, p in nn.Module.named_parameters(module)}
+        self.parameters = dict(nn.Module.named_parameters(module))
+        self._bound = {name: (p, p.shape, p.dtype) for name, p in self.parameters.items()}
+        self._contents = [_list_contents(part) for part in module.modules()]
+        self._parts = list(module.modules())[1:]  # not itself, which would live as long as its own watch
+        self._buffers = {
+            f"{prefix}.{key}" if prefix else key: (part._buffers, key)
+            for prefix, part in module.named_modules()
+            for key in part._buffers
+        }
         # The boundaries of a program carry no gradients to what was frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
 
@@ -31,9 +42,10 @@ class ParameterWatch:
                 "share of the weights; it sums gradients over the replicas itself: bind again, and use it as it is "
                 "(Lightning: strategy=SingleDeviceStrategy(device=...))"
             )
-        now = dict(
-            nn.Module.named_parameters(module)
-        )  # a parallel model's own waits for weights on their way
+        now = self.parameters
+        if [_list_contents(part) for part in (module, *self._parts)] != self._contents:
+            # A parallel model's own waits for weights on their way.
+            now = dict(nn.Module.named_parameters(module))
         for name, (parameter, shape, dtype) in self._bound.items():
             found = now.get(name)
             if found is not parameter:
@@ -63,6 +75,17 @@ class ParameterWatch:
                 f"the parameter {added[0]} was added after bind, and the program does not read it: add it to the "
                 "model and compile it again"
             )
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the module, by name."""
+        found = {name: holder.get(key) for name, (holder, key) in self._buffers.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+
+def _list_contents(module: nn.Module) -> list[object]:
+    """Names and identities of the module's own parameters and modules."""
+    parameters, parts = module._parameters, module._modules
+    return [*parameters, *map(id, parameters.values()), *parts, *map(id, parts.values())]
 
 
 def check_frozen(manifest: Manifest, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share, through which small tensors go from each to all.
+"""Memory that the processes of one machine share, through which tensors go from each to all, a slot at a time.
 
 Gloo's messages cross the loopback interface, in pieces, through two threads more a process; where ranks share cores
 that costs as much as what they compute between. Here a rank copies its tensor into its slot, tells the others through
@@ -75,6 +75,7 @@ class SharedMemory:
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._posted: deque[Exchange] = deque()  # the first one's tensor is in its slot
         self._number = 0
+        self._signal = b""  # what the others say when theirs of the first one's are full
         self._broken = ""  # by what: the error itself would hold all that its frames hold
         self._polls = {peer: select.poll() for peer in peers}
         for peer, poll in self._polls.items():
@@ -92,44 +93,52 @@ class SharedMemory:
         exchange = Exchange(self, kind, own, take)
         self._posted.append(exchange)
         if len(self._posted) == 1:
-            self._attempt(self._show)
+            try:
+                self._show()
+            except BaseException as error:
+                self._break(error)
+                raise
         return exchange
 
     def finish(self, exchange: Exchange) -> None:
         """Run what was posted, up to `exchange`."""
-        while exchange.result is None:
-            self._attempt(self._run_first)
-
-    def _check(self) -> None:
-        if self._broken or not self.close.alive:
-            reason = self._broken or "this process was forked from one that did"
-            raise RuntimeError(f"ranks share no memory any more: {reason}")
-
-    def _attempt(self, act: Callable[[], None]) -> None:
-        """Do what leaves the ranks' memory in an unknown state where it fails: then nothing more is exchanged."""
         self._check()
         try:
-            act()
+            while exchange.result is None:
+                self._run_first()
         except BaseException as error:
-            self._broken = f"an exchange before failed, by {type(error).__name__}: {error}"
-            self._posted.clear()
-            self.close()  # the others read the end of the pipes
+            self._break(error)
             raise
+
+    def leave(self, reason: str) -> None:
+        """Exchange nothing more; the others read the end of the pipes."""
+        self._broken = reason
+        self._posted.clear()
+        self.close()
+
+    def _check(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"ranks share no memory any more: {self._broken}")
+
+    def _break(self, error: BaseException) -> None:
+        """After a failure, which leaves the ranks' memory in an unknown state."""
+        self.leave(f"an exchange before failed, by {type(error).__name__}: {error}")
 
     def _show(self) -> None:
         """Fill the slot for the first that was posted, and say so."""
-        own = self._posted[0].own
+        first = self._posted[0]
+        own = first.own
         self._number += 1
+        self._signal = _SIGNAL.pack(self._number, own.nbytes, _label(first.kind, own.dtype))
         self._slots(own)[self._index].copy_(own)
-        signal = self._signal()
         for peer in self._peers:
             try:
-                os.write(peer.outgoing, signal)
+                os.write(peer.outgoing, self._signal)
             except BrokenPipeError:
                 raise self._explain_end(peer) from None
 
     def _run_first(self) -> None:
-        exchange, expected = self._posted[0], self._signal()
+        exchange, expected = self._posted[0], self._signal
         for peer in self._peers:
             signal = self._read(peer)
             if signal != expected:
@@ -142,10 +151,6 @@ class SharedMemory:
         if self._posted:
             self._show()
 
-    def _signal(self) -> bytes:
-        first = self._posted[0]
-        return _SIGNAL.pack(self._number, first.own.nbytes, _label(first.kind, first.own.dtype))
-
     def _slots(self, own: Tensor) -> list[Tensor]:
         """All ranks' slots of this turn, as tensors like `own`; kept, since programs exchange few sizes, and often."""
         turn, count, dtype = self._number % 2, own.numel(), own.dtype
@@ -157,13 +162,16 @@ class SharedMemory:
         return self._views[turn, count, dtype]
 
     def _read(self, peer: Peer) -> bytes:
-        with suppress(BlockingIOError):
-            if signal := os.read(peer.incoming, _SIGNAL.size):
-                return signal
-            raise self._explain_end(peer)
-        if not self._polls[peer].poll(1000 * default_pg_timeout.total_seconds()):
-            raise RuntimeError(f"rank {peer.rank} gave no sign for {default_pg_timeout}")
-        return self._read(peer)
+        while True:
+            try:
+                signal = os.read(peer.incoming, _SIGNAL.size)
+            except BlockingIOError:
+                if not self._polls[peer].poll(1000 * default_pg_timeout.total_seconds()):
+                    raise RuntimeError(f"rank {peer.rank} gave no sign for {default_pg_timeout}") from None
+                continue
+            if not signal:
+                raise self._explain_end(peer)
+            return signal
 
     def _explain_end(self, found: Peer) -> RuntimeError:
         gone = {p.rank for p, poll in self._polls.items() if any(e & select.POLLHUP for _, e in poll.poll(0))}
@@ -262,7 +270,7 @@ def _close(numbers: Iterable[int]) -> None:
 def _forget() -> None:
     """In a forked child, such as a data loader's worker: the ends are not its own, and would outlive its parent's."""
     for memory in list(_memories):
-        memory.close()
+        memory.leave("this process was forked from one that did")
 
 
 if hasattr(os, "register_at_fork"):

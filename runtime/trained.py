@@ -126,7 +126,8 @@ class Trained(nn.Module):
                 "or pass error_if_nonfinite=False to scale by it all the same"
             )
         stepped = (leaf.grad for leaf in self._stepped().values())
-        scale_gradients((gradient for gradient in stepped if gradient is not None), norm, max_norm)
+        with torch._C.DisableTorchFunctionSubclass():  # here shares are tensors like any, and sooner scaled
+            scale_gradients((gradient for gradient in stepped if gradient is not None), norm, max_norm)
         dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
@@ -137,6 +138,7 @@ class Trained(nn.Module):
             for name, p in self._stepped().items()
             if isinstance(name, str) and p.grad is not None
         }
-        with self._connection.position.during("norm of the gradient"):
+        during = self._connection.position.during("norm of the gradient")
+        with during, torch._C.DisableTorchFunctionSubclass():
             self._norm = global_norm(self._manifest, self._rank, gradients, self._shards, norm_type)
         return self._norm

@@ -86,53 +86,56 @@ def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
 
 def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
     """Every row's maximum over all tensor ranks, and its sum of exponentials relative to it, of the own columns."""
-    if rank.tensor.size == 1 or logits.is_cuda:  # one reading; another rank's maximum only scales the sum
-        largest, total = torch.ops.autoptd.cross_entropy_statistics(logits, own, None).unbind()
-        if rank.tensor.size == 1:
-            return largest, total
-        everywhere = rank.tensor.all_reduce(largest.clone(), "max")
-        return everywhere, total * (largest - everywhere).exp()
-    largest = logits.new_full(logits.shape[:1], -torch.inf, dtype=widen(logits.dtype))
-    if own:
-        largest = logits[:, :own].amax(1).to(largest.dtype)
-    largest = rank.tensor.all_reduce(largest, "max")
-    return largest, torch.ops.autoptd.cross_entropy_statistics(logits, own, largest)[1]
+    largest, total = torch.ops.autoptd.cross_entropy_statistics(logits, own).unbind()
+    if rank.tensor.size == 1:
+        return largest, total
+    everywhere = rank.tensor.all_reduce(largest.clone(), "max")
+    # No column of a row may be possible here; where none is anywhere the sum is nan, as torch's.
+    return everywhere, total * (largest - everywhere).exp()
 
 
 def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split all into a few rows at a time; never a single one, whose sum torch would compute in another way."""
+    """Split all into a few rows at a time."""
     rows, width = logits.shape
     chunk = CPU_CHUNK if logits.device.type == "cpu" else DEVICE_CHUNK
-    parts = max(1, rows // max(2, chunk // max(1, width)))
+    parts = max(1, rows // max(1, chunk // max(1, width)))
     return zip(*(tensor.tensor_split(parts) for tensor in (logits, *others)), strict=True)
 
 
 @define_operator("cross_entropy_statistics")
-def _statistics(logits: Tensor, own: int, largest: Tensor | None) -> Tensor:
-    """The maximum of each row's first `own` columns (or `largest`), and the sum of exponentials relative to it.
+def _statistics(logits: Tensor, own: int) -> Tensor:
+    """The maximum of each row's first `own` columns, and the sum of exponentials relative to it.
 
-    [2, N], in float32 for half precision.
+    [2, N], in float32 for half precision; -inf and 0 of rows that are -inf.
     """
     kernels = find_kernels("cross_entropy", logits)
-    results = _allocate_statistics(logits, own, largest)
-    if kernels is not None and largest is None:
+    results = _allocate_statistics(logits, own)
+    if kernels is not None:
         kernels.sum_exponentials(logits, own, results)
         return results
-    if largest is not None:
-        results[0] = largest
-    elif own:
-        results[0] = logits[:, :own].amax(1)
-    else:
-        results[0] = -torch.inf
-    for x, shift, total in _split_rows(logits, results[0], results[1]):
-        powers = (x.to(total.dtype) - shift[:, None]).exp_()
-        powers[:, own:] = 0
-        torch.sum(powers, 1, out=total)
+    largest, total = results.unbind()
+    for x, shift, peak in _split_rows(logits[:, :own], largest, total):
+        _soften(x, shift, peak)
+    total.reciprocal_().masked_fill_(largest == -torch.inf, 0)
     return results
 
 
-def _allocate_statistics(logits: Tensor, own: int, largest: Tensor | None) -> Tensor:
+def _allocate_statistics(logits: Tensor, own: int) -> Tensor:
     return logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
+
+
+def _soften(x: Tensor, largest: Tensor, peak: Tensor, out: Tensor | None = None) -> Tensor:
+    """The softmax of the rows of `x`; fills their maximum, and the softmax's, which is 1 over its sum.
+
+    One softmax of torch is sooner than one exponential. Of a row that is -inf it is nan.
+    """
+    softmax = torch.softmax(x, 1, dtype=peak.dtype, out=out)
+    if x.shape[1] == 0:
+        largest.fill_(-torch.inf)
+        return softmax
+    largest.copy_(x.amax(1))
+    torch.amax(softmax, 1, out=peak)
+    return softmax
 
 
 @define_operator("cross_entropy_rows")
@@ -161,14 +164,24 @@ def _gradient(
     if kernels is not None:
         kernels.differentiate_losses(factor, logits, column, largest, total, own, result)
         return result
-    rows = _split_rows(logits, factor, column, largest, total, result)
-    for x, scale, target, shift, divisor, gradient in rows:
-        softmax = (x.to(shift.dtype) - shift[:, None]).exp_()
-        softmax[:, own:] = 0
-        softmax.div_(divisor[:, None])
-        hit = -(target >= 0).to(shift.dtype)
-        softmax.scatter_add_(1, target.clamp(min=0)[:, None], hit[:, None])
-        gradient.copy_(softmax.mul_(scale[:, None]))
+    result[:, own:] = 0
+    if own == 0:
+        return result
+    place = column.clamp(min=0)[:, None]
+    hit = factor.masked_fill(column < 0, 0).neg_()[:, None]
+    rows = _split_rows(logits[:, :own], result[:, :own], factor, largest, total, place, hit)
+    for x, gradient, scale, everywhere, divisor, at, addend in rows:
+        shift, peak = torch.empty_like(everywhere), torch.empty_like(divisor)
+        softmax = _soften(x, shift, peak, gradient if gradient.dtype == peak.dtype else None)
+        impossible = shift == -torch.inf
+        if impossible.any():
+            softmax.masked_fill_(impossible[:, None], 0)
+            peak.masked_fill_(impossible, 1)
+        # So far of these columns alone; of all it is less, by what they are of the row's sum.
+        softmax.mul_((shift - everywhere).exp_().mul_(scale).div_(peak * divisor)[:, None])
+        softmax.scatter_add_(1, at, addend)
+        if softmax is not gradient:
+            gradient.copy_(softmax)
     return result
 
 

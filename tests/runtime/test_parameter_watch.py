@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ NAME = "layer.0.row.bias"
 
 def test_changed_parameters_are_named() -> None:
     chain, parallel = alone()
-    row = parallel.get_submodule("layer.0.row")
+    layer, row = parallel.get_submodule("layer.0"), parallel.get_submodule("layer.0.row")
     own = parallel.get_parameter(NAME)
     row.bias = nn.Parameter(own.detach().clone())
     with pytest.raises(ValueError, match=f"{NAME} was replaced after bind, .*parameter.copy_"):
@@ -31,6 +32,15 @@ def test_changed_parameters_are_named() -> None:
     with pytest.raises(ValueError, match="parameter adapter was added after bind"):
         parallel(**chain.batch())
     del parallel.adapter
+    parallel(**chain.batch())
+    layer.row = deepcopy(row)
+    with pytest.raises(ValueError, match=r"layer.0.row.\w+ was replaced after bind"):
+        parallel(**chain.batch())
+    layer.row = row
+    layer.extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"parameter layer.0.extra.bias was added after bind"):
+        parallel(**chain.batch())
+    del layer.extra
     parallel(**chain.batch())
     parallel.float()
     with pytest.raises(ValueError, match=r"is torch.float32\[.*\], but was torch.float64"):
