@@ -125,6 +125,33 @@ def test_cross_entropy_holds_large_logits() -> None:
         torch.testing.assert_close(loss, functional.cross_entropy(logits, torch.tensor([3])))
 
 
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+@pytest.mark.parametrize("all_hidden", [False, True])
+def test_cross_entropy_of_hidden_columns(tensor: int, all_hidden: bool) -> None:
+    """A row may have nothing but -inf on some ranks; on all, it is nan, as in torch."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 6, dtype=torch.float64)
+    target = torch.tensor([0, 5, 3, 1, 2])
+    logits[0, 2:] = logits[1, :4] = logits[2, :3] = logits[2, 4:] = -torch.inf
+    if all_hidden:
+        logits[4] = -torch.inf
+    plain = logits.clone().requires_grad_()
+    expected = functional.cross_entropy(plain, target)
+    expected.backward()
+
+    def divided(rank: Rank) -> tuple[Tensor, Tensor]:
+        own = own_part(logits, 1, tensor, rank.tensor.index)
+        loss = kernels.cross_entropy(rank, own, target, 6)
+        loss.backward()
+        return loss.detach(), gradient(own)
+
+    results = on_tensor_ranks(tensor, divided)
+    joined = torch.cat([of_own for _, of_own in results], 1)
+    torch.testing.assert_close(joined, gradient(plain), rtol=1e-12, atol=1e-14, equal_nan=True)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("wrong", [-1, 7, 8])
 def test_cross_entropy_refuses_a_target_outside_the_vocabulary(tensor: int, wrong: int) -> None:
