@@ -48,6 +48,14 @@ def _attention(node: fx.Node, value: Value) -> Iterable[Product]:
     yield Product(batch, queries, v[-1], keys)
 
 
+def _convolution(node: fx.Node, value: Value) -> Iterable[Product]:
+    """[.., in, places] x [out, in / groups, kernel]: the result's channels, of what the kernel covers, everywhere."""
+    shape, (_, *covered) = value.shape(node), value.shape(_factors(node)[1])
+    channels = len(shape) - len(covered)
+    places = prod(shape[:channels]) * prod(shape[channels + 1 :])
+    yield Product(1, places, shape[channels], prod(covered))
+
+
 def _einsum(node: fx.Node, value: Value) -> Iterable[Product]:
     """Letters of both operands and the result are a batch, of one operand its rows or columns, the others summed."""
     sides = str(node.args[0]).replace(" ", "").split("->")
@@ -106,6 +114,14 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node, Value], Iterable[Product]]] = {
     aten.bmm.default: _matmul,
     aten.baddbmm.default: _matmul,
     aten.einsum.default: _einsum,
+    **dict.fromkeys(
+        (
+            overload
+            for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
+            for overload in (packet.default, packet.padding)
+        ),
+        _convolution,
+    ),
     kernels.split_linear: _split_linear,
     kernels.linear_gelu: _linear,
     collectives.copied_linear: _linear,

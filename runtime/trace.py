@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from autoptd.runtime.schedule import Action
 
-MICROSECONDS = 1e6
 WORDS = {
     "F": "forward",
     "B": "backward",
@@ -58,7 +57,7 @@ def write_trace(
     phases, which may begin while the last backwards run, on one more; so are the tensor ranks' sums in the backwards.
     `about` says where the times are from.
     """
-    events = list(_trace_events(rows, phases, memory))
+    events = list(_number_threads(_trace_events(rows, phases, memory), len(rows)))
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
     text = json.dumps(trace, separators=(",", ":"))
     data = text.encode()
@@ -91,7 +90,14 @@ def _trace_events(
         yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})
     for rank, course in enumerate(memory):
         for at, held in course:
-            yield {"name": "memory", "ph": "C", "pid": rank, "ts": at * MICROSECONDS, "args": {"bytes": held}}
+            place = {"name": "memory", "ph": "C", "pid": rank}
+            yield place | {"ts": _microseconds(_nanoseconds(at)), "args": {"bytes": held}}
+
+
+def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Perfetto joins threads of one number, and takes the one that has its process's for that process's first."""
+    for event in events:
+        yield event | {"tid": event["tid"] * num_ranks + event["pid"]} if "tid" in event else event
 
 
 def _thread(entry: TimelineEntry, num_ranks: int) -> int:
@@ -105,5 +111,16 @@ def _thread(entry: TimelineEntry, num_ranks: int) -> int:
 def _span(
     name: str, category: str, rank: int, thread: int, start: float, end: float, arguments: Mapping[str, int]
 ) -> dict[str, Any]:
+    # Perfetto counts whole nanoseconds, and drops a span that begins one before its neighbour ends.
+    begin, length = _nanoseconds(start), _nanoseconds(end) - _nanoseconds(start)
     place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "args": arguments}
-    return place | {"ts": start * MICROSECONDS, "dur": (end - start) * MICROSECONDS}
+    return place | {"ts": _microseconds(begin), "dur": _microseconds(length)}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """What a chrome trace is written in; three decimals."""
+    return nanoseconds / 1000

@@ -11,6 +11,7 @@ import sympy
 import torch
 import transformers
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoptd
 from autoptd.cost import named_sizes
@@ -231,6 +232,20 @@ def test_stages_add_up_to_the_model() -> None:
         - (whole.model.forward - whole.model.forward.subs(l, 3))
     )
     assert is_zero(whole.parameters - cut.parameters)  # tied ones once, though two stages hold them
+
+
+def test_a_vision_model_costs_what_torch_counts() -> None:
+    """The convolution of its patches too, which has no gradient of the picture."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "image_size": 32, "patch_size": 8, "num_labels": 10}
+    config = transformers.ViTConfig(**sizes)
+    config._attn_implementation = "eager"  # whose products torch counts
+    model = transformers.ViTForImageClassification(config)
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 10, (2,))}
+    program = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1, example_inputs=batch)
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    assert program.cost.evaluate(program.cost.flops) == counter.get_total_flops()
 
 
 def test_the_table_is_for_people() -> None:

@@ -41,6 +41,7 @@ def call(target: Any, *args: Any, result: Any) -> fx.Node:
 X = tensor(2, 128, 64)
 HEADS = tensor(2, 4, 128, 16)
 SCORES = tensor(2, 4, 128, 128)
+IMAGE = tensor(2, 3, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,18 @@ SCORES = tensor(2, 4, 128, 128)
         (
             call(aten.einsum.default, "...h, fh -> ...f", [X, tensor(3, 64)], result=tensor(2, 128, 3)),
             2 * 256 * 64 * 3,
+        ),
+        (
+            call(aten.conv2d.default, IMAGE, tensor(8, 3, 4, 4), result=tensor(2, 8, 4, 4)),
+            2 * (2 * 4 * 4) * 8 * (3 * 4 * 4),
+        ),
+        (
+            call(aten.conv2d.padding, IMAGE[0], tensor(6, 1, 5, 5), result=tensor(6, 16, 16)),  # 3 groups
+            2 * (16 * 16) * 6 * (1 * 5 * 5),
+        ),
+        (
+            call(aten.conv1d.default, tensor(2, 64, 9), tensor(32, 64, 3), result=tensor(2, 32, 7)),
+            2 * (2 * 7) * 32 * (64 * 3),
         ),
         (call(aten.gelu.default, X, result=X), 2 * 128 * 64),
         (call(aten.view.default, X, [256, 64], result=tensor(256, 64)), 0),
