@@ -1,4 +1,4 @@
-"""The work of operators that multiply: GEMMs and attention."""
+"""The work of operators that multiply: GEMMs, convolutions and attention."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _COMBINE: Mapping[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": 
 
 
 class Posted(Protocol):
-    """A collective that runs while its ranks do other things; of a small one they may do the rest when they wait."""
+    """A collective that runs while its ranks do other things; in shared memory they do it when they wait."""
 
     def wait(self) -> Tensor:
         """Its result, once it is there. Call it once."""
@@ -132,7 +132,7 @@ class _AtOnce(_Counted, ABC):
 class ProcessGroup(_Counted):
     """A group of processes, for tensors on `device`: ``torch.distributed`` over NCCL or gloo.
 
-    Every one of them must make it. Sums, and what else is small, go through memory that they share, where they can.
+    Every one of them must make it. Sums, maxima and small gathers go through memory that they share, where they can.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class ProcessGroup(_Counted):
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().reshape(-1)
         if (memory := self._memory_for(x, "all_gather")) is not None:
-            memory.post("all_gather", own, partial(torch.cat, out=gathered)).wait()
+            memory.post("all_gather", own, partial(torch.cat, out=gathered), own.nbytes).wait()
         else:
             all_gather_single(gathered, own, group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
@@ -179,7 +179,7 @@ class ProcessGroup(_Counted):
         return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
 
     def _memory_for(self, x: Tensor, kind: str) -> SharedMemory | None:
-        """The memory, for sums of any size, and for the rest what is small, where it can be combined there.
+        """The memory, for reductions of any size and small gathers, where it can combine them.
 
         Not in code that torch.compile traces: it knows torch.distributed. The ranks compile the same code.
         """
@@ -274,7 +274,7 @@ def _share_reduction(memory: SharedMemory, x: Tensor, op: Reduction) -> Exchange
     flat = x.detach().view(-1)
     parts = (flat,) if x.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.itemsize)
     # They run in order: the last one's result is that of all.
-    return [memory.post(op, part, partial(_combine, _COMBINE[op], part, x)) for part in parts][-1]
+    return [memory.post(op, part, partial(_combine, _COMBINE[op], part, x), x.nbytes) for part in parts][-1]
 
 
 def _combine(combine: Callable[..., Tensor], own: Tensor, whole: Tensor, given: Sequence[Tensor]) -> Tensor:

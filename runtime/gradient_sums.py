@@ -73,8 +73,9 @@ class GradientSums:
 
     Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
     stages, ascending; over the tensor ranks where each has only a part of the sum; over the pipeline ranks that own a
-    tied parameter; over the replicas, divided by their number. The last runs while later backwards do. A sum that
-    belongs to one of `shards` is kept only as far as this replica steps it.
+    tied parameter; over the replicas, divided by their number. The last runs while later backwards do; in
+    shared memory it runs when it is waited for. A sum that belongs to one of `shards` is kept only as far as this
+    replica steps it.
     """
 
     def __init__(

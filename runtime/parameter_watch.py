@@ -21,13 +21,7 @@ class ParameterWatch:
         self._sharded = frozenset(sharded)
         self.parameters = dict(nn.Module.named_parameters(module))
         self._bound = {name: (p, p.shape, p.dtype) for name, p in self.parameters.items()}
-        self._contents = [_list_contents(part) for part in module.modules()]
-        self._parts = list(module.modules())[1:]  # not itself, which would live as long as its own watch
-        self._buffers = {
-            f"{prefix}.{key}" if prefix else key: (part._buffers, key)
-            for prefix, part in module.named_modules()
-            for key in part._buffers
-        }
+        self._look_through(module)
         # The boundaries of a program carry no gradients to what was frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
 
@@ -43,7 +37,8 @@ class ParameterWatch:
                 "(Lightning: strategy=SingleDeviceStrategy(device=...))"
             )
         now = self.parameters
-        if [_list_contents(part) for part in (module, *self._parts)] != self._contents:
+        changed = [_list_contents(part) for part in (module, *self._parts)] != self._contents
+        if changed:
             # A parallel model's own waits for weights on their way.
             now = dict(nn.Module.named_parameters(module))
         for name, (parameter, shape, dtype) in self._bound.items():
@@ -75,17 +70,25 @@ class ParameterWatch:
                 f"the parameter {added[0]} was added after bind, and the program does not read it: add it to the "
                 "model and compile it again"
             )
+        if changed:  # by what has no parameters: buffers, and modules of them
+            self._look_through(module)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of the module, by name."""
-        found = {name: holder.get(key) for name, (holder, key) in self._buffers.items()}
+        found = {f"{prefix}{key}": buffer for prefix, held in self._holders for key, buffer in held.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def _look_through(self, module: nn.Module) -> None:
+        self._contents = [_list_contents(part) for part in module.modules()]
+        self._parts = list(module.modules())[1:]  # not itself, which would live as long as its own watch
+        named = [(f"{name}." if name else "", part) for name, part in module.named_modules()]
+        self._holders = [(prefix, part._buffers) for prefix, part in named if part._buffers]
 
 
 def _list_contents(module: nn.Module) -> list[object]:
-    """Names and identities of the module's own parameters and modules."""
+    """Names and identities of the module's own parameters and modules, and whether it has buffers."""
     parameters, parts = module._parameters, module._modules
-    return [*parameters, *map(id, parameters.values()), *parts, *map(id, parts.values())]
+    return [*parameters, *map(id, parameters.values()), *parts, *map(id, parts.values()), not module._buffers]
 
 
 def check_frozen(manifest: Manifest, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from autoptd.runtime.checkpoint_loading import load_step
 from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name_schedulers, save_step
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.loss_scale import LossScale
+from autoptd.runtime.parameter_watch import ParameterWatch
 from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
@@ -35,6 +36,7 @@ class Persistent(Trained):
     _saving: Saving | None
     _gathering: dict[Shard, Posted]  # the weights on their way
     _versions: list[int]
+    _watch: ParameterWatch
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
@@ -163,7 +165,7 @@ class Persistent(Trained):
 
     def _read_versions(self) -> list[int]:
         """Counts of the writes into parameters that a sharded optimizer steps; what it sends round does not count."""
-        parameters = dict(nn.Module.named_parameters(self))
+        parameters = self._watch.parameters
         return [parameters[name]._version for shard in self._shards for name in shard.names]
 
     def _adopt_writes(self) -> None:

@@ -32,7 +32,7 @@ from autoptd.runtime.roster import gather, machine_number
 SLOT_BYTES = 1 << 20
 MOST_RANKS = 4  # each reads all the others' slots: with many, messages in a ring are sooner round
 _MOST_VIEWS = 64
-_SIGNAL = struct.Struct("=qq48s")  # the number of the exchange, bytes, and what is done
+_SIGNAL = struct.Struct("=qq48s")  # the number of the exchange, bytes of the whole, and what is done
 _memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 Take = Callable[[Sequence[Tensor]], Tensor]
@@ -50,8 +50,8 @@ class Peer:
 class Exchange:
     """Every rank's tensor on its way to all of them: of these, flat and in rank order, `take` makes the result."""
 
-    def __init__(self, memory: SharedMemory, kind: str, own: Tensor, take: Take) -> None:
-        self.kind, self.own, self.take = kind, own, take
+    def __init__(self, memory: SharedMemory, kind: str, own: Tensor, take: Take, whole_bytes: int) -> None:
+        self.kind, self.own, self.take, self.whole_bytes = kind, own, take, whole_bytes
         self.result: Tensor | None = None
         self._memory = memory
 
@@ -84,13 +84,14 @@ class SharedMemory:
         self.close = weakref.finalize(self, _close, [n for p in peers for n in (p.outgoing, p.incoming)])
         _memories.add(self)
 
-    def post(self, kind: str, own: Tensor, take: Take) -> Exchange:
+    def post(self, kind: str, own: Tensor, take: Take, whole_bytes: int) -> Exchange:
         """Begin to show `own` [n], of SLOT_BYTES at most, to all; `kind` is what for, on every rank the same.
 
-        Does not wait: behind one that is not over it begins when that is.
+        It is a part of `whole_bytes`, or all of them: ranks whose wholes differ are refused at the first part. Does not
+        wait: behind one that is not over it begins when that is.
         """
         self._check()
-        exchange = Exchange(self, kind, own, take)
+        exchange = Exchange(self, kind, own, take, whole_bytes)
         self._posted.append(exchange)
         if len(self._posted) == 1:
             try:
@@ -129,7 +130,7 @@ class SharedMemory:
         first = self._posted[0]
         own = first.own
         self._number += 1
-        self._signal = _SIGNAL.pack(self._number, own.nbytes, _label(first.kind, own.dtype))
+        self._signal = _SIGNAL.pack(self._number, first.whole_bytes, _label(first.kind, own.dtype))
         self._slots(own)[self._index].copy_(own)
         for peer in self._peers:
             try:

@@ -95,7 +95,10 @@ def _trace_events(
 
 
 def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterator[dict[str, Any]]:
-    """Perfetto joins threads of one number, and takes the one that has its process's for that process's first."""
+    """Give every thread a number of its own; a process's first has the process's number.
+
+    Perfetto joins threads of one number, and takes the one with its process's for the first.
+    """
     for event in events:
         yield event | {"tid": event["tid"] * num_ranks + event["pid"]} if "tid" in event else event
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from autoptd.runtime.connection import connect
 from autoptd.runtime.optimizer_watch import refuse_forgotten
+from autoptd.runtime.parameter_watch import ParameterWatch
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import CPU, Plain, alone
 
@@ -45,6 +46,27 @@ def test_changed_parameters_are_named() -> None:
     parallel.float()
     with pytest.raises(ValueError, match=r"is torch.float32\[.*\], but was torch.float64"):
         parallel(**chain.batch())
+
+
+def test_buffers_are_read_as_they_are() -> None:
+    """Also where a module of theirs was replaced, which has no parameters to watch."""
+    module = nn.Module()
+    module.rotary = nn.Module()
+    module.rotary.register_buffer("frequencies", torch.zeros(2))
+    module.register_buffer("scale", torch.zeros(1))
+    watch = ParameterWatch(Chain((1, 1, 1), "gpipe", 1, 1).manifest, module, ())
+
+    def read() -> dict[str, list[float]]:
+        watch.check(module)
+        return {name: buffer.tolist() for name, buffer in watch.buffers().items()}
+
+    assert read() == {"rotary.frequencies": [0, 0], "scale": [0]}
+    module.scale = torch.ones(1)
+    module.rotary = nn.Module()
+    module.rotary.register_buffer("frequencies", torch.ones(2))
+    assert read() == {"rotary.frequencies": [1, 1], "scale": [1]}
+    module.register_buffer("scale", None)
+    assert read() == {"rotary.frequencies": [1, 1]}
 
 
 def test_what_was_compiled_frozen_stays_so() -> None:

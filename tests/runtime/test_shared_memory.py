@@ -145,6 +145,50 @@ def test_who_leaves_out_a_wait_changes_no_sum() -> None:
     assert run_ranks(leave, 2) == [(3.0, 21.0)] * 2
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_many_slots_keep_their_order(size: int, dtype: torch.dtype) -> None:
+    """Posted, while small ones of the same group are done at once, and waited for in any order."""
+    width = 3 * SLOT_BYTES // dtype.itemsize + 5
+
+    def reduce(rank: int) -> Any:
+        group = make_group()
+        values = [torch.arange(width, dtype=torch.float32).remainder(7 + k).to(dtype) for k in range(3)]
+        posted = [group.post_all_reduce((rank + 1) * value) for value in values]
+        assert group.all_reduce(torch.ones(2)).tolist() == [size, size]
+        assert [int(x) for x in group.all_gather(torch.tensor(rank))] == list(range(size))
+        order = (2, 0, 1) if rank else (0, 1, 2)
+        found = {k: posted[k].wait() for k in order}
+        ranks = size * (size + 1) // 2
+        return all(torch.equal(found[k], ranks * value) for k, value in enumerate(values))
+
+    assert run_ranks(reduce, size) == [True] * size
+
+
+def test_sums_of_other_numbers_of_slots_are_refused() -> None:
+    """Their parts are alike: without the size of the whole one's third would meet the other's next first."""
+
+    def differ(rank: int) -> tuple[str, int, bool]:
+        group = make_group()
+        slots = 2 + rank
+        x = torch.ones(slots * SLOT_BYTES // 4)
+        freed = weakref.ref(x)
+        with pytest.raises(RuntimeError) as caught:
+            group.all_reduce(x)
+        del x
+        with pytest.raises(RuntimeError, match="share no memory any more"):
+            group.all_reduce(torch.ones(3 * SLOT_BYTES // 4))
+        said = str(caught.value)
+        del caught
+        assert group._memory is not None
+        return said, len(group._memory._posted), freed() is None
+
+    (first, *left), (_, *others) = run_ranks(differ, 2)
+    assert f"sum of torch.float32, {2 * SLOT_BYTES} bytes, as exchange 1 met rank 1's" in first
+    assert f"{3 * SLOT_BYTES} bytes" in first
+    assert left == others == [0, True]
+
+
 OTHER_CALLS = {
     "sum of torch.float32, 12 bytes": lambda group: group.all_reduce(torch.ones(3)),
     "max of torch.float32, 8 bytes": lambda group: group.all_reduce(torch.ones(2), "max"),
