@@ -188,9 +188,9 @@ class CompiledProgram:
             overlap_transfers: sending does not hold up the sender, as in the runtime; False: it waits, as
                 Megatron-LM did in SC21.
             overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
-                after them.
+                after them, as where CPU ranks of one machine sum in memory that they share.
             overlap_tensor: the tensor ranks sum a gradient while those of weights are computed, where the program says
-                so, as in the runtime; False: before, as Megatron-LM did in SC21.
+                so, as in the runtime (in shared memory they then wait); False: before, as Megatron-LM did in SC21.
             zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage; `shard_optimizer`).
             wide_gradients: gradients are kept and summed in at least float32, as in the runtime; False: in `dtype`.
 

@@ -90,7 +90,7 @@ def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Ten
     if rank.tensor.size == 1:
         return largest, total
     everywhere = rank.tensor.all_reduce(largest.clone(), "max")
-    # No column of a row may be possible here; where none is anywhere the sum is nan, as torch's.
+    # A row that is -inf here adds 0; where it is on all ranks, -inf less -inf makes the sum nan, as torch's.
     return everywhere, total * (largest - everywhere).exp()
 
 
@@ -173,8 +173,8 @@ def _gradient(
     for x, gradient, scale, everywhere, divisor, at, addend in rows:
         shift, peak = torch.empty_like(everywhere), torch.empty_like(divisor)
         softmax = _soften(x, shift, peak, gradient if gradient.dtype == peak.dtype else None)
-        impossible = shift == -torch.inf
-        if impossible.any():
+        impossible = shift == -torch.inf  # of these columns, where their softmax is nan
+        if impossible.any():  # rare, and a pass over all of them
             softmax.masked_fill_(impossible[:, None], 0)
             peak.masked_fill_(impossible, 1)
         # So far of these columns alone; of all it is less, by what they are of the row's sum.

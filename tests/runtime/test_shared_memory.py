@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import weakref
@@ -226,6 +227,46 @@ def test_a_rank_that_has_ended_is_named() -> None:
 
     first, second, _ = run_ranks(end, 3)
     assert all("2" in said for said in (first, second))
+
+
+def test_a_rank_that_ends_amid_the_parts_of_a_sum_is_named() -> None:
+    def end(rank: int) -> str:
+        group = make_group()
+        x = torch.ones(4 * SLOT_BYTES // 4)
+        posted = group.post_all_reduce(x)
+        assert group._memory is not None
+        dist.barrier()
+        if rank == 1:
+            group._memory._run_first()
+            del posted, group  # as its process's end does: the pipes close
+            gc.collect()
+        dist.barrier()
+        if rank == 1:
+            return ""
+        with pytest.raises(RuntimeError, match="have ended, or failed") as caught:
+            posted.wait()
+        assert group._memory is not None
+        assert not group._memory._posted
+        return str(caught.value)
+
+    assert "ranks [1]" in run_ranks(end, 2)[0]
+
+
+def test_a_forked_child_exchanges_nothing() -> None:
+    def fork(rank: int) -> int:
+        group = make_group()
+        child = os.fork()
+        if child == 0:
+            try:
+                group.all_reduce(torch.ones(2))
+            except RuntimeError as error:
+                os._exit(7 if "this process was forked from one that did" in str(error) else 1)
+            os._exit(2)
+        said = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert group.all_reduce(torch.ones(1)).item() == 2  # the parent's is whole
+        return said
+
+    assert run_ranks(fork, 2, timeout=20) == [7, 7]
 
 
 def test_a_forked_child_holds_nothing_open() -> None:
