@@ -1,4 +1,8 @@
-"""Losses of half-precision logits that a model casts to float32 first: the kernel sums in float32 without the copy."""
+"""Losses that become the kernel's, which keeps one tensor as wide as the vocabulary.
+
+Of half-precision logits that a model casts to float32 first it sums in float32 without the copy; of whole logits it
+keeps the softmax, which becomes the gradient, where torch makes two tensors more.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,14 @@ def match_half_loss(node: fx.Node) -> Match | None:
     """kernels.cross_entropy(logits.float(), target), of logits that are divided over the tensor ranks."""
     if not is_call(node, kernels.cross_entropy):
         return None
-    return _match(node, node.args[1], node.args[2:], node.kwargs)
+    narrow = _narrow(node.args[1])
+    if narrow is None:
+        return None
+    return _match(node, *narrow, node.args[2:], {**node.kwargs, "dtype": torch.float32})
 
 
 def match_whole_loss(node: fx.Node) -> Match | None:
-    """cross_entropy(logits.float(), target) on one tensor rank, which the kernel takes for the only one."""
+    """cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
     if not is_call(node, aten.cross_entropy_loss.default):
         return None
     logits: Any = node.args[0]
@@ -34,16 +41,18 @@ def match_whole_loss(node: fx.Node) -> Match | None:
     if not plain or len(shape_of(logits)) != 2 or len(shape_of(target)) != 1:
         return None
     options = {"ignore_index": ignored, "reduction": REDUCTIONS[reduction]}
-    return _match(node, logits, (target, shape_of(logits)[1]), options)
-
-
-def _match(node: fx.Node, logits: Any, rest: Sequence[Any], options: Mapping[str, Any]) -> Match | None:
+    rest = (target, shape_of(logits)[1])
     narrow = _narrow(logits)
-    if narrow is None or node.meta["val"].dtype != torch.float32:
-        return None
+    if narrow is None:
+        return _match(node, logits, (), rest, options)
+    return _match(node, *narrow, rest, {**options, "dtype": torch.float32})
+
+
+def _match(
+    node: fx.Node, logits: Any, cast: Sequence[fx.Node], rest: Sequence[Any], options: Mapping[str, Any]
+) -> Match:
     rank = next(iter(node.graph.nodes))
-    call = Call(kernels.cross_entropy, (rank, narrow[0], *rest), node, {**options, "dtype": torch.float32})
-    return Match(call, (node,), frozenset(narrow[1]))
+    return Match(Call(kernels.cross_entropy, (rank, logits, *rest), node, options), (node,), frozenset(cast))
 
 
 _OPTIONS = ((2, "weight", None), (3, "reduction", 1), (4, "ignore_index", -100), (5, "label_smoothing", 0.0))

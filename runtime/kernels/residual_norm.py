@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add
 from autoptd.runtime.kernels.masking import find_key
 from autoptd.runtime.kernels.operands import sum_rows
 from autoptd.runtime.kernels.precision import cast_widely, widen
@@ -28,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     As Hugging Face's Llama does: in half precision the statistics are float32, and what is multiplied by the
     weight has x's dtype. `eps` None is x's machine epsilon, as torch's.
     """
-    _check("rms_norm", x, None, {"weight": weight})
+    _check("rms_norm", x, None, weight=weight)
     normed: Tensor = torch.ops.autoptd.rms_norm(x, weight, _epsilon(x, eps))[0]
     return normed
 
@@ -52,11 +51,12 @@ def add_layer_norm(
     `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; what is None is left out. For the
     mask see `keyed_dropout.dropout`. In half precision all is computed in float32, and the sum is rounded once.
     """
-    _check("add_layer_norm", x, residual, {"weight": weight, "norm_bias": norm_bias, "bias": bias})
+    _check("add_layer_norm", x, residual, weight=weight, norm_bias=norm_bias, bias=bias)
     key = find_key(rank, x, p, operator, sample, divided, shape)
     exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
     if exact in ({torch.float32}, {torch.float64}) and not key and runs_plainly(x):
-        x = bias_dropout_add(rank, x, bias, residual).contiguous()
+        x = x if bias is None else x + bias
+        x = (x if residual is None else residual + x).contiguous()
         bias = residual = None
     if bias is None and residual is None and not key:
         return x, functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
@@ -79,7 +79,7 @@ def add_rms_norm(
     shape: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``sum = dropout(x + bias) + residual`` and `rms_norm` of the sum; otherwise as `add_layer_norm`."""
-    _check("add_rms_norm", x, residual, {"weight": weight, "bias": bias})
+    _check("add_rms_norm", x, residual, weight=weight, bias=bias)
     key = find_key(rank, x, p, operator, sample, divided, shape)
     if bias is None and residual is None and not key:
         return x, rms_norm(x, weight, eps)
@@ -92,23 +92,26 @@ def _epsilon(x: Tensor, eps: float | None) -> float:
     return torch.finfo(x.dtype).eps if eps is None else eps
 
 
-def _check(name: str, x: Tensor, residual: Tensor | None, vectors: dict[str, Tensor | None]) -> None:
+def _check(name: str, x: Tensor, residual: Tensor | None, **vectors: Tensor | None) -> None:
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(
             f"{name} was given x {list(x.shape)} of {x.dtype}, expected floating-point rows [.., h]"
         )
-    expected = {vector: (tensor, x.shape[-1:]) for vector, tensor in vectors.items()}
-    expected["residual"] = (residual, x.shape)
-    for argument, (tensor, shape) in expected.items():
-        if tensor is None:
-            continue
-        if tensor.shape != shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} was given {argument} {list(tensor.shape)} of {tensor.dtype}, "
-                f"expected floating-point {list(shape)} for x {list(x.shape)}"
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{name} was given x on {x.device} and {argument} on {tensor.device}")
+    if residual is not None:
+        _check_other(name, x, "residual", residual, x.shape)
+    for argument, tensor in vectors.items():
+        if tensor is not None:
+            _check_other(name, x, argument, tensor, x.shape[-1:])
+
+
+def _check_other(name: str, x: Tensor, argument: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape or not tensor.is_floating_point():
+        raise ValueError(
+            f"{name} was given {argument} {list(tensor.shape)} of {tensor.dtype}, "
+            f"expected floating-point {list(shape)} for x {list(x.shape)}"
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"{name} was given x on {x.device} and {argument} on {tensor.device}")
 
 
 def _promote(*tensors: Tensor | None) -> torch.dtype:

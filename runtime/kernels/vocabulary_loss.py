@@ -1,8 +1,8 @@
 """The vocabulary-parallel cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3).
 
 All-reduces cannot stand inside an operator, so the operators are what one rank does alone: statistics of its
-columns of every row, and the rows' losses. Their gradient is computed from the logits once more, so that
-nothing as wide as the vocabulary is kept beside them.
+columns of every row, and the rows' losses. One tensor as wide as the vocabulary is kept for the gradient, which takes
+its place: in plain torch the softmax, else the logits, of which a kernel computes it once more.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.precision import HALF, widen
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
 from autoptd.runtime.rank import Rank
 
 # Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 26
+# Whole logits of so few elements stay in a CPU's cache with the two tensors as wide that torch's own loss makes.
+FEW = 1 << 20
 
 
 def cross_entropy(
@@ -41,29 +44,35 @@ def cross_entropy(
     under autocast float32.
     """
     _check(logits, target, reduction)
-    width = logits.shape[1]
-    start = rank.tensor.index * width
-    own = max(0, min(width, vocabulary - start))  # columns that are no padding
-    kept = target != ignore_index
-    illegal = kept & ((target < 0) | (target >= vocabulary))
-    column = target - start
-    here = kept & (column >= 0) & (column < own)
-    # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
-    read = column.masked_fill(~here, 0).masked_fill(illegal, width)
-
-    constant = logits.detach()
-    largest, total = _sum_exponentials(rank, constant, own)
-    aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
-    total, aim = rank.tensor.all_reduce(torch.stack([total, aim.masked_fill(~here, 0)])).unbind()
-    column = column.masked_fill(~here, -1)
-    losses: Tensor = torch.ops.autoptd.cross_entropy_rows(logits, column, largest, total, aim, own)
-    loss = losses.masked_fill(~kept, 0).sum()
-    if reduction == "mean":
-        loss = loss / kept.sum()
     if dtype is None:
         device = logits.device.type
         autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        dtype = loss.dtype if autocasts else logits.dtype
+        dtype = widen(logits.dtype) if autocasts else logits.dtype
+    whole = rank.tensor.size == 1 and vocabulary == logits.shape[1]
+    if whole and logits.numel() <= FEW and logits.dtype not in HALF and runs_plainly(logits):
+        return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction).to(
+            dtype
+        )
+    start = rank.tensor.index * logits.shape[1]
+    own = max(0, min(logits.shape[1], vocabulary - start))  # columns that are no padding
+    kept = target != ignore_index
+    column = target - start
+    here = kept & (column >= 0) & (column < own)
+    # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
+    illegal = kept & ((target < 0) | (target >= vocabulary))
+    read = column.masked_fill(~here, 0).masked_fill(illegal, logits.shape[1])
+
+    constant = logits.detach()
+    statistics, softmax = torch.ops.autoptd.cross_entropy_statistics(constant, own)
+    largest, part = _align(rank, *statistics.unbind())
+    aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
+    total, aim = rank.tensor.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
+    rows = torch.stack([largest, part, total, aim])
+    column = column.masked_fill(~here, -1)
+    losses: Tensor = torch.ops.autoptd.cross_entropy_rows(logits, softmax, column, rows, own)
+    loss = losses.masked_fill(~kept, 0).sum()
+    if reduction == "mean":
+        loss = loss / kept.sum()
     return loss.to(dtype)
 
 
@@ -84,9 +93,8 @@ def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
         raise ValueError(f"cross_entropy was given logits on {logits.device} and a target on {target.device}")
 
 
-def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+def _align(rank: Rank, largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Every row's maximum over all tensor ranks, and its sum of exponentials relative to it, of the own columns."""
-    largest, total = torch.ops.autoptd.cross_entropy_statistics(logits, own).unbind()
     if rank.tensor.size == 1:
         return largest, total
     everywhere = rank.tensor.all_reduce(largest.clone(), "max")
@@ -103,102 +111,121 @@ def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 @define_operator("cross_entropy_statistics")
-def _statistics(logits: Tensor, own: int) -> Tensor:
-    """The maximum of each row's first `own` columns, and the sum of exponentials relative to it.
+def _statistics(logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """The maximum of each row's first `own` columns, and the sum of exponentials relative to it; their softmax.
 
-    [2, N], in float32 for half precision; -inf and 0 of rows that are -inf.
+    [2, N], in float32 for half precision; -inf and 0 of rows that are -inf. The softmax is as wide as `logits`, with
+    zeros for the other columns and such rows; [0] where a kernel or half precision has it computed once more.
     """
+    statistics, softmax = _allocate_statistics(logits, own)
     kernels = find_kernels("cross_entropy", logits)
-    results = _allocate_statistics(logits, own)
     if kernels is not None:
-        kernels.sum_exponentials(logits, own, results)
-        return results
-    largest, total = results.unbind()
-    for x, shift, peak in _split_rows(logits[:, :own], largest, total):
-        _soften(x, shift, peak)
-    total.reciprocal_().masked_fill_(largest == -torch.inf, 0)
-    return results
-
-
-def _allocate_statistics(logits: Tensor, own: int) -> Tensor:
-    return logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
-
-
-def _soften(x: Tensor, largest: Tensor, peak: Tensor, out: Tensor | None = None) -> Tensor:
-    """The softmax of the rows of `x`; fills their maximum, and the softmax's, which is 1 over its sum.
-
-    One softmax of torch is sooner than one exponential. Of a row that is -inf it is nan.
-    """
-    softmax = torch.softmax(x, 1, dtype=peak.dtype, out=out)
-    if x.shape[1] == 0:
+        kernels.sum_exponentials(logits, own, statistics)
+        return statistics, softmax
+    largest, total = statistics.unbind()
+    if own == 0:
         largest.fill_(-torch.inf)
-        return softmax
+        total.zero_()
+        return statistics, softmax.zero_()
+    if softmax.dim() == 2:
+        softmax[:, own:] = 0
+        _soften(logits[:, :own], largest, total, softmax[:, :own])
+    else:
+        for x, maximum, sum_ in _split_rows(logits[:, :own], largest, total):
+            _soften(x, maximum, sum_)
+    impossible = largest == -torch.inf  # where softmax and sum are nan
+    if impossible.any():  # rare, and a pass over all of them
+        total.masked_fill_(impossible, 0)
+        if softmax.dim() == 2:
+            softmax.masked_fill_(impossible[:, None], 0)
+    return statistics, softmax
+
+
+def _soften(x: Tensor, largest: Tensor, total: Tensor, out: Tensor | None = None) -> None:
+    """Fill the rows' maxima, their sums of exponentials, and `out` with their softmax.
+
+    One softmax of torch is sooner than one exponential; its maximum is 1 over the sum.
+    """
+    softmax = torch.softmax(x, 1, dtype=total.dtype, out=out)
+    torch.amax(softmax, 1, out=total)
+    total.reciprocal_()
     largest.copy_(x.amax(1))
-    torch.amax(softmax, 1, out=peak)
-    return softmax
+
+
+def _allocate_statistics(logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    statistics = logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
+    kept = logits.dtype not in HALF and find_kernels("cross_entropy", logits) is None
+    return statistics, logits.new_empty(logits.shape if kept else (0,))
 
 
 @define_operator("cross_entropy_rows")
-def _losses(logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, aim: Tensor, own: int) -> Tensor:
+def _losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """The loss of every row, log(total) - aim.
 
-    Differentiable in `logits` only: the others are what all ranks' logits gave. `column` is the own column that
-    is the row's target, or -1.
+    `column` is the own column that is the row's target, or -1. `rows` [4, N] are the maximum over all ranks and,
+    relative to it, the own columns' sum of exponentials, that of all ranks and the target's logit. Differentiable in
+    `logits` only: the others are what all ranks' logits gave.
     """
-    return total.log() - aim
+    return rows[2].log() - rows[3]
 
 
-def _allocate_losses(
-    logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, aim: Tensor, own: int
-) -> Tensor:
-    return torch.empty_like(total)
+def _allocate_losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
+    return torch.empty_like(rows[0])
 
 
 @define_operator("cross_entropy_rows_backward")
-def _gradient(
-    factor: Tensor, logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, own: int
-) -> Tensor:
+def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
-    result = _allocate_gradient(factor, logits, column, largest, total, own)
+    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     kernels = find_kernels("cross_entropy", logits)
     if kernels is not None:
+        largest, _, total, _ = rows.unbind()
         kernels.differentiate_losses(factor, logits, column, largest, total, own, result)
         return result
     result[:, own:] = 0
     if own == 0:
         return result
-    place = column.clamp(min=0)[:, None]
-    hit = factor.masked_fill(column < 0, 0).neg_()[:, None]
-    rows = _split_rows(logits[:, :own], result[:, :own], factor, largest, total, place, hit)
-    for x, gradient, scale, everywhere, divisor, at, addend in rows:
-        shift, peak = torch.empty_like(everywhere), torch.empty_like(divisor)
-        softmax = _soften(x, shift, peak, gradient if gradient.dtype == peak.dtype else None)
-        impossible = shift == -torch.inf  # of these columns, where their softmax is nan
-        if impossible.any():  # rare, and a pass over all of them
-            softmax.masked_fill_(impossible[:, None], 0)
-            peak.masked_fill_(impossible, 1)
-        # So far of these columns alone; of all it is less, by what they are of the row's sum.
-        softmax.mul_((shift - everywhere).exp_().mul_(scale).div_(peak * divisor)[:, None])
-        softmax.scatter_add_(1, at, addend)
-        if softmax is not gradient:
-            gradient.copy_(softmax)
+    parts = _split_rows(logits[:, :own], result[:, :own], factor, column, rows.T)
+    for x, gradient, scale, at, numbers in parts:
+        _, part, total, _ = numbers.unbind(1)
+        softmax = torch.softmax(x, 1, dtype=rows.dtype).masked_fill_((part == 0)[:, None], 0)
+        gradient.copy_(_subtract_targets(softmax, scale, at, part / total))
     return result
 
 
-def _allocate_gradient(
-    factor: Tensor, logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, own: int
-) -> Tensor:
+def _allocate_gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
+def _subtract_targets(softmax: Tensor, factor: Tensor, column: Tensor, share: Tensor) -> Tensor:
+    """Make ``(softmax * share - one_hot(column)) * factor`` of `softmax`, in its place.
+
+    A softmax of the own columns alone is `share` of what it is of all.
+    """
+    softmax.mul_((factor * share)[:, None])
+    hit = factor.masked_fill(column < 0, 0).neg()
+    return softmax.scatter_add_(1, column.clamp(min=0)[:, None], hit[:, None])
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits, column, largest, total, _, ctx.own = inputs
-    ctx.save_for_backward(logits, column, largest, total)
+    logits, softmax, column, rows, ctx.own = inputs
+    ctx.softens, ctx.done = softmax.dim() == 2, False
+    kept = (softmax, column, rows[1] / rows[2]) if ctx.softens else (logits, column, rows)
+    ctx.save_for_backward(*kept)
 
 
 def _backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    gradient = torch.ops.autoptd.cross_entropy_rows_backward(factor, *ctx.saved_tensors, ctx.own)
-    return gradient, None, None, None, None, None
+    if ctx.done:
+        raise RuntimeError(
+            "cross_entropy was differentiated twice, its softmax has become the gradient: compute it anew"
+        )
+    kept, column, rows = ctx.saved_tensors
+    if ctx.softens:
+        ctx.done = True
+        gradient = _subtract_targets(kept, factor, column, rows)
+    else:
+        gradient = torch.ops.autoptd.cross_entropy_rows_backward(factor, kept, column, rows, ctx.own)
+    return gradient, None, None, None, None
 
 
 _statistics.register_fake(_allocate_statistics)

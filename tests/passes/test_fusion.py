@@ -336,6 +336,40 @@ def test_no_float32_copy_of_half_precision_logits_is_made(tensor: int) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("few", [-1, 1 << 20])
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [({}, True), ({"reduction": "sum"}, True), ({"label_smoothing": 0.1}, False)],
+    ids=str,
+)
+def test_a_whole_loss_keeps_its_softmax(
+    options: dict[str, Any], ours: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+        def forward(self, idx: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.embedding(idx))
+            return functional.cross_entropy(logits.view(-1, 50), labels.view(-1), **options)
+
+    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", few)
+    torch.manual_seed(0)
+    model = Head().double()
+    batch = {name: torch.randint(0, 50, (2, 4)) for name in ("idx", "labels")}
+    batch["labels"][0, 1] = -100
+    program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=batch, num_microbatches=1)
+    assert (targets(program)[kernels.cross_entropy] == 1) is ours
+    parallel = program.bind()
+    expected, found = model(**batch), parallel(**batch)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for one, other in zip(parallel.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+
+
 def test_nothing_is_joined_across_regions_of_recomputation() -> None:
     """A bias with its GeLU inside a region, yes; a sum with a norm of the next region, no."""
     writer = GraphWriter(0, torch.float64)

@@ -46,6 +46,14 @@ def gradient(x: Tensor) -> Tensor:
     return x.grad
 
 
+@pytest.fixture(params=["torch's own for few", "ours"])
+def whole_loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank leaves the loss of a few whole logits to torch."""
+    if request.param == "ours":
+        monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", -1)
+
+
+@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocabulary", [37, 36, 5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -76,6 +84,7 @@ def test_cross_entropy(tensor: int, vocabulary: int, reduction: Literal["mean", 
         assert elements == ({} if tensor == 1 else {"all_reduce": 3 * 24})
 
 
+@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 3])
 def test_cross_entropy_of_ignored_targets_only(tensor: int) -> None:
     logits, target = torch.randn(4, 7, dtype=torch.float64), torch.full((4,), 6)
@@ -125,6 +134,7 @@ def test_cross_entropy_holds_large_logits() -> None:
         torch.testing.assert_close(loss, functional.cross_entropy(logits, torch.tensor([3])))
 
 
+@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 2, 3])
 @pytest.mark.parametrize("all_hidden", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -160,6 +170,7 @@ def test_cross_entropy_of_hidden_columns(tensor: int, all_hidden: bool, dtype: t
         torch.testing.assert_close(loss.double(), expected.detach(), rtol=step, atol=0, equal_nan=True)
 
 
+@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("wrong", [-1, 7, 8])
 def test_cross_entropy_refuses_a_target_outside_the_vocabulary(tensor: int, wrong: int) -> None:
@@ -172,6 +183,26 @@ def test_cross_entropy_refuses_a_target_outside_the_vocabulary(tensor: int, wron
 
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         on_tensor_ranks(tensor, divided)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_differentiates_once_what_it_keeps_the_softmax_of(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 6, dtype=dtype, requires_grad=True)
+
+    def divided(rank: Rank) -> Tensor:
+        return kernels.cross_entropy(
+            rank, own_part(logits.detach(), 1, 2, rank.tensor.index), torch.arange(4), 6
+        )
+
+    for loss in on_tensor_ranks(2, divided):
+        loss.backward(retain_graph=True)
+        if dtype == torch.bfloat16:  # of the logits it is computed again
+            loss.backward()
+        else:
+            with pytest.raises(
+                RuntimeError, match="differentiated twice, its softmax has become the gradient"
+            ):
+                loss.backward()
 
 
 def test_cross_entropy_says_what_it_takes() -> None:

@@ -51,8 +51,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "scaled_softmax": (scores, draw(1, 3, 8), False, 0.3, 0.5, KEY),
         "scaled_softmax_backward": (scores, turned.softmax(-1), None, True, 0.3, 0.0, []),
         "cross_entropy_statistics": (logits.detach(), 7),
-        "cross_entropy_rows": (logits, column, rows, rows, rows, 7),
-        "cross_entropy_rows_backward": (rows, logits, column, rows, rows, 7),
+        "cross_entropy_rows": (logits, logits.detach().softmax(1), column, torch.rand(4, 6), 7),
+        "cross_entropy_rows_backward": (rows, logits, column, torch.rand(4, 6), 7),
     }
 
 
@@ -126,9 +126,13 @@ def test_what_backward_keeps() -> None:
     assert saved(lambda: kernels.add_rms_norm(RANK, x, vector, EPS, **added)) == [whole, weight, row]
     assert saved(lambda: kernels.scaled_softmax(RANK, scores, is_causal=True, p=0.5)) == [(half, 512)]
     assert saved(lambda: kernels.scaled_softmax(RANK, scores)) == [(half, 512)]
-    of_loss = saved(lambda: kernels.cross_entropy(RANK, logits, torch.arange(4), 64))
-    assert of_loss[0] == (half, 256)
-    assert all(elements <= 4 for _, elements in of_loss[1:])
+    target, counted = torch.arange(4), [(torch.bool, 4), (torch.int64, 4), (torch.int64, 1)]
+    of_loss = saved(lambda: kernels.cross_entropy(RANK, logits, target, 64))
+    assert of_loss == [(half, 256), (single, 4 * 4), *counted]
+    whole_logits = draw(4, 64)
+    assert (single, 256) in saved(lambda: kernels.cross_entropy(RANK, whole_logits, target, 64))
+    of_loss = saved(lambda: kernels.cross_entropy(RANK, whole_logits, target, 63))
+    assert of_loss == [(single, 256), counted[0], row, *counted[1:]]
 
 
 def test_dtypes_are_those_of_the_chains() -> None:
