@@ -98,7 +98,7 @@ def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
         values = batch[expected.name]
         if expected.rows is not None and not values.is_cpu:
             wrong = (values < 0) | (values >= expected.rows)
-            found = found | (wrong & (values != expected.ignore_index)).any()
+            found = found | (wrong & (values != expected.exempt)).any()
     return found
 
 

@@ -138,7 +138,7 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
         low, high = values.aminmax()
         if high < rows and low >= 0:
             continue
-        wrong = ((values < 0) | (values >= rows)) & (values != expected.ignore_index)
+        wrong = ((values < 0) | (values >= rows)) & (values != expected.exempt)
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
             largest = values[wrong].max().item()

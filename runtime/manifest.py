@@ -18,7 +18,8 @@ class Input:
     Of labels, `ignore_index` is the number that their mean loss leaves out, and `skipped` how many at the begin of
     their last dimension it does not read; None: no labels, or of a loss of which that is not known. With `weighs` the
     model's loss is that mean and nothing beside it, so that microbatches count by how many valid ones they have.
-    Values that are row numbers, of a table or of a loss's classes, must be below `rows`, the fewest of these.
+    Values that are row numbers, of a table or of a loss's classes, must be below `rows`, the fewest of these, or be
+    `exempt`, which its losses leave out.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Input:
     skipped: int = 0
     weighs: bool = False
     rows: int | None = None
+    exempt: int | None = None
 
 
 @dataclass(frozen=True)

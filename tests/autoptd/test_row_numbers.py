@@ -57,3 +57,23 @@ def test_ignored_labels_are_no_rows() -> None:
     batch = {"idx": torch.ones(2, 8, dtype=torch.long), "targets": torch.ones(2, 8, dtype=torch.long)}
     batch["targets"][:, :3] = -100
     assert compile_gpt((1, 1, 1)).bind()(**batch)[1].isfinite()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_labels_that_a_sum_leaves_out_are_no_rows(tensor: int) -> None:
+    """Whatever the loss does with the others."""
+
+    class Summed(Shifted):
+        def forward(self, numbers: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.table(numbers)).view(-1, 7)
+            return F.cross_entropy(logits, labels.view(-1), reduction="sum", ignore_index=-1)
+
+    example = {name: torch.ones(1, 6, dtype=torch.long) for name in ("numbers", "labels")}
+    program = autoptd.compile(Summed(), (tensor, 1, 1), example_inputs=example, num_microbatches=1)
+    assert {i.name: i.exempt for i in program.manifest.inputs} == {"numbers": None, "labels": -1}
+    batch = {"numbers": torch.ones(1, 6, dtype=torch.long), "labels": torch.tensor([[-1, 0, 1, 2, 3, -1]])}
+    bound = autoptd.compile(Summed(), (1, 1, 1), example_inputs=example, num_microbatches=1).bind()
+    assert bound(**batch).isfinite()
+    batch["labels"][0, 0] = -100
+    with pytest.raises(ValueError, match=r"argument labels has -100 at \[0, 0\]"):
+        bound(**batch)
