@@ -47,7 +47,7 @@ TILES = (16, 32, 64, 128, 256)
 LAUNCHES, VECTORS, LATENCIES = (1e-9, 1e-2), (1e7, 1e15), (1e-7, 1e-1)  # where the values are looked for
 RESOLUTION = 1e-9  # seconds: what two sizes of a message differ in at least
 MEASUREMENTS = {
-    "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS),
+    "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS) + 1,
     "message": 2 * len(MESSAGES) + 4,
 }
 PROCESSES = 2  # that compute at once, where there are devices for it, and that talk
@@ -131,7 +131,8 @@ def fit_device(device: Device, measured: Results, main: str) -> Device:
     for _ in range(3):  # each has a little of the other
         device = _solve(partial(_with_launches, device), LAUNCHES, blocks[0], seconds[0]).device
         device = _solve(partial(_with_vectors, device), VECTORS, blocks[1], seconds[1]).device
-    return device
+    crowded = max([seconds[-1], *measured.get("crowded", [])])
+    return replace(device, crowded_efficiency=seconds[-1] / crowded)
 
 
 def fit_link(measured: Results, device: Device, main: str) -> Link:
@@ -139,14 +140,15 @@ def fit_link(measured: Results, device: Device, main: str) -> Link:
     collective, message = (_fit_rate(measured[name]) for name in ("reduced", "sent"))
     bandwidth = max(collective, message)
     link, program = (
-        Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0, 1.0),
+        Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0, 1.0, 1.0),
         compile_block(DIVIDED, main, 2),
     )
-    latency, core = (
-        _solve(partial(_with_latency, device, link), LATENCIES, program, seconds).node.latency_seconds
-        for seconds in measured["divided"][0]
+    latency, core, crowded = (
+        _solve(partial(_with_latency, own, link), LATENCIES, program, seconds).node.latency_seconds
+        for own, seconds in zip((device, device, device.crowded), measured["divided"][0], strict=True)
     )
-    return replace(link, latency_seconds=latency, core_seconds=min(core, latency))
+    core = min(core, latency)
+    return replace(link, latency_seconds=latency, core_seconds=core, crowded_seconds=max(core, crowded))
 
 
 def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
@@ -157,7 +159,7 @@ def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
 
 def _link_alone(device: Device) -> Link:
     """Of a device without peers: its messages to itself would be copies in its memory."""
-    return Link(device.memory_bandwidth, 1.0, 1.0, device.launch_seconds, device.launch_seconds)
+    return Link(device.memory_bandwidth, 1.0, 1.0, *[device.launch_seconds] * 3)
 
 
 def _with_launches(device: Device, seconds: float) -> Cluster:
@@ -170,7 +172,7 @@ def _with_vectors(device: Device, flops: float) -> Cluster:
 
 
 def _with_latency(device: Device, link: Link, seconds: float) -> Cluster:
-    link = replace(link, latency_seconds=seconds, core_seconds=seconds)
+    link = replace(link, latency_seconds=seconds, core_seconds=seconds, crowded_seconds=seconds)
     return Cluster("", device, 2, 2, 2, link, link)
 
 
@@ -213,7 +215,7 @@ def _describe_device(number: int, cuda: int) -> Device:
     else:
         name, multiprocessors = f"core of {describe_processor()}", 1
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // number
-    return Device(name, {}, size, 1.0, 1.0, 1.0, 1.0, multiprocessors, 1, 1, 1.0)
+    return Device(name, {}, size, 1.0, 1.0, 1.0, 1.0, multiprocessors, 1, 1, 1.0, 1.0)
 
 
 def _check(output: str | Path | None, devices: int, cuda: int, seconds: float) -> None:

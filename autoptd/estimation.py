@@ -122,15 +122,13 @@ class Estimator:
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """A step but for what comes after the schedule. ValueError for what cannot be."""
         p, m = candidate.pipeline, candidate.num_microbatches
-        return sum(
-            share * self._walk(candidate, count) for count, share in _shares(p, m, candidate.num_model_chunks)
-        )
+        return sum(share * self._walk(candidate, count) for count, share in _shares(p, m))
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """A step, and what it is made of. ValueError for what cannot be."""
         p, m = candidate.pipeline, candidate.num_microbatches
         row, (manifest, times) = self._divide_stages(candidate)
-        count = _shares(p, m, candidate.num_model_chunks)[0][0]
+        count = _shares(p, m)[0][0]
         schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
@@ -193,13 +191,13 @@ class Estimator:
         return self._arranged[key], repeats
 
 
-def _shares(p: int, m: int, chunks: int) -> Sequence[tuple[int, float]]:
+def _shares(p: int, m: int) -> Sequence[tuple[int, float]]:
     """Counts of microbatches whose steps, times the shares, add up to one of m.
 
-    A long step's middle repeats itself every p microbatches: it is on the line through two short ones. Where chunks
-    take turns, the first p are no measure yet.
+    A long step's middle repeats itself every p microbatches: it is on the line through two short ones. The first p
+    are no measure yet.
     """
-    count = 2 * p if chunks == 1 else 3 * p
+    count = 3 * p
     if m <= count:
         return ((m, 1.0),)
     more = (m - count) / p

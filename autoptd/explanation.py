@@ -103,7 +103,7 @@ def explain_program(
         examples = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
         estimator = Estimator(
             model,
-            simulation.cluster,
+            simulation.cluster.shared_by(manifest.mesh.size),
             simulation.dtype,
             example_inputs=examples,
             loss_fn=loss_fn,

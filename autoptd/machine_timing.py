@@ -57,6 +57,7 @@ class Place:
     rank: int
     world_size: int
     folder: str
+    cores: tuple[int, ...]
 
 
 def start(*, one_core: bool) -> tuple[Place, Timer]:
@@ -69,7 +70,14 @@ def start(*, one_core: bool) -> tuple[Place, Timer]:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Place(rank, world_size, sys.argv[4]), Timer(device, float(sys.argv[3]))
+    return Place(rank, world_size, sys.argv[4], tuple(cores)), Timer(device, float(sys.argv[3]))
+
+
+def gather(place: Place) -> None:
+    """Move all threads of this process to the core that the others go to, where the system lets it."""
+    if hasattr(os, "sched_setaffinity"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), place.cores[:1])
 
 
 def say(results: Iterable[tuple[str, Any]]) -> None:

@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 
 from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype
-from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, say, start
+from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, gather, say, start
 from autoptd.runtime.communicator import ProcessGroup
 
 MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
 PATIENCE = 120.0  # seconds that a process waits for another
 
 
-def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
-    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and of a step ("divided", [seconds, of a core]).
+def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
+    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and of a step ("divided", [seconds, of a core,
+    of a core that both ranks share]).
 
-    A CUDA device shares no core: there both are the clock's.
+    A CUDA device shares no core: there all are the clock's.
     """
     assert dist.group.WORLD is not None
     group = ProcessGroup(dist.group.WORLD, timer.device)
@@ -41,8 +42,13 @@ def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
         yield "reduced", [size, time_together(timer, lambda: group.all_reduce(x))[0]]  # noqa: B023
         yield "sent", [size, time_together(timer, exchange)[0]]
     parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=2).bind(timer.device)
-    seconds, computed = time_together(timer, block_step(parallel, DIVIDED, timer.device), parts=0.25)
-    yield "divided", [seconds, seconds if timer.device.type == "cuda" else computed]
+    step = block_step(parallel, DIVIDED, timer.device)
+    seconds, computed = time_together(timer, step, parts=0.5)
+    if timer.device.type == "cuda":
+        yield "divided", [seconds] * 3
+    else:
+        gather(place)
+        yield "divided", [seconds, computed, time_together(timer, step, parts=0.5)[1]]
 
 
 def time_together(timer: Timer, call: Callable[[], object], parts: float = 1) -> tuple[float, float]:
@@ -79,6 +85,6 @@ def join(place: Place, timer: Timer) -> None:
 if __name__ == "__main__":
     place, timer = start(one_core=False)
     join(place, timer)
-    say(time_messages(timer))
+    say(time_messages(place, timer))
     dist.barrier()  # nobody leaves while another may still talk to him
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
@@ -116,9 +116,11 @@ def simulate_program(
 ) -> Simulation:
     """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
     precision = Precision.of(stages, dtype)
-    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
+    shared = cluster.shared_by(manifest.mesh.size)
+    times = time_stages(manifest, stages, shared, precision, overlap=training.overlap_tensor)
     order = list(execution_order(schedule))
-    return simulate_times(manifest, times, schedule, order, cluster, precision, training)
+    simulated = simulate_times(manifest, times, schedule, order, shared, precision, training)
+    return replace(simulated, cluster=cluster)
 
 
 def simulate_times(

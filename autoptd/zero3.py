@@ -42,7 +42,7 @@ def simulate_zero3(
         raise ValueError(
             f"ZeRO-3 is simulated for a program of mesh (1, 1, 1), and this one has {manifest.mesh}"
         )
-    precision = Precision.of(stages, dtype)
+    precision, cluster = Precision.of(stages, dtype), cluster.shared_by(devices)
     (times,) = time_stages(manifest, stages, cluster, precision)
     m, ranks, item = manifest.num_microbatches, range(devices), ITEM_BYTES[precision.dtype]
     passes = 4 if any(recomputed_groups(stage.graph) for stage in stages) else 3

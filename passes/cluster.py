@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
@@ -35,7 +35,8 @@ class Link:
 
     `bandwidth` is the maker's, in bytes/s. Large messages reach the share `message_efficiency` of it, collectives,
     which all devices run at once, `collective_efficiency`. The smallest message takes `latency_seconds`, of which
-    a device works `core_seconds` and else waits: that differs where devices share cores (see `Cluster`).
+    a device works `core_seconds` and else waits. Where devices share cores (see `Cluster`) it works
+    `crowded_seconds`: the core is given away and taken again, with another's data in its caches.
     """
 
     bandwidth: float
@@ -43,11 +44,18 @@ class Link:
     collective_efficiency: float
     latency_seconds: float
     core_seconds: float
+    crowded_seconds: float
 
     @property
     def message_rate(self) -> float:
         """Bytes/s of a large message."""
         return self.bandwidth * self.message_efficiency
+
+    @property
+    def crowded(self) -> Link:
+        """The link between devices that share cores."""
+        more = self.crowded_seconds - self.core_seconds
+        return replace(self, latency_seconds=self.latency_seconds + more, core_seconds=self.crowded_seconds)
 
     @property
     def collective_rate(self) -> float:
@@ -63,7 +71,8 @@ class Device:
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
     `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
-    `multiprocessors` at a time.
+    `multiprocessors` at a time. Processes that take turns on a core find its caches cold each time: of its speed they
+    have `crowded_efficiency`.
     """
 
     name: str
@@ -77,6 +86,20 @@ class Device:
     tile_rows: int
     tile_columns: int
     launch_seconds: float
+    crowded_efficiency: float
+
+    @property
+    def crowded(self) -> Device:
+        """The device as one of several processes that take turns on its core has it."""
+        share = self.crowded_efficiency
+        return replace(
+            self,
+            gemm_efficiency=self.gemm_efficiency * share,
+            memory_efficiency=self.memory_efficiency * share,
+            vector_flops=self.vector_flops * share,
+            launch_seconds=self.launch_seconds / share,
+            crowded_efficiency=1.0,
+        )
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in `dtype`. ValueError where the device computes in no such type."""
@@ -167,6 +190,12 @@ class Cluster:
     def crowding(self, ranks: Sequence[int]) -> float:
         """How many times as long `ranks` take that all compute, for sharing their nodes' cores; 1 where none do."""
         return max([1.0, *(count / self.devices_at_once for count in self.nodes(ranks).values())])
+
+    def shared_by(self, count: int) -> Cluster:
+        """The cluster as `count` ranks find it: with slower devices and links where they share cores."""
+        if self.crowding(range(count)) <= 1:
+            return self
+        return replace(self, device=self.device.crowded, node=self.node.crowded, network=self.network.crowded)
 
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
         """How many of `ranks` are in each node."""
@@ -294,5 +323,10 @@ def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
             raise ValueError(
                 f"{source}: {name}.core_seconds = {link.core_seconds:g}: expected at most the whole "
                 f"latency_seconds, {link.latency_seconds:g}"
+            )
+        if link.crowded_seconds < link.core_seconds:
+            raise ValueError(
+                f"{source}: {name}.crowded_seconds = {link.crowded_seconds:g}: expected at least core_seconds, "
+                f"{link.core_seconds:g}"
             )
     return Cluster(**{**values, "device": Device(**device)})

@@ -31,8 +31,9 @@ KNOWN = Device(
     64,
     32,
     7e-6,
+    0.9,
 )
-LINK = Link(2e9, 0.5, 1.0, 1e-4, 2e-5)
+LINK = Link(2e9, 0.5, 1.0, 1e-4, 2e-5, 8e-5)
 ALONE = Cluster("", KNOWN, 1, 1, 1, LINK, LINK)
 
 
@@ -46,7 +47,8 @@ def measure_known() -> dict[str, Any]:
     steps = [compile_block(sizes, "fp32").simulate(ALONE).breakdown["compute"] for sizes in BLOCKS]
     copies = [[8 * count, 8 * count / KNOWN.memory_bandwidth] for count in COPIES]
     copies[-1][1] /= KNOWN.memory_efficiency  # larger than the caches
-    return {"products": products, "copies": copies, "blocks": steps}
+    crowded = steps[-1] / KNOWN.crowded_efficiency
+    return {"products": products, "copies": copies, "blocks": steps, "crowded": [crowded]}
 
 
 def test_a_device_is_found_again_from_what_it_takes() -> None:
@@ -66,6 +68,9 @@ def test_a_device_is_found_again_from_what_it_takes() -> None:
     assert found.launch_seconds == pytest.approx(7e-6, rel=0.01)
     assert found.memory_efficiency == pytest.approx(0.5)
     assert found.vector_flops == pytest.approx(2e10, rel=0.01)
+    assert found.crowded_efficiency == pytest.approx(0.9)
+    quick = fit_device(KNOWN, {**measure_known(), "crowded": [0.0]}, "fp32")
+    assert quick.crowded_efficiency == 1.0  # a clock that is not exact makes no core faster
 
 
 def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
@@ -81,7 +86,9 @@ def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
 def test_a_link_is_found_again_from_what_it_takes() -> None:
     pair = Cluster("", KNOWN, 2, 2, 2, LINK, LINK)
     busy = replace(pair, node=replace(LINK, latency_seconds=LINK.core_seconds))
-    spent = [compile_block(DIVIDED, "fp32", 2).simulate(one).breakdown for one in (pair, busy)]
+    shared = replace(busy, devices_at_once=1).shared_by(2)
+    cold = replace(shared, devices_at_once=2, node=replace(shared.node, latency_seconds=LINK.crowded_seconds))
+    spent = [compile_block(DIVIDED, "fp32", 2).simulate(one).breakdown for one in (pair, busy, cold)]
     measured: dict[str, list[Any]] = {
         "reduced": [[size, pair.all_reduce_seconds(size, (0, 1))] for size in MESSAGES],
         "sent": [[size, pair.send_seconds(size, 0, 1)] for size in MESSAGES],
@@ -92,6 +99,7 @@ def test_a_link_is_found_again_from_what_it_takes() -> None:
     assert found.message_rate == pytest.approx(1e9)
     assert found.latency_seconds == pytest.approx(1e-4, rel=0.01)
     assert found.core_seconds == pytest.approx(2e-5, rel=0.01)
+    assert found.crowded_seconds == pytest.approx(8e-5, rel=0.01)
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

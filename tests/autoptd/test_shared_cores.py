@@ -99,8 +99,29 @@ def test_latency_is_not_computed_by_anybody(program: autoptd.CompiledProgram) ->
     step = program.simulate(crowd).step_seconds
     slow = replace(crowd.node, latency_seconds=2 * crowd.node.latency_seconds)
     assert program.simulate(replace(crowd, node=slow)).step_seconds == pytest.approx(step, rel=0.02)
-    busy = replace(slow, core_seconds=slow.latency_seconds)
+    busy = replace(slow, core_seconds=slow.latency_seconds, crowded_seconds=slow.latency_seconds)
     assert program.simulate(replace(crowd, node=busy)).step_seconds > 1.2 * step
+
+
+def test_who_takes_turns_finds_cold_caches(program: autoptd.CompiledProgram) -> None:
+    """Work and waking take longer where cores are shared, and only there."""
+    crowd, node = with_cores(2), LAPTOP.node
+    cold = replace(
+        crowd,
+        device=replace(crowd.device, crowded_efficiency=0.8),
+        node=replace(node, crowded_seconds=5 * node.core_seconds),
+    )
+    assert cold.shared_by(2) is cold
+    shared = cold.shared_by(8)
+    assert shared.device.peak_flops == crowd.device.peak_flops
+    assert shared.device.launch_seconds == crowd.device.launch_seconds / 0.8
+    assert shared.node.core_seconds == shared.node.latency_seconds == 5 * node.core_seconds
+    assert shared.shared_by(8) == shared
+    warm, found = program.simulate(crowd), program.simulate(cold)
+    assert found.step_seconds > warm.step_seconds / 0.8
+    assert found.cluster is cold
+    alone = replace(cold, devices_at_once=8)
+    assert program.simulate(alone).step_seconds == program.simulate(LAPTOP).step_seconds
 
 
 @pytest.mark.parametrize("blocking", [False, True])

@@ -32,7 +32,7 @@ from samples.gpt import GPT, GPTConfig
 LAYERS, HIDDEN, VOCABULARY, LENGTH, B = 8, 256, 512, 128, 2
 SELENE = Cluster.load("dgx-a100")
 # Messages and all-reduces that take no time, and no launches: only work is left.
-FREE = Link(1e30, 1.0, 1.0, 1e-30, 1e-30)
+FREE = Link(1e30, 1.0, 1.0, 1e-30, 1e-30, 1e-30)
 STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30))
 
 
@@ -201,12 +201,13 @@ def differentiated(program: autoptd.CompiledProgram, index: int) -> list[int]:
     return [ledger.differentiated(node, trained) for node in ledger.nodes]
 
 
-def test_gradients_live_beside_what_is_kept() -> None:
-    """Most at the loss: torch's gradients of its two halves, each as large as the logits; next at the head."""
-    program = compile_gpt((1, 1, 1), torch.float32)
+@pytest.mark.parametrize(("fuse", "wide"), [(True, 1), (False, 2)])
+def test_gradients_live_beside_what_is_kept(fuse: bool, wide: int) -> None:
+    """At the loss a gradient as large as the logits, of torch's own one for each of its halves; then the head's."""
+    program = compile_gpt((1, 1, 1), torch.float32, fuse=fuse)
     logits, table, last = 4 * B * LENGTH * VOCABULARY, 4 * VOCABULARY * HIDDEN, 4 * B * LENGTH * HIDDEN
     *_, head, loss = (size for size in differentiated(program, 0) if size > 2 * last)
-    assert (head, loss) == (logits + table + last, 2 * logits + 4)
+    assert (head, loss) == (logits + table + last, wide * logits + 4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

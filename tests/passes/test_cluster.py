@@ -56,6 +56,16 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
             "core_seconds = 2e-6",
             "node.core_seconds = 2e-06: expected at most the whole",
         ),
+        (
+            "crowded_seconds = 1.5e-6",
+            "crowded_seconds = 1e-6",
+            "node.crowded_seconds = 1e-06: expected at least core_seconds, 1.5e-06",
+        ),
+        (
+            "crowded_efficiency = 1.0",
+            "crowded_efficiency = 2.0",
+            "device.crowded_efficiency = 2.0: expected a share",
+        ),
         ("bf16 =", "bfloat16 =", "device.peak_flops has 'bfloat16': expected dtypes among fp64, fp32"),
         ('"A100-SXM4-80GB"', "100", "device.name = 100: expected a text"),
         ("name =", "name", "is no TOML"),
