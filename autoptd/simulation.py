@@ -258,13 +258,14 @@ def _finish(
 ) -> Iterator[Phase]:
     """After the schedule: what is left of the sums of gradients, in the runtime's order, then the optimizer.
 
-    Ranks that share cores do so at once, and what they do beside their backwards costs these as much.
+    Ranks that share cores do so at once.
     """
     mesh, each = manifest.mesh, gradient_bytes(precision, training.wide_gradients)
     crowding = cluster.crowding(range(mesh.size))
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
     shards = mesh.data if training.zero else 1
-    overlap = training.overlap_data and cluster.devices_at_once == cluster.devices_per_node
+    # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
+    overlap = training.overlap_data and cluster.device.multiprocessors > 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, gathers = [], []
