@@ -37,7 +37,7 @@ from autoptd.kernel_timing import (
     compile_block,
     main_dtype,
 )
-from autoptd.message_timing import MESSAGES
+from autoptd.message_timing import MESSAGES, ROUNDS
 from autoptd.passes.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.durations import Precision
 from autoptd.passes.work import Product
@@ -48,7 +48,7 @@ LAUNCHES, VECTORS, LATENCIES = (1e-9, 1e-2), (1e7, 1e15), (1e-7, 1e-1)  # where 
 RESOLUTION = 1e-9  # seconds: what two sizes of a message differ in at least
 MEASUREMENTS = {
     "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS) + 1,
-    "message": 2 * len(MESSAGES) + 4,
+    "message": 2 * len(MESSAGES) + ROUNDS,
 }
 PROCESSES = 2  # that compute at once, where there are devices for it, and that talk
 
@@ -85,7 +85,8 @@ def calibrate(
             for kind, ranks in groups.items()
         )
     device = fit_device(_describe_device(number, cuda), kernels, main)
-    link = fit_link(messages, device, main) if messages else _link_alone(device)
+    device = fit_crowd(device, messages) if messages else device
+    link = fit_link(messages, device, main, *kernels["plain"]) if messages else _link_alone(device)
     cluster = Cluster(
         f"{number} x {device.name}",
         device,
@@ -131,21 +132,30 @@ def fit_device(device: Device, measured: Results, main: str) -> Device:
     for _ in range(3):  # each has a little of the other
         device = _solve(partial(_with_launches, device), LAUNCHES, blocks[0], seconds[0]).device
         device = _solve(partial(_with_vectors, device), VECTORS, blocks[1], seconds[1]).device
-    crowded = max([seconds[-1], *measured.get("crowded", [])])
-    return replace(device, crowded_efficiency=seconds[-1] / crowded)
+    return device
 
 
-def fit_link(measured: Results, device: Device, main: str) -> Link:
-    """The link that takes what `message_timing.time_messages` measured, between devices like `device`."""
+def fit_crowd(device: Device, measured: Results) -> Device:
+    """The device with what is left of its speed where processes take turns on it, by `message_timing.time_messages`."""
+    left = statistics.median(plain / shared for plain, *_, shared in measured["divided"])
+    return replace(device, crowded_efficiency=min(1.0, left))
+
+
+def fit_link(measured: Results, device: Device, main: str, plain: float) -> Link:
+    """The link that takes what `message_timing.time_messages` measured, between devices like `device`.
+
+    On these a plain step takes `plain` seconds: what the steps took is put in proportion to it.
+    """
     collective, message = (_fit_rate(measured[name]) for name in ("reduced", "sent"))
     bandwidth = max(collective, message)
     link, program = (
         Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0, 1.0, 1.0),
         compile_block(DIVIDED, main, 2),
     )
+    times = [plain * statistics.median(row[i] / row[0] for row in measured["divided"]) for i in (1, 2, 3)]
     latency, core, crowded = (
         _solve(partial(_with_latency, own, link), LATENCIES, program, seconds).node.latency_seconds
-        for own, seconds in zip((device, device, device.crowded), measured["divided"][0], strict=True)
+        for own, seconds in zip((device, device, device.crowded), times, strict=True)
     )
     core = min(core, latency)
     return replace(link, latency_seconds=latency, core_seconds=core, crowded_seconds=max(core, crowded))

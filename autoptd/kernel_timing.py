@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
-from autoptd.machine_timing import Place, Timer, gather, say, start
+from autoptd.machine_timing import Timer, say, start
 from autoptd.runtime.module import Parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -107,11 +107,23 @@ def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callab
     return step
 
 
-def time_kernels(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
+def plain_step(device: torch.device) -> Callable[[], None]:
+    """A forward and a backward of a transformer of one device, as its user wrote it."""
+    model = Transformer(DIVIDED).to(device, DTYPES[main_dtype(device)])
+    tokens = torch.zeros(DIVIDED.b, DIVIDED.s, dtype=torch.long, device=device)
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        model.zero_grad()
+
+    return step
+
+
+def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
     """Yield ("products", [dtype, rows, columns, inner, seconds]), ("copies", [bytes, seconds]), ("blocks", seconds).
 
-    A product is the mean of the three that training has: x wᵀ forward, g w and gᵀ x backward. Last, on CPUs, what the
-    last block takes where all processes take turns on one core: ("crowded", seconds).
+    A product is the mean of the three that training has: x wᵀ forward, g w and gᵀ x backward. Last ("plain", seconds),
+    what `plain_step` takes.
     """
     main = main_dtype(timer.device)
     for name, dtype in DTYPES.items():
@@ -127,12 +139,9 @@ def time_kernels(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
         yield "copies", [2 * source.nbytes, timer.time(lambda: copied.copy_(source))]  # noqa: B023
     for sizes in BLOCKS:
         parallel = compile_block(sizes, main).bind(timer.device)
-        step = block_step(parallel, sizes, timer.device)
-        yield "blocks", timer.time(step)
-    if timer.device.type != "cuda":
-        gather(place)
-        yield "crowded", timer.time(step)
+        yield "blocks", timer.time(block_step(parallel, sizes, timer.device))
+    yield "plain", timer.time(plain_step(timer.device))
 
 
 if __name__ == "__main__":
-    say(time_kernels(*start(one_core=True)))
+    say(time_kernels(start(one_core=True)[1]))

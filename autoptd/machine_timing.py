@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,11 @@ def start(*, one_core: bool) -> tuple[Place, Timer]:
     return Place(rank, world_size, sys.argv[4], tuple(cores)), Timer(device, float(sys.argv[3]))
 
 
-def gather(place: Place) -> None:
-    """Move all threads of this process to the core that the others go to, where the system lets it."""
+def keep_to(cores: Sequence[int]) -> None:
+    """Let all threads of this process run on `cores` only, where the system has means for that."""
     if hasattr(os, "sched_setaffinity"):
         for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), place.cores[:1])
+            os.sched_setaffinity(int(thread), cores)
 
 
 def say(results: Iterable[tuple[str, Any]]) -> None:

@@ -14,19 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype
-from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, gather, say, start
+from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype, plain_step
+from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, keep_to, say, start
 from autoptd.runtime.communicator import ProcessGroup
 
 MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
+ROUNDS = 6
 PATIENCE = 120.0  # seconds that a process waits for another
 
 
 def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
-    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and of a step ("divided", [seconds, of a core,
-    of a core that both ranks share]).
+    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and ("divided", [...]) in each of some rounds.
 
-    A CUDA device shares no core: there all are the clock's.
+    Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of a core that both
+    ranks share; and of such a core for the plain step again. A CUDA device shares no core: there all are the clock's.
+    A machine's speed drifts: what is compared is timed in turn.
     """
     assert dist.group.WORLD is not None
     group = ProcessGroup(dist.group.WORLD, timer.device)
@@ -42,33 +44,43 @@ def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
         yield "reduced", [size, time_together(timer, lambda: group.all_reduce(x))[0]]  # noqa: B023
         yield "sent", [size, time_together(timer, exchange)[0]]
     parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=2).bind(timer.device)
-    step = block_step(parallel, DIVIDED, timer.device)
-    seconds, computed = time_together(timer, step, parts=0.5)
-    if timer.device.type == "cuda":
-        yield "divided", [seconds] * 3
-    else:
-        gather(place)
-        yield "divided", [seconds, computed, time_together(timer, step, parts=0.5)[1]]
-
-
-def time_together(timer: Timer, call: Callable[[], object], parts: float = 1) -> tuple[float, float]:
-    """The mean of calls that both ranks make in a row, as often as the first one says: by the clock, and what all
-    threads of this process compute."""
-
-    def run(count: int) -> tuple[float, float]:
-        dist.barrier()
-        begun, computed = time.perf_counter(), time.process_time()
-        for _ in range(count):
-            call()
+    plain, divided = plain_step(timer.device), block_step(parallel, DIVIDED, timer.device)
+    often = [(step, count_calls(timer, step, 4)) for step in (plain, divided)]
+    for _ in range(ROUNDS):
+        apart = [run_together(timer, *calls) for calls in often]
         if timer.device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / count, (time.process_time() - computed) / count
+            (alone, _), (seconds, _) = apart
+            yield "divided", [alone, seconds, seconds, seconds, alone]
+            continue
+        keep_to(place.cores[:1])
+        shared = [run_together(timer, *calls)[1] for calls in reversed(often)]
+        keep_to(place.cores)
+        yield "divided", [apart[0][1], *apart[1], *shared]
 
-    run(WARM_UPS)
-    once, _ = run(LEAST_REPEATS)
-    count = torch.tensor([max(LEAST_REPEATS, int(timer.seconds / parts / once))], device=timer.device)
+
+def time_together(timer: Timer, call: Callable[[], object]) -> tuple[float, float]:
+    """The mean of calls that both ranks make in a row: by the clock, and what all threads of this process compute."""
+    return run_together(timer, call, max(LEAST_REPEATS, count_calls(timer, call)))
+
+
+def count_calls(timer: Timer, call: Callable[[], object], parts: int = 1) -> int:
+    """How often both ranks make it in one of so many `parts` of the time for one thing, as the first rank says."""
+    run_together(timer, call, WARM_UPS)
+    once, _ = run_together(timer, call, LEAST_REPEATS)
+    count = torch.tensor([max(1, int(timer.seconds / parts / once))], device=timer.device)
     dist.broadcast(count, 0)
-    return run(int(count))
+    return int(count)
+
+
+def run_together(timer: Timer, call: Callable[[], object], count: int) -> tuple[float, float]:
+    """As `time_together`, so many times."""
+    dist.barrier()
+    begun, computed = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        call()
+    if timer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / count, (time.process_time() - computed) / count
 
 
 def join(place: Place, timer: Timer) -> None:

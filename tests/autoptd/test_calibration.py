@@ -12,7 +12,7 @@ import pytest
 
 import autoptd
 from autoptd import Cluster, calibration
-from autoptd.calibration import fit_device, fit_link
+from autoptd.calibration import fit_crowd, fit_device, fit_link
 from autoptd.cli import main
 from autoptd.kernel_timing import BLOCKS, COPIES, DIVIDED, DTYPES, SHAPES, compile_block
 from autoptd.message_timing import MESSAGES
@@ -34,6 +34,7 @@ KNOWN = Device(
     0.9,
 )
 LINK = Link(2e9, 0.5, 1.0, 1e-4, 2e-5, 8e-5)
+PLAIN = 0.02  # seconds of a plain step
 ALONE = Cluster("", KNOWN, 1, 1, 1, LINK, LINK)
 
 
@@ -47,8 +48,7 @@ def measure_known() -> dict[str, Any]:
     steps = [compile_block(sizes, "fp32").simulate(ALONE).breakdown["compute"] for sizes in BLOCKS]
     copies = [[8 * count, 8 * count / KNOWN.memory_bandwidth] for count in COPIES]
     copies[-1][1] /= KNOWN.memory_efficiency  # larger than the caches
-    crowded = steps[-1] / KNOWN.crowded_efficiency
-    return {"products": products, "copies": copies, "blocks": steps, "crowded": [crowded]}
+    return {"products": products, "copies": copies, "blocks": steps}
 
 
 def test_a_device_is_found_again_from_what_it_takes() -> None:
@@ -68,9 +68,6 @@ def test_a_device_is_found_again_from_what_it_takes() -> None:
     assert found.launch_seconds == pytest.approx(7e-6, rel=0.01)
     assert found.memory_efficiency == pytest.approx(0.5)
     assert found.vector_flops == pytest.approx(2e10, rel=0.01)
-    assert found.crowded_efficiency == pytest.approx(0.9)
-    quick = fit_device(KNOWN, {**measure_known(), "crowded": [0.0]}, "fp32")
-    assert quick.crowded_efficiency == 1.0  # a clock that is not exact makes no core faster
 
 
 def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
@@ -92,9 +89,14 @@ def test_a_link_is_found_again_from_what_it_takes() -> None:
     measured: dict[str, list[Any]] = {
         "reduced": [[size, pair.all_reduce_seconds(size, (0, 1))] for size in MESSAGES],
         "sent": [[size, pair.send_seconds(size, 0, 1)] for size in MESSAGES],
-        "divided": [[own["compute"] + own["tensor"] for own in spent]],
     }
-    found = fit_link(measured, KNOWN, "fp32")
+    seconds = [own["compute"] + own["tensor"] for own in spent]
+    # In the second round the machine is half as fast.
+    measured["divided"] = [[drift * x for x in (PLAIN, *seconds, PLAIN / 0.9)] for drift in (1, 2)]
+    assert fit_crowd(replace(KNOWN, crowded_efficiency=1.0), measured) == KNOWN
+    quick = {"divided": [[1.0, 2.0, 2.0, 2.0, 0.9]]}
+    assert fit_crowd(KNOWN, quick).crowded_efficiency == 1.0  # a clock that is not exact makes no core faster
+    found = fit_link(measured, KNOWN, "fp32", PLAIN)
     assert found.collective_rate == pytest.approx(2e9)
     assert found.message_rate == pytest.approx(1e9)
     assert found.latency_seconds == pytest.approx(1e-4, rel=0.01)
