@@ -37,6 +37,7 @@ from autoptd.kernel_timing import (
     compile_block,
     main_dtype,
 )
+from autoptd.machine_timing import can_keep_to
 from autoptd.message_timing import MESSAGES, ROUNDS
 from autoptd.passes.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.durations import Precision
@@ -99,7 +100,11 @@ def calibrate(
     if output is not None:
         where = f"{datetime.now(UTC):%d %B %Y}, {device.name}, torch {torch.__version__}"
         apart = "not measured: as inside the node"
-        cluster.save(output, f"measured {where}", {"network": apart, "nics_per_node": apart})
+        others = {"network": apart, "nics_per_node": apart}
+        if cuda or not can_keep_to(cores):
+            alone = "not measured: as of a core that is not shared"
+            others |= {"crowded_efficiency": alone, "crowded_seconds": alone}
+        cluster.save(output, f"measured {where}", others)
     return cluster
 
 

@@ -121,14 +121,13 @@ class Estimator:
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """A step but for what comes after the schedule. ValueError for what cannot be."""
-        p, m = candidate.pipeline, candidate.num_microbatches
-        return sum(share * self._walk(candidate, count) for count, share in _shares(p, m))
+        return sum(share * self._walk(candidate, count) for count, share in self._shares(candidate))
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """A step, and what it is made of. ValueError for what cannot be."""
         p, m = candidate.pipeline, candidate.num_microbatches
         row, (manifest, times) = self._divide_stages(candidate)
-        count = _shares(p, m)[0][0]
+        count = self._shares(candidate)[0][0]
         schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
@@ -137,6 +136,20 @@ class Estimator:
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
         return Estimate(seconds, breakdown, short.memory_bytes)
+
+    def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
+        """Counts of microbatches whose steps, times the shares, add up to one of m.
+
+        A long step's middle repeats itself every p microbatches: it is on the line through two short ones. The first
+        are no measure yet, of chunks that take turns on shared cores for longest. Under GPipe memory grows with m.
+        """
+        p, m = candidate.pipeline, candidate.num_microbatches
+        shared = candidate.num_model_chunks > 1 and self.cluster.crowding(range(candidate.mesh.size)) > 1
+        count = 5 * p if shared else 3 * p
+        if m <= count or candidate.schedule == "gpipe":
+            return ((m, 1.0),)
+        more = (m - count) / p
+        return (count, 1 + more), (count - p, -more)
 
     def _walk(self, candidate: Candidate, microbatches: int) -> float:
         """Seconds of the schedule with so many microbatches."""
@@ -189,19 +202,6 @@ class Estimator:
                 program = replace(captured, mesh=Mesh(tensor, 1, 1))
                 self._arranged[key] = run_passes(passes_to_the_division(self._layout), program, watch)
         return self._arranged[key], repeats
-
-
-def _shares(p: int, m: int) -> Sequence[tuple[int, float]]:
-    """Counts of microbatches whose steps, times the shares, add up to one of m.
-
-    A long step's middle repeats itself every p microbatches: it is on the line through two short ones. The first p
-    are no measure yet.
-    """
-    count = 3 * p
-    if m <= count:
-        return ((m, 1.0),)
-    more = (m - count) / p
-    return (count, 1 + more), (count - p, -more)
 
 
 @lru_cache(maxsize=16)

@@ -15,12 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 WARM_UPS, LEAST_REPEATS = 2, 3
+THREADS = Path("/proc/self/task")
 
 
 class Timer:
@@ -73,11 +76,16 @@ def start(*, one_core: bool) -> tuple[Place, Timer]:
     return Place(rank, world_size, sys.argv[4], tuple(cores)), Timer(device, float(sys.argv[3]))
 
 
+def can_keep_to(cores: Sequence[int]) -> bool:
+    """Whether there is one of `cores` to share and others to leave, and the system has means for that."""
+    return len(cores) > 1 and hasattr(os, "sched_setaffinity") and THREADS.is_dir()
+
+
 def keep_to(cores: Sequence[int]) -> None:
-    """Let all threads of this process run on `cores` only, where the system has means for that."""
-    if hasattr(os, "sched_setaffinity"):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores)
+    """Let all threads of this process run on `cores` only."""
+    for thread in THREADS.iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def say(results: Iterable[tuple[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype, plain_step
-from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, keep_to, say, start
+from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, can_keep_to, keep_to, say, start
 from autoptd.runtime.communicator import ProcessGroup
 
 MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
@@ -27,7 +27,8 @@ def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
     """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and ("divided", [...]) in each of some rounds.
 
     Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of a core that both
-    ranks share; and of such a core for the plain step again. A CUDA device shares no core: there all are the clock's.
+    ranks share; and of such a core for the plain step again. A CUDA device shares no core, where all are the clock's,
+    and one that cannot be shared, or left, costs as much as it does anyway.
     A machine's speed drifts: what is compared is timed in turn.
     """
     assert dist.group.WORLD is not None
@@ -48,9 +49,10 @@ def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
     often = [(step, count_calls(timer, step, 4)) for step in (plain, divided)]
     for _ in range(ROUNDS):
         apart = [run_together(timer, *calls) for calls in often]
-        if timer.device.type == "cuda":
-            (alone, _), (seconds, _) = apart
-            yield "divided", [alone, seconds, seconds, seconds, alone]
+        if timer.device.type == "cuda" or not can_keep_to(place.cores):
+            clock = int(timer.device.type != "cuda")
+            alone, seconds, computed = apart[0][clock], apart[1][0], apart[1][clock]
+            yield "divided", [alone, seconds, computed, computed, alone]
             continue
         keep_to(place.cores[:1])
         shared = [run_together(timer, *calls)[1] for calls in reversed(often)]

@@ -265,7 +265,7 @@ def _finish(
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
     shards = mesh.data if training.zero else 1
     # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
-    overlap = training.overlap_data and cluster.device.multiprocessors > 1
+    overlap = training.overlap_data and cluster.device.multiprocessors > 1 and crowding <= 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, gathers = [], []

@@ -81,6 +81,7 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
         ),
         ("memory", format_bytes(round(device.memory_bytes))),
         ("a launch", format_seconds(device.launch_seconds)),
+        ("sharing a core", f"{device.crowded_efficiency:.0%} of the speed"),
         ("messages", _format_link(node.message_rate, node)),
         ("collectives", _format_link(node.collective_rate, node)),
     ]
@@ -88,7 +89,10 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
 
 
 def _format_link(rate: float, link: Link) -> str:
-    return f"{format_bytes(round(rate))}/s, {format_seconds(link.latency_seconds)} at least"
+    return (
+        f"{format_bytes(round(rate))}/s, {format_seconds(link.latency_seconds)} at least; of a core "
+        f"{format_seconds(link.core_seconds)}, {format_seconds(link.crowded_seconds)} if shared"
+    )
 
 
 def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:

@@ -18,6 +18,7 @@ from autoptd.passes.calls import has_gradients, values_taken
 from autoptd.passes.program import Stage, recomputed_groups, tensor_bytes
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.vocabulary_loss import keeps_softmax, leaves_to_torch
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.rank import Rank
 
@@ -33,6 +34,7 @@ class Ledger:
         self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
         self._held: set[UntypedStorage] = set()
         self._shapes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}  # how it was saved first
+        self._replaced: set[UntypedStorage] = set()  # whose gradient lies in what the loss has saved
         with torch.enable_grad():
             for node in stage.graph.nodes:
                 if node.op == "call_function":
@@ -62,9 +64,11 @@ class Ledger:
             self._shapes.setdefault(saved[-1], (node, tensor))
             return tensor
 
-        args = fx.map_arg(node.args, self._values.__getitem__)
+        args: Any = fx.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
         run: Any = STAND_INS.get(node.target, node.target)
+        if node.target is kernels.cross_entropy and keeps_softmax(args[1]) and not self._is_torchs_loss(node):
+            self._replaced.add(args[1].untyped_storage())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return run(*args, **kwargs)
 
@@ -115,15 +119,22 @@ class Ledger:
         """Bytes of the gradients that there are at once where `node` is differentiated, those of weights included.
 
         `trained` are the values that have a gradient. A view's gradient lies where its source's does; torch's own
-        cross entropy differentiates its two halves one by one.
+        cross entropy differentiates its two halves one by one, ours makes the gradient of a softmax that it kept.
         """
         if node not in trained:
             return 0
         sources = [source for source in node.all_input_nodes if source in trained]
         weights = sum(tensor_bytes(source.meta["val"]) for source in sources if source.op == "get_attr")
-        halves = sources if node.target is aten.cross_entropy_loss.default else []
-        there = count_bytes(self.storages([node, *sources]))
+        halves = sources if self._is_torchs_loss(node) else []
+        there = count_bytes(self.storages([node, *sources]) - self._replaced)
         return weights + there + count_bytes(self.storages(halves))
+
+    def _is_torchs_loss(self, node: fx.Node) -> bool:
+        """Whether torch's own cross entropy computes the node."""
+        if node.target is not kernels.cross_entropy:
+            return node.target is aten.cross_entropy_loss.default
+        args: Any = fx.map_arg(node.args, self._values.__getitem__)
+        return leaves_to_torch(self._rank, args[1], args[3])
 
     def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
         """The nodes of a recomputed `group` that run again: up to the last one that saves anything."""

@@ -14,7 +14,7 @@ import torch
 
 from autoptd.runtime.manifest import Manifest
 
-FORMAT = "autoptd 1"
+FORMAT = "autoptd 2"
 
 
 def to_json(manifest: Manifest) -> str:

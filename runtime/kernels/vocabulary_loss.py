@@ -41,15 +41,14 @@ def cross_entropy(
     past `vocabulary` are padding. Rows whose target is `ignore_index` count for nothing; the mean is over the
     others (nan when there are none). A target outside 0 to V - 1 is torch's own error. Half-precision logits
     are summed in float32, and no float32 copy of them is kept. The loss has `dtype`: by default the logits',
-    under autocast float32.
+    under autocast float32. It can be differentiated once.
     """
     _check(logits, target, reduction)
     if dtype is None:
         device = logits.device.type
         autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = widen(logits.dtype) if autocasts else logits.dtype
-    whole = rank.tensor.size == 1 and vocabulary == logits.shape[1]
-    if whole and logits.numel() <= FEW and logits.dtype not in HALF and runs_plainly(logits):
+    if leaves_to_torch(rank, logits, vocabulary):
         return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction).to(
             dtype
         )
@@ -63,7 +62,8 @@ def cross_entropy(
     read = column.masked_fill(~here, 0).masked_fill(illegal, logits.shape[1])
 
     constant = logits.detach()
-    statistics, softmax = torch.ops.autoptd.cross_entropy_statistics(constant, own)
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    statistics, softmax = torch.ops.autoptd.cross_entropy_statistics(constant, own, trains)
     largest, part = _align(rank, *statistics.unbind())
     aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.tensor.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
@@ -74,6 +74,17 @@ def cross_entropy(
     if reduction == "mean":
         loss = loss / kept.sum()
     return loss.to(dtype)
+
+
+def leaves_to_torch(rank: Rank, logits: Tensor, vocabulary: int) -> bool:
+    """Whether torch's own loss does it: of few whole logits, and where no kernel runs."""
+    whole = rank.tensor.size == 1 and vocabulary == logits.shape[1]
+    return whole and logits.numel() <= FEW and logits.dtype not in HALF and runs_plainly(logits)
+
+
+def keeps_softmax(logits: Tensor) -> bool:
+    """Whether the softmax is kept, and becomes the gradient; else the logits, of which it is computed once more."""
+    return logits.dtype not in HALF and find_kernels("cross_entropy", logits) is None
 
 
 def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
@@ -111,51 +122,44 @@ def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 @define_operator("cross_entropy_statistics")
-def _statistics(logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
     """The maximum of each row's first `own` columns, and the sum of exponentials relative to it; their softmax.
 
     [2, N], in float32 for half precision; -inf and 0 of rows that are -inf. The softmax is as wide as `logits`, with
-    zeros for the other columns and such rows; [0] where a kernel or half precision has it computed once more.
+    zeros for the other columns and such rows; [0] where it is not kept for a backward.
     """
-    statistics, softmax = _allocate_statistics(logits, own)
+    statistics, softmax = _allocate_statistics(logits, own, trains)
     kernels = find_kernels("cross_entropy", logits)
     if kernels is not None:
         kernels.sum_exponentials(logits, own, statistics)
         return statistics, softmax
     largest, total = statistics.unbind()
+    kept = softmax.dim() == 2
+    if kept:
+        softmax[:, own:] = 0
     if own == 0:
         largest.fill_(-torch.inf)
         total.zero_()
-        return statistics, softmax.zero_()
-    if softmax.dim() == 2:
-        softmax[:, own:] = 0
-        _soften(logits[:, :own], largest, total, softmax[:, :own])
-    else:
-        for x, maximum, sum_ in _split_rows(logits[:, :own], largest, total):
-            _soften(x, maximum, sum_)
+        return statistics, softmax
+    for x, maximum, sum_, *out in _split_rows(
+        logits[:, :own], largest, total, *([softmax[:, :own]] if kept else [])
+    ):
+        # One softmax of torch is sooner than one exponential; its maximum is 1 over the sum.
+        part = torch.softmax(x, 1, dtype=sum_.dtype, out=out[0] if kept else None)
+        torch.amax(part, 1, out=sum_)
+        maximum.copy_(x.amax(1))
+    total.reciprocal_()
     impossible = largest == -torch.inf  # where softmax and sum are nan
     if impossible.any():  # rare, and a pass over all of them
         total.masked_fill_(impossible, 0)
-        if softmax.dim() == 2:
+        if kept:
             softmax.masked_fill_(impossible[:, None], 0)
     return statistics, softmax
 
 
-def _soften(x: Tensor, largest: Tensor, total: Tensor, out: Tensor | None = None) -> None:
-    """Fill the rows' maxima, their sums of exponentials, and `out` with their softmax.
-
-    One softmax of torch is sooner than one exponential; its maximum is 1 over the sum.
-    """
-    softmax = torch.softmax(x, 1, dtype=total.dtype, out=out)
-    torch.amax(softmax, 1, out=total)
-    total.reciprocal_()
-    largest.copy_(x.amax(1))
-
-
-def _allocate_statistics(logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+def _allocate_statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
     statistics = logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
-    kept = logits.dtype not in HALF and find_kernels("cross_entropy", logits) is None
-    return statistics, logits.new_empty(logits.shape if kept else (0,))
+    return statistics, logits.new_empty(logits.shape if trains and keeps_softmax(logits) else (0,))
 
 
 @define_operator("cross_entropy_rows")
@@ -210,21 +214,25 @@ def _subtract_targets(softmax: Tensor, factor: Tensor, column: Tensor, share: Te
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     logits, softmax, column, rows, ctx.own = inputs
     ctx.softens, ctx.done = softmax.dim() == 2, False
-    kept = (softmax, column, rows[1] / rows[2]) if ctx.softens else (logits, column, rows)
-    ctx.save_for_backward(*kept)
+    if ctx.softens:
+        _, part, total, _ = rows.unbind()
+        ctx.save_for_backward(softmax, column, part / total)
+    else:
+        ctx.save_for_backward(logits, column, rows)
 
 
 def _backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.done:
-        raise RuntimeError(
-            "cross_entropy was differentiated twice, its softmax has become the gradient: compute it anew"
-        )
-    kept, column, rows = ctx.saved_tensors
     if ctx.softens:
+        if ctx.done or torch.is_grad_enabled():
+            raise RuntimeError(
+                "cross_entropy was differentiated twice, its softmax has become the gradient: compute it anew"
+            )
         ctx.done = True
-        gradient = _subtract_targets(kept, factor, column, rows)
+        softmax, column, share = ctx.saved_tensors
+        gradient = _subtract_targets(softmax, factor, column, share)
     else:
-        gradient = torch.ops.autoptd.cross_entropy_rows_backward(factor, kept, column, rows, ctx.own)
+        logits, column, rows = ctx.saved_tensors
+        gradient = torch.ops.autoptd.cross_entropy_rows_backward(factor, logits, column, rows, ctx.own)
     return gradient, None, None, None, None
 
 

@@ -126,16 +126,29 @@ def test_plans_know_how_a_step_is_run() -> None:
         autoptd.plan(make_gpt(), **size, zero=2)
 
 
-@pytest.mark.parametrize("v", [1, 2])
-def test_a_long_step_is_the_line_through_two_short_ones(v: int) -> None:
-    candidate = Candidate(1, 4, 1, 1, 64, v, "none", "interleaved_1f1b")
-    estimate = Estimator(make_gpt(), SELENE).estimate(candidate)
-    row = Estimator(make_gpt(), SELENE).measure(1, 1, "none")
+CROWDED = replace(Cluster.load("laptop-cpu"), devices_at_once=2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name", "v"),
+    [
+        (SELENE, "interleaved_1f1b", 1),
+        (SELENE, "interleaved_1f1b", 2),
+        (SELENE, "gpipe", 1),
+        (CROWDED, "1f1b", 1),
+        (CROWDED, "interleaved_1f1b", 2),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: str, v: int) -> None:
+    candidate = Candidate(1, 4, 1, 1, 64, v, "none", name)
+    estimate = Estimator(make_gpt(), cluster).estimate(candidate)
+    row = Estimator(make_gpt(), cluster).measure(1, 1, "none")
     manifest, times = row.divide(candidate.mesh, v)
     schedule = make_schedule(candidate.schedule, 4, 64, v)
     order = list(execution_order(schedule))
     manifest = replace(manifest, num_microbatches=64)
-    whole = simulate_times(manifest, times, schedule, order, SELENE, row.precision, Training())
+    whole = simulate_times(manifest, times, schedule, order, cluster, row.precision, Training())
     assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     assert estimate.memory_bytes == whole.memory_bytes
     for name in ("compute", "data", "optimizer"):

@@ -185,6 +185,10 @@ def test_gradients_are_reduced_while_other_stages_run_backwards() -> None:
     program = compile_gpt((1, 2, 16), num_microbatches=4, num_model_chunks=2)
     after, beside = (program.simulate(SELENE, overlap_data=kept) for kept in (False, True))
     assert 0 < beside.breakdown["data"] < after.breakdown["data"]
+    core = replace(SELENE, device=replace(SELENE.device, multiprocessors=1))  # sums and copies itself
+    crowd = replace(SELENE, devices_per_node=64, devices_at_once=8)
+    for cluster in (core, crowd):
+        assert program.simulate(cluster) == program.simulate(cluster, overlap_data=False)
 
 
 def kept(program: autoptd.CompiledProgram) -> list[int]:
@@ -201,13 +205,24 @@ def differentiated(program: autoptd.CompiledProgram, index: int) -> list[int]:
     return [ledger.differentiated(node, trained) for node in ledger.nodes]
 
 
-@pytest.mark.parametrize(("fuse", "wide"), [(True, 1), (False, 2)])
-def test_gradients_live_beside_what_is_kept(fuse: bool, wide: int) -> None:
-    """At the loss a gradient as large as the logits, of torch's own one for each of its halves; then the head's."""
-    program = compile_gpt((1, 1, 1), torch.float32, fuse=fuse)
-    logits, table, last = 4 * B * LENGTH * VOCABULARY, 4 * VOCABULARY * HIDDEN, 4 * B * LENGTH * HIDDEN
-    *_, head, loss = (size for size in differentiated(program, 0) if size > 2 * last)
-    assert (head, loss) == (logits + table + last, wide * logits + 4)
+@pytest.mark.parametrize(
+    ("few", "dtype", "wide"),
+    [(1 << 20, torch.float32, 2), (-1, torch.float32, 0), (-1, torch.bfloat16, 1)],
+    ids=str,
+)
+def test_gradients_live_beside_what_is_kept(
+    few: int, dtype: torch.dtype, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own loss makes two gradients as large as the logits, ours none where it kept the softmax."""
+    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", few)
+    program = compile_gpt((1, 1, 1), dtype)
+    item = dtype.itemsize
+    logits, table, last = (
+        item * x for x in (B * LENGTH * VOCABULARY, VOCABULARY * HIDDEN, B * LENGTH * HIDDEN)
+    )
+    *_, head, loss = (size for size in differentiated(program, 0) if size not in (0, last, 2 * last))
+    assert loss == wide * logits + item
+    assert head == table + last + (logits if wide else 0)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

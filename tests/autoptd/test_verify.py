@@ -62,6 +62,17 @@ def edited(program: CompiledProgram, old: str, new: str, rank: int = 0) -> Repor
     return replace(program, texts=texts).verify()
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_whole_loss_of_many_logits_passes(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few, one tensor rank takes torch's own."""
+    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", -1)
+    program = autoptd.compile(gpt(), (1, 2, 1), microbatch_size=2, num_microbatches=4, recompute=recompute)
+    report = program.verify()
+    assert report.passed, report
+    assert report.loss_error <= 1e-14
+    assert 0 < report.worst[1] <= 1e-12
+
+
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
 def test_right_programs_pass(mesh: tuple[int, int, int]) -> None:
     model = gpt(dropout=0.1)

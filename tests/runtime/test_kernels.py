@@ -205,6 +205,36 @@ def test_cross_entropy_differentiates_once_what_it_keeps_the_softmax_of(dtype: t
                 loss.backward()
 
 
+def test_cross_entropy_has_no_second_derivative() -> None:
+    logits = torch.randn(4, 6, requires_grad=True)
+    rank = Rank.local(Mesh(1, 1, 1))
+    loss = kernels.cross_entropy(rank, logits, torch.arange(4), 5)  # a column of padding: not torch's own
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_cross_entropy_keeps_nothing_where_nothing_is_differentiated() -> None:
+    logits = torch.randn(4, 6, requires_grad=True)
+    statistics = torch.ops.autoptd.cross_entropy_statistics
+    assert statistics(logits.detach(), 6, True)[1].shape == (4, 6)
+    assert statistics(logits.detach(), 6, False)[1].shape == (0,)
+    rank = Rank.local(Mesh(1, 1, 1))
+    with torch.no_grad():
+        loss = kernels.cross_entropy(rank, logits, torch.arange(4), 5)
+    torch.testing.assert_close(loss, functional.cross_entropy(logits[:, :5], torch.arange(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_compiles(dtype: torch.dtype) -> None:
+    logits, target, rank = torch.randn(4, 6, dtype=dtype), torch.arange(4), Rank.local(Mesh(1, 1, 1))
+    found = []
+    for function in (kernels.cross_entropy, torch.compile(kernels.cross_entropy, backend="aot_eager")):
+        x = logits.clone().requires_grad_()
+        function(rank, x, target, 5).backward()
+        found.append(gradient(x))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
 def test_cross_entropy_says_what_it_takes() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     with pytest.raises(

@@ -50,7 +50,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         ),
         "scaled_softmax": (scores, draw(1, 3, 8), False, 0.3, 0.5, KEY),
         "scaled_softmax_backward": (scores, turned.softmax(-1), None, True, 0.3, 0.0, []),
-        "cross_entropy_statistics": (logits.detach(), 7),
+        "cross_entropy_statistics": (logits.detach(), 7, True),
         "cross_entropy_rows": (logits, logits.detach().softmax(1), column, torch.rand(4, 6), 7),
         "cross_entropy_rows_backward": (rows, logits, column, torch.rand(4, 6), 7),
     }
