@@ -77,3 +77,24 @@ def test_labels_that_a_sum_leaves_out_are_no_rows(tensor: int) -> None:
     batch["labels"][0, 0] = -100
     with pytest.raises(ValueError, match=r"argument labels has -100 at \[0, 0\]"):
         bound(**batch)
+
+
+@pytest.mark.parametrize("ignored", [-1, -100])
+def test_labels_are_exempt_where_all_losses_leave_them_out(ignored: int) -> None:
+    class Twice(Shifted):
+        def forward(self, numbers: Tensor, labels: Tensor) -> Tensor:
+            logits, flat = self.head(self.table(numbers)).view(-1, 7), labels.view(-1)
+            return F.cross_entropy(logits, flat) + F.cross_entropy(logits, flat, ignore_index=ignored)
+
+    class Read(Shifted):
+        def forward(self, numbers: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.table(numbers) + self.table(labels)).view(-1, 7)
+            return F.cross_entropy(logits, labels.view(-1))
+
+    example = {name: torch.ones(1, 6, dtype=torch.long) for name in ("numbers", "labels")}
+    found = [
+        autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=1).manifest.inputs[1]
+        for model in (Twice(), Read())
+    ]
+    assert [(i.name, i.rows) for i in found] == [("labels", 7), ("labels", 7)]
+    assert [i.exempt for i in found] == [-100 if ignored == -100 else None, None]
