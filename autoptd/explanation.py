@@ -98,12 +98,13 @@ def explain_program(
         for row in simulation.timeline
     )
     kinds = ("tensor", "pipeline", "data")
+    shared = simulation.cluster.shared_by(manifest.mesh.size)
     changes: tuple[Change, ...] = (Change("other settings", refused=UNKNOWN),)
     if model is not None and options is not None:
         examples = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
         estimator = Estimator(
             model,
-            simulation.cluster.shared_by(manifest.mesh.size),
+            shared,
             simulation.dtype,
             example_inputs=examples,
             loss_fn=loss_fn,
@@ -119,7 +120,7 @@ def explain_program(
         (p - 1) / (v * m),
         {kind: simulation.breakdown[kind] for kind in kinds},
         work,
-        tuple(_move_cuts(manifest, stages, simulation.cluster)),
+        tuple(_move_cuts(manifest, stages, shared)),
         changes,
     )
 

@@ -1,7 +1,8 @@
 """What autograd saves for the backward of a stage, tensor by tensor: an exact ledger, without running it.
 
 The stage is run on meta tensors with autograd, and each tensor that an operator saves is written down under the
-operator. A storage counts once, whoever saves it; parameters and batch inputs, which are held anyway, do not.
+operator. A storage counts once, whoever saves it; parameters and batch inputs, which are held anyway, do not. What an
+operator does differently on a GPU is not seen: there the loss of logits in float32 keeps these, and not their softmax.
 """
 
 from __future__ import annotations

@@ -126,7 +126,13 @@ def test_plans_know_how_a_step_is_run() -> None:
         autoptd.plan(make_gpt(), **size, zero=2)
 
 
-CROWDED = replace(Cluster.load("laptop-cpu"), devices_at_once=2)
+LAPTOP = Cluster.load("laptop-cpu")
+CROWDED = replace(
+    LAPTOP,
+    devices_at_once=2,
+    device=replace(LAPTOP.device, crowded_efficiency=0.8),
+    node=replace(LAPTOP.node, crowded_seconds=3e-4),
+)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +159,18 @@ def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: 
     assert estimate.memory_bytes == whole.memory_bytes
     for name in ("compute", "data", "optimizer"):
         assert estimate.breakdown[name] == pytest.approx(whole.breakdown[name], rel=1e-6)
+
+
+def test_a_plan_on_shared_cores_is_the_programs_simulation() -> None:
+    """With what sharing costs, once; and what a plan loses by it is named."""
+    size: Any = {"world_size": 4, "global_batch": 8}
+    plans = [plan for plan in autoptd.plan(make_gpt(), **size, cluster=CROWDED) if plan.breakdown]
+    assert all(plan.breakdown["sharing"] >= 0 for plan in plans)
+    (alone,) = (plan for plan in plans if plan.mesh.pipeline == 1 == plan.mesh.tensor)
+    simulated = autoptd.compile(make_gpt(), **alone.options).simulate(CROWDED)
+    assert alone.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-6)
+    slower = [plan.why for plan in plans[1:]]
+    assert any("s more in sharing cores" in why for why in slower), slower
 
 
 def test_auto_compiles_the_best_plan() -> None:
