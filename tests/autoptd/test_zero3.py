@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,3 +60,13 @@ def test_a_program_of_several_ranks_is_refused() -> None:
         ValueError, match=r"for a program of mesh \(1, 1, 1\), and this one has mesh tensor=2"
     ):
         compile_gpt((2, 1, 1), "none").simulate_zero3(SELENE, 8)
+
+
+def test_who_shares_a_device_is_slower_than_its_share() -> None:
+    """Two replicas on each device at a time: twice the work, on caches that are cold."""
+    program = compile_gpt((1, 1, 1), "none")
+    warm = replace(SELENE, devices_at_once=4)
+    cold = replace(warm, device=replace(SELENE.device, crowded_efficiency=0.8))
+    alone, taking_turns, slower = (program.simulate_zero3(one, 8) for one in (SELENE, warm, cold))
+    assert taking_turns.breakdown["compute"] == pytest.approx(2 * alone.breakdown["compute"])
+    assert slower.breakdown["compute"] == pytest.approx(taking_turns.breakdown["compute"] / 0.8)
