@@ -180,7 +180,7 @@ def _allocate_losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tens
 @define_operator("cross_entropy_rows_backward")
 def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
-    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    result = _allocate_gradient(factor, logits, column, rows, own)
     kernels = find_kernels("cross_entropy", logits)
     if kernels is not None:
         largest, _, total, _ = rows.unbind()
