@@ -38,7 +38,7 @@ from autoptd.kernel_timing import (
     main_dtype,
 )
 from autoptd.machine_timing import can_keep_to
-from autoptd.message_timing import MESSAGES, ROUNDS
+from autoptd.message_timing import MESSAGES, PAIR, ROUNDS
 from autoptd.passes.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.durations import Precision
 from autoptd.passes.work import Product
@@ -51,7 +51,8 @@ MEASUREMENTS = {
     "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS) + 1,
     "message": 2 * len(MESSAGES) + ROUNDS,
 }
-PROCESSES = 2  # that compute at once, where there are devices for it, and that talk
+PROCESSES = 2  # that compute at once, where there are devices for it
+MOST_PAIRS = 4  # that share a core: they find its caches as cold as more would
 
 Results = Mapping[str, Sequence[Any]]
 
@@ -62,8 +63,9 @@ def calibrate(
     """Measure this machine, with a bar on a terminal; a cluster of one node, written to `output` where it is given.
 
     CUDA devices where there are any, else processes of one thread: `devices` of them (default one for each core)
-    share the cores this process may use. The file says of each value that, when and where it was measured; what
-    cannot be measured on one machine, its network, it gives as links inside the node.
+    share the cores this process may use; what sharing costs is measured with as many on a core. The file says of each
+    value that, when and where it was measured; what cannot be measured on one machine, its network, it gives as links
+    inside the node.
 
     Args:
         seconds: how long to measure, about; processes take some to start.
@@ -76,7 +78,10 @@ def calibrate(
     number = devices if devices is not None else cuda or len(cores)
     _check(output, number, cuda, seconds)
     main = main_dtype(torch.device("cuda" if cuda else "cpu"))
-    groups = {"kernel": min(PROCESSES, cuda or len(cores)), "message": PROCESSES if cuda != 1 else 0}
+    pairs = 1
+    if not cuda and can_keep_to(cores):  # as many on a core as there will be
+        pairs = max(1, min(MOST_PAIRS, number // len(cores) // PAIR))
+    groups = {"kernel": min(PROCESSES, cuda or len(cores)), "message": PAIR * pairs if cuda != 1 else 0}
     times = {
         kind: seconds / 2 / count / (1 if kind == "message" else 3) for kind, count in MEASUREMENTS.items()
     }

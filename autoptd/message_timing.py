@@ -2,12 +2,15 @@
 
 Here it is the clock's time, not only a core's: between ranks that compute, most of what a small message takes is
 until the other rank is woken. How much of it a core works is what such a step computes beyond its kernels.
+
+Processes beyond the first pair are a crowd: pairs of their own, which only take their turns on the core that is shared.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,15 +23,41 @@ from autoptd.runtime.communicator import ProcessGroup
 
 MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
 ROUNDS = 6
-PATIENCE = 120.0  # seconds that a process waits for another
+PAIR = 2  # ranks that talk
+PATIENCE = timedelta(seconds=120)  # how long a process waits for another
 
 
-def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
-    """Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and ("divided", [...]) in each of some rounds.
+class Meeting:
+    """Where all processes wait for each other, those of other pairs too; who waits sleeps."""
 
-    Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of a core that both
-    ranks share; and of such a core for the plain step again. A CUDA device shares no core, where all are the clock's,
-    and one that cannot be shared, or left, costs as much as it does anyway.
+    def __init__(self, place: Place) -> None:
+        self._store = dist.FileStore(  # type: ignore[attr-defined]
+            f"{place.folder}/all", place.world_size
+        )
+        self._store.set_timeout(PATIENCE)
+        self._size, self._number = place.world_size, 0
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self._number += 1
+        if self._store.add(f"at {self._number}", 1) == self._size:
+            self._store.set(f"all at {self._number}", "")
+        self._store.wait([f"all at {self._number}"])
+
+    def agree(self, counts: Sequence[int] | None = None) -> list[int]:
+        """What one process says, to all that say nothing."""
+        if counts is not None:
+            self._store.set("counts", json.dumps(counts))
+        return list(map(int, json.loads(self._store.get("counts"))))
+
+
+def time_messages(place: Place, meeting: Meeting, timer: Timer) -> Iterator[tuple[str, Any]]:
+    """What the first pair measures.
+
+    Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and ("divided", [...]) in each of some rounds.
+    Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of a core that all
+    processes share; and of such a core for the plain step again. A CUDA device shares no core, where all are the
+    clock's, and one that cannot be shared, or left, costs as much as it does anyway.
     A machine's speed drifts: what is compared is timed in turn.
     """
     assert dist.group.WORLD is not None
@@ -44,20 +73,46 @@ def time_messages(place: Place, timer: Timer) -> Iterator[tuple[str, Any]]:
 
         yield "reduced", [size, time_together(timer, lambda: group.all_reduce(x))[0]]  # noqa: B023
         yield "sent", [size, time_together(timer, exchange)[0]]
-    parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=2).bind(timer.device)
-    plain, divided = plain_step(timer.device), block_step(parallel, DIVIDED, timer.device)
-    often = [(step, count_calls(timer, step, 4)) for step in (plain, divided)]
+    steps = make_steps(timer)
+    counts = meeting.agree([count_calls(timer, step, 4) for step in steps])
     for _ in range(ROUNDS):
-        apart = [run_together(timer, *calls) for calls in often]
+        apart = [run_together(timer, *calls) for calls in zip(steps, counts, strict=True)]
         if timer.device.type == "cuda" or not can_keep_to(place.cores):
             clock = int(timer.device.type != "cuda")
             alone, seconds, computed = apart[0][clock], apart[1][0], apart[1][clock]
             yield "divided", [alone, seconds, computed, computed, alone]
-            continue
-        keep_to(place.cores[:1])
-        shared = [run_together(timer, *calls)[1] for calls in reversed(often)]
-        keep_to(place.cores)
-        yield "divided", [apart[0][1], *apart[1], *shared]
+        else:
+            divided, plain = share_core(place, meeting, timer, steps, counts)
+            yield "divided", [apart[0][1], *apart[1], divided, plain]
+
+
+def make_crowd(place: Place, meeting: Meeting, timer: Timer) -> None:
+    """What the other pairs do: nothing, but where the first pair shares its core."""
+    steps = make_steps(timer)
+    counts = meeting.agree()
+    for _ in range(ROUNDS):
+        share_core(place, meeting, timer, steps, counts)
+
+
+def make_steps(timer: Timer) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A plain step, and one that this process and its pair's other divide."""
+    parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=2).bind(timer.device)
+    return plain_step(timer.device), block_step(parallel, DIVIDED, timer.device)
+
+
+def share_core(
+    place: Place, meeting: Meeting, timer: Timer, steps: Sequence[Callable[[], None]], counts: Sequence[int]
+) -> list[float]:
+    """What this process computes in a divided step and in a plain one, while all make them on one core."""
+    meeting.wait()
+    keep_to(place.cores[:1])
+    computed = []
+    for step, count in reversed(list(zip(steps, counts, strict=True))):
+        meeting.wait()
+        computed.append(run_together(timer, step, count)[1])
+    keep_to(place.cores)
+    meeting.wait()
+    return computed
 
 
 def time_together(timer: Timer, call: Callable[[], object]) -> tuple[float, float]:
@@ -86,19 +141,23 @@ def run_together(timer: Timer, call: Callable[[], object], count: int) -> tuple[
 
 
 def join(place: Place, timer: Timer) -> None:
-    """Meet the other process."""
+    """Meet the other process of this pair."""
     dist.init_process_group(
         "nccl" if timer.device.type == "cuda" else "gloo",
-        f"file://{place.folder}/store",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=PATIENCE),
+        f"file://{place.folder}/pair{place.rank // PAIR}",
+        rank=place.rank % PAIR,
+        world_size=PAIR,
+        timeout=PATIENCE,
     )
 
 
 if __name__ == "__main__":
     place, timer = start(one_core=False)
     join(place, timer)
-    say(time_messages(place, timer))
+    meeting = Meeting(place)
+    if place.rank < PAIR:
+        say(time_messages(place, meeting, timer))
+    else:
+        make_crowd(place, meeting, timer)
     dist.barrier()  # nobody leaves while another may still talk to him
     dist.destroy_process_group()

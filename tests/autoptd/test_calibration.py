@@ -15,6 +15,7 @@ from autoptd import Cluster, calibration
 from autoptd.calibration import fit_crowd, fit_device, fit_link
 from autoptd.cli import main
 from autoptd.kernel_timing import BLOCKS, COPIES, DIVIDED, DTYPES, SHAPES, compile_block
+from autoptd.machine_timing import can_keep_to
 from autoptd.message_timing import MESSAGES
 from autoptd.passes.cluster import Device, Link, round_flops
 from autoptd.passes.work import Product
@@ -107,10 +108,10 @@ def test_a_link_is_found_again_from_what_it_takes() -> None:
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a moment, so not well: the file loads, its values are a machine's, and a step can be predicted on it."""
     file = tmp_path / "mine.toml"
-    assert main(["calibrate", "--seconds", "0.2", "--devices", "64", "-o", str(file), "--json"]) == 0
+    assert main(["calibrate", "--seconds", "0.2", "--devices", "8", "-o", str(file), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     found = Cluster.load(file)
-    assert found.devices_per_node == 64
+    assert found.devices_per_node == 8
     assert found.devices_at_once == len(os.sched_getaffinity(0))
     for kind in ("device", "node"):
         for key, value in asdict(getattr(found, kind)).items():
@@ -122,6 +123,31 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert not line or line.startswith("[") or "# measured" in line or "# not measured: as" in line
     step = compile_block(BLOCKS[1], "fp32").simulate(found)
     assert 0 < step.step_seconds < 10
+
+
+@pytest.mark.skipif(not can_keep_to([0, 1]), reason="processes keep to no cores here")
+@pytest.mark.parametrize(
+    ("devices", "cores", "processes"),
+    [(1, 2, 2), (2, 2, 2), (4, 2, 2), (8, 2, 4), (8, 4, 2), (64, 2, 8), (8, 1, 2)],
+)
+def test_as_many_share_a_core_as_there_will_be(
+    devices: int, cores: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pairs that talk, of which one measures; where no core is left, none is shared."""
+    started = {}
+
+    def measure(kind: str, ranks: int, *words: object) -> dict[str, Any]:
+        started[kind] = ranks
+        if kind == "message":
+            raise KeyboardInterrupt
+        return {}
+
+    monkeypatch.setattr(calibration, "_own_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(calibration, "_measure", measure)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        autoptd.calibrate(devices=devices)
+    assert started == {"kernel": min(2, cores), "message": processes}
 
 
 @pytest.mark.parametrize(
