@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autoptd.archive import program_hash, save_folder
 from autoptd.check import ProgramError, check_program
+from autoptd.collector import paused_collector
 from autoptd.cost import Cost
 from autoptd.explanation import Explanation, explain_program
 from autoptd.options import Options, check_backend
@@ -75,6 +76,7 @@ class CompiledProgram:
         return self.manifest.mesh
 
     @cached_property
+    @paused_collector()
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
         """Every pipeline rank's actions, as its text says them."""
         return tuple(
@@ -102,6 +104,7 @@ class CompiledProgram:
         coordinates = self.mesh.coordinates(rank)
         return RankProgram(self.manifest, rank, self.texts[coordinates.pipeline])
 
+    @paused_collector()
     def check(self) -> tuple[str, ...]:
         """Prove over all ranks, without running anything, that the texts do not contradict themselves.
 
@@ -166,6 +169,7 @@ class CompiledProgram:
         whole = [replace(program.manifest, num_microbatches=count) for program in self.shapes]
         return self.shapes[find_shape(whole, batch)]
 
+    @paused_collector()
     def simulate(
         self,
         cluster: Cluster | str | Path,

@@ -14,6 +14,7 @@ from autoptd.ambient import leave_autocast
 from autoptd.archive import load_folder
 from autoptd.capture import capture
 from autoptd.check import check_program
+from autoptd.collector import paused_collector
 from autoptd.compiled import CompiledProgram
 from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.emit import emit_texts
@@ -183,6 +184,7 @@ class _Job:
         return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
 
 
+@paused_collector()
 def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) -> CompiledProgram:
     """Walk the corridor with each of `examples`; where the first is divided and cut, the others are too."""
     check_examples(job.model, examples, job.loss_fn, microbatch_size)

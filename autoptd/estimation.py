@@ -6,7 +6,6 @@ tensor ranks. What its calls take is then cut into stages and walked by the sche
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from autoptd.capture import capture
+from autoptd.collector import paused_collector
 from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.cost_row import CostRow
 from autoptd.example_inputs import read_examples
@@ -206,15 +206,10 @@ class Estimator:
 
 
 @lru_cache(maxsize=16)
+@paused_collector()
 def _schedule(
     name: str, pipeline: int, microbatches: int, chunks: int
 ) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
     """A schedule and its order of execution."""
-    collecting = gc.isenabled()
-    gc.disable()  # it walks a million tuples over and over, for four fifths of the time, and they have no cycles
-    try:
-        schedule = make_schedule(name, pipeline, microbatches, chunks)
-        return schedule, list(execution_order(schedule))
-    finally:
-        if collecting:
-            gc.enable()
+    schedule = make_schedule(name, pipeline, microbatches, chunks)
+    return schedule, list(execution_order(schedule))

@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -241,13 +240,9 @@ def transformer(layers: int) -> tuple[list[int], Tolls]:
 @pytest.mark.parametrize(
     ("layers", "ranks", "chunks"), [(128, 64, 1), (128, 64, 2), (96, 12, 4), (300, 64, 2)]
 )
-def test_many_stages_take_moments(layers: int, ranks: int, chunks: int) -> None:
+def test_many_stages_are_cut_well(layers: int, ranks: int, chunks: int) -> None:
     costs, tolls = transformer(layers)
-    start = time.process_time()
-    cut = cut_sequence(costs, tolls, num_stages=ranks * chunks, num_pipeline_ranks=ranks)
-    took = time.process_time() - start
-    print(f"{len(costs)} items, {ranks} x {chunks}: {took:.2f} s, gap {cut.gap:.4f}, {cut.method}")
-    assert cut.gap < 0.1
+    assert cut_sequence(costs, tolls, num_stages=ranks * chunks, num_pipeline_ranks=ranks).gap < 0.1
 
 
 def test_every_process_makes_the_same_cut() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from autoptd.runtime.schedule import Action, Schedule, make_schedule
@@ -35,11 +33,8 @@ def test_every_schedule_we_make_is_proved(p: int) -> None:
         check_schedule(make_schedule(name, p, m, v), p, v, m)
 
 
-def test_largest_schedule_in_seconds() -> None:
-    schedule = make_schedule("interleaved_1f1b", 64, 512, 2)
-    began = time.process_time()
-    check_schedule(schedule, 64, 2, 512)
-    assert time.process_time() - began < 5
+def test_the_largest_schedule_is_proved() -> None:
+    check_schedule(make_schedule("interleaved_1f1b", 64, 512, 2), 64, 2, 512)
 
 
 @pytest.mark.parametrize(

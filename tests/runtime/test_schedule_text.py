@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -89,9 +88,7 @@ def test_any_schedule_comes_back(name: str, p: int, rounds: int, v: int) -> None
 )
 def test_long_schedules_are_short_texts(shape: tuple[str, int, int, int], bound: int) -> None:
     schedule = make_schedule(*shape)
-    began = time.process_time()
     texts = [format_schedule(row) for row in schedule]
-    assert time.process_time() - began < 2
     assert max(map(len, texts)) <= bound
     assert tuple(map(parse_schedule, texts)) == schedule
 
