@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -93,10 +94,13 @@ def test_throughput_falls_in_tensor_ranks_most_across_nodes() -> None:
     assert falls.argmax() == len(falls) - 1
 
 
-def test_throughput_falls_in_pipeline_ranks() -> None:
-    """Figure 14, its widths, at every batch."""
-    few = replace(GPT_6B, layers=8)
-    programs = [(replace(few, pipeline=p), compile_row(replace(few, pipeline=p))) for p in (2, 4, 8)]
+@pytest.mark.parametrize(
+    ("layers", "pipelines"), [(8, (2, 4, 8)), pytest.param(32, (2, 4, 8, 16, 32), marks=pytest.mark.slow)]
+)
+def test_throughput_falls_in_pipeline_ranks(layers: int, pipelines: Sequence[int]) -> None:
+    """Figure 14, its widths, at every batch: the replicas are beside each other."""
+    rows = [replace(GPT_6B, layers=layers, pipeline=p) for p in pipelines]
+    programs = [(row, compile_row(row)) for row in rows]
     for batch in (32, 128, 512):
         found = [simulate_row(c, SELENE, replace(row, batch=batch)).tflops_per_device for row, c in programs]
         assert found == sorted(found, reverse=True), batch

@@ -117,14 +117,23 @@ def simulate_row(
 
     With `row`, on its number of replicas and microbatches: the stages are the same.
     """
-    manifest = replace(program.manifest, scatter_gather=scatter_gather)
+    mesh, count = program.mesh, program.manifest.num_microbatches
     if row is not None:
-        mesh = Mesh(row.tensor, row.pipeline, row.data)
-        manifest = replace(manifest, mesh=mesh, num_microbatches=row.num_microbatches)
+        mesh, count = Mesh(row.tensor, row.pipeline, row.data), row.num_microbatches
+    manifest = replace(
+        program.manifest, mesh=place_replicas(mesh), num_microbatches=count, scatter_gather=scatter_gather
+    )
     schedule = make_schedule(
         manifest.schedule, manifest.mesh.pipeline, manifest.num_microbatches, manifest.num_model_chunks
     )
     return simulate_program(manifest, program.stages, schedule, cluster, None, MEGATRON)
+
+
+def place_replicas(mesh: Mesh) -> Mesh:
+    """The mesh with its ranks in Megatron-LM's order: replicas beside each other, pipeline ranks farthest apart."""
+    t, p, d = mesh.tensor, mesh.pipeline, mesh.data
+    ranks = tuple((j * d + i) * t + k for i in range(d) for j in range(p) for k in range(t))
+    return replace(mesh, ranks=ranks)
 
 
 def with_shares(cluster: Cluster, gemm: float, memory: float) -> Cluster:
