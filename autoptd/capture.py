@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private: a device, but no data
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoptd.ambient import read_autocast, trace_under
 from autoptd.custom_gradients import Functions
+from autoptd.evaluation import compare_evaluation
 from autoptd.example_inputs import Examples, read_examples
 from autoptd.objective import DataDependentError, LossError, Objective
 from autoptd.passes.calls import where
@@ -23,6 +26,7 @@ from autoptd.passes.program import Program, Stage
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.placement import Parameter
+from autoptd.side_effects import SideEffectError, refuse_hooks
 from autoptd.skeleton import make_mode, make_skeleton
 from autoptd.source_lines import short_line, user_line
 
@@ -43,6 +47,7 @@ def capture(
     line.
     """
     _check_model(model)
+    refuse_hooks(model)
     examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
     mode = make_mode()
     skeleton = make_skeleton(model, mode)
@@ -55,7 +60,8 @@ def capture(
     autocast = read_autocast(model)
     with trace_under(autocast):
         exported = _export(objective, values, functions, model)
-    notes = functions.check()
+        differences = tuple(_compare_modes(objective, mode, values))
+    notes = (*functions.check(), *differences)
     tensors = _name_tensors(model, loss_fn, exported)
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
@@ -100,7 +106,7 @@ def _export(
     try:
         with functions.watch():
             return torch.export.export(objective, values, strict=False)
-    except LossError:
+    except (LossError, SideEffectError):
         raise
     except DataDependentError as error:
         place, found = _describe(error.__cause__ or error, model)
@@ -114,6 +120,20 @@ def _export(
         ) from error
     except Exception as error:
         raise ValueError(_explain(error, model)) from error
+
+
+def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
+    """Warn, and give a log line, where evaluation is not training without dropout."""
+    with mode, Functions().watch():
+        place = compare_evaluation(objective, lambda: objective(*values), tuple(objective.calls.made))
+    if place:
+        line = f"in evaluation the model computes something else, from {place}"
+        warnings.warn(
+            f"{line}: a program computes what training does, in evaluation too, only without dropout. Evaluate with "
+            "the model itself, which takes full_state_dict(), or compute in forward what evaluation has too",
+            stacklevel=2,
+        )
+        yield line
 
 
 def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:

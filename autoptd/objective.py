@@ -11,7 +11,9 @@ import torch
 import torch.fx.traceback
 from torch import Tensor, fx, nn
 
+from autoptd.evaluation import Calls
 from autoptd.runtime.manifest import Output
+from autoptd.side_effects import refuse_side_effects
 
 
 class Result:
@@ -25,7 +27,7 @@ class Objective(nn.Module):
     """Calls `model` with the inputs named in `names`, and returns the scalar loss alone.
 
     `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments
-    that are not tensors. After a call `result` says what the model returned round the loss.
+    that are not tensors. After a call `result` says what the model returned round the loss, and `calls` what it called.
     """
 
     def __init__(
@@ -43,11 +45,14 @@ class Objective(nn.Module):
         self.loss_fn = loss_fn
         self.targets = frozenset(targets)
         self.result = Result()
+        self.calls = Calls()
 
     def forward(self, *values: Tensor) -> Tensor:
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
+        self.calls.made.clear()
         try:
-            return self._find_loss(given)
+            with refuse_side_effects(self.captured), self.calls:
+                return self._find_loss(given)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():
                 raise DataDependentError from error

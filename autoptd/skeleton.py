@@ -50,13 +50,19 @@ def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.
         for value in _uncopyable(model, memo):
             memo[id(value)] = value
         twin = copy.deepcopy(model, memo)
-    if not twin.training:
-        if isinstance(twin, fx.GraphModule):  # torch.export's refuse train()
-            for module in twin.modules():
-                module.training = True
-        else:
-            twin.train()
+    set_training(twin)
     return twin
+
+
+def set_training(model: nn.Module) -> None:
+    """Put `model` in training mode, in which models are traced; one that is in it keeps its submodules' own modes."""
+    if model.training:
+        return
+    if isinstance(model, fx.GraphModule):  # torch.export's refuse train()
+        for module in model.modules():
+            module.training = True
+    else:
+        model.train()
 
 
 def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -29,4 +30,4 @@ def short_line(stack_trace: str) -> str:
 
 
 def _is_foreign(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE, "<"))
+    return filename.startswith((_TORCH, _HERE, "<")) or filename == contextlib.__file__

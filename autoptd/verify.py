@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call
 
-from autoptd.ambient import leave_autocast
 from autoptd.comparison import RankResult, compare_gradients, join_gradients
-from autoptd.example_inputs import read_examples
-from autoptd.objective import Objective
 from autoptd.passes.program import Program
+from autoptd.plain_step import run_plain
 from autoptd.promotion import Promotion, promote
 from autoptd.report import Report
 from autoptd.runtime import kernels
@@ -29,7 +26,6 @@ from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import read_program
-from autoptd.runtime.weighting import count_valid
 from autoptd.runtime.weights import check_proved
 from autoptd.source_lines import user_line
 from autoptd.tracing import text_filename, trace_program
@@ -52,8 +48,8 @@ def verify_program(
 ) -> Report:
     """Run one step of every rank of the program `texts`, a thread each, and compare with `model`.
 
-    Both run in float64 and in eval mode, which leaves dropout out; casts to fewer bits inside are promoted in
-    both. `model` is left as it is.
+    Both run in float64, as in training but without dropout; casts to fewer bits inside are promoted in both. `model`
+    is left as it is.
 
     Args:
         weights: None: the model's own; "random": drawn from `seed`, for a model on the meta device; else
@@ -73,7 +69,7 @@ def verify_program(
     wide = widen(manifest)
     # The plain model first: what it takes, the texts must take.
     with _explain_rows("the plain model", "pass batch= with values that it takes", values):
-        loss, gradients, promoted = _run_plain(manifest, model, loss_fn, tensors, values)
+        loss, gradients, promoted = run_plain(manifest, model, loss_fn, tensors, values)
     with _explain_rows("the program", "the plain model takes it: correct the lookup in the text", values):
         found = _run_ranks(texts, wide, tensors, values)
     own, disagreements = join_gradients(wide, found)
@@ -219,80 +215,6 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
         ) from error
 
 
-def _run_plain(
-    manifest: Manifest,
-    model: nn.Module,
-    loss_fn: Callable[..., Tensor] | None,
-    tensors: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-) -> tuple[float, dict[str, Tensor], int]:
-    """The loss over all microbatches, its gradients, and how many casts were promoted.
-
-    Microbatches count by their valid labels where the program weighs them so, else alike.
-    """
-    shapes = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
-    examples = read_examples(model, shapes, loss_fn, None)
-    names = [i.name for i in manifest.inputs]
-    objective = Objective(model, names, examples.constants, loss_fn, examples.targets)
-    leaves = {}
-    for name, parameter in manifest.parameters.items():
-        if parameter.kind != "constant" and name in tensors:
-            trained = parameter.kind == "parameter" and parameter.requires_grad
-            leaves[name] = tensors[name].detach().clone().requires_grad_(trained)
-    swapped = _find_places(objective, model, leaves)
-    count = manifest.num_microbatches * manifest.mesh.data
-    labels = manifest.weighing_labels
-    valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
-    total = 0.0
-    with _evaluating(objective), torch.enable_grad(), leave_autocast(), Promotion() as promotion:
-        for index in range(count):
-            values = tuple(
-                batch[i.name]
-                if i.batch_dim is None
-                else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
-                for i in manifest.inputs
-            )
-            if valid.any() and not valid[index]:
-                continue  # the mean over none of its labels counts nothing
-            loss = functional_call(objective, swapped, values, tie_weights=False)
-            loss = loss / float(valid.sum() / valid[index])
-            loss.backward()
-            total += float(loss.detach())
-    return total, {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}, promotion.count
-
-
-def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaf for every place in the objective that holds a tensor, tied ones included: each place once.
-
-    A module that is registered under several names is one place. Under the second one torch would take the leaf
-    for what was there, and leave it in the user's model.
-    """
-    inside = next(path for path, part in objective.named_modules() if part is model)
-    own = {n: id(t) for n, t in (*objective.named_parameters(), *objective.named_buffers())}
-    # A loss_fn's buffers have their names in the objective; tensors in forward's code have none.
-    by_tensor = {
-        own[n]: leaf for name, leaf in leaves.items() for n in (name, f"{inside}.{name}") if n in own
-    }
-    return {
-        f"{path}.{name}": by_tensor[id(tensor)]
-        for path, part in objective.named_modules()
-        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        if id(tensor) in by_tensor
-    }
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode while it lasts; then each module's own again."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
 def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> Iterator[str]:
     whole = [i.name for i in manifest.inputs if i.batch_dim is None]
     if whole:
@@ -309,7 +231,7 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
         )
     nodes = [node for stage in program.stages for node in stage.graph.nodes]
     if any(_drops(node) for node in nodes):
-        yield "dropout was left out of both (eval mode); its masks are proved by tests of their own"
+        yield "dropout was left out of both; its masks are proved by tests of their own"
 
 
 def _drops(node: fx.Node) -> bool:

@@ -1,0 +1,71 @@
+"""Whether a model computes in evaluation what it does in training, dropout aside: a program has one forward."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autoptd.source_lines import user_line
+from autoptd.undropped import ATTENTIONS, DROPPING
+
+Call = tuple[Any, tuple[Any, ...]]
+
+
+class Calls(TorchFunctionMode):
+    """Notes the functions that are called while it is entered, with the plain numbers they take.
+
+    Without dropout's. Of those that are `expected` it notes none, but the place of the first that is another: `found`.
+    """
+
+    def __init__(self, expected: Sequence[Call] | None = None) -> None:
+        super().__init__()
+        self.made: list[Call] = []
+        self.found: str | None = None
+        self._expected = None if expected is None else list(expected)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func not in DROPPING and getattr(func, "__name__", "") != "__get__":
+            self._note(func, () if func in ATTENTIONS else (*args, *options.values()))
+        return func(*args, **options)
+
+    def _note(self, func: Callable[..., Any], given: Sequence[Any]) -> None:
+        call = func, tuple(value for value in given if isinstance(value, (bool, int, float, str)))
+        place = len(self.made)
+        self.made.append(call)
+        if self._expected is not None and self.found is None and self._expected[place : place + 1] != [call]:
+            self.found = user_line(traceback.extract_stack())
+
+
+def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> str:
+    """Where `run`, which calls `model`, first does something else in evaluation than its `training` calls; or ""."""
+    with keeping_attributes(model), Calls(training) as calls:
+        for part in model.modules():
+            part.training = False
+        run()
+    if calls.found is None and len(calls.made) < len(training):
+        return "the end of forward"
+    return calls.found or ""
+
+
+@contextmanager
+def keeping_attributes(model: nn.Module) -> Iterator[None]:
+    """Afterwards all modules have the attributes that they had: modes, and what forward keeps in them."""
+    kept = [(part, dict(vars(part))) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in kept:
+            vars(part).clear()
+            vars(part).update(attributes)

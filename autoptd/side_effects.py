@@ -1,0 +1,109 @@
+"""What a forward does besides computing its loss: a program would leave it out in silence, so it is refused."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from autoptd.source_lines import user_line
+
+REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+class SideEffectError(ValueError):
+    """The model does what a traced program cannot do again in every step."""
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise SideEffectError for the first hook on a gradient: a program's ranks have parameters of their own."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise SideEffectError(
+                f"{name} has a hook on its gradient, which no trace shows: remove it, and register it on the compiled "
+                "model's own parameter after bind, whose gradient is this rank's slice; to train some rows only, "
+                "multiply by a mask in forward"
+            )
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SideEffectError(
+                f"{path or type(model).__name__} has a backward hook, which no trace shows: remove it, or write what "
+                "it does to gradients in forward"
+            )
+
+
+@contextmanager
+def refuse_side_effects(model: nn.Module) -> Iterator[None]:
+    """Raise SideEffectError where a forward in this block assigns buffers, hooks gradients, or draws numbers outside
+    of torch; warn of the numbers that it counts in attributes."""
+    buffers, counts, drawn = _list_buffers(model), _list_numbers(model), _random_states()
+    with _hooks_refused():
+        yield
+    for place, buffer in _list_buffers(model).items():
+        if buffer is not buffers.get(place):
+            raise SideEffectError(
+                f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
+                "update it outside of forward"
+            )
+    for name, state in _random_states().items():
+        if state != drawn[name]:
+            raise SideEffectError(
+                f"forward draws random numbers with {name}, and a program would have those of its capture in every "
+                "step; draw with torch, as dropout does, or outside of forward"
+            )
+    for place, number in _list_numbers(model).items():
+        if number != counts.get(place, number):
+            warnings.warn(
+                f"forward changes {place} from {counts[place]} to {number}: a program has what it was at its capture "
+                "in every step",
+                stacklevel=2,
+            )
+
+
+@contextmanager
+def _hooks_refused() -> Iterator[None]:
+    def refuse(*_: object) -> NoReturn:
+        place = user_line(traceback.extract_stack())
+        raise SideEffectError(
+            f"{place}: a hook on a gradient, which no trace shows; write what it does in forward: "
+            "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
+        )
+
+    kept = {name: getattr(Tensor, name) for name in REGISTERING}
+    try:
+        for name in REGISTERING:
+            setattr(Tensor, name, refuse)
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Tensor, name, method)
+
+
+def _list_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _list_numbers(model: nn.Module) -> dict[str, float]:
+    """Plain numbers that modules hold, by their path."""
+    return {
+        f"{path}.{name}".removeprefix("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def _random_states() -> dict[str, Any]:
+    """What Python and, where it is in use, numpy draw from next."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states

@@ -1,0 +1,54 @@
+"""Dropout left out of what runs, in whatever mode its modules are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+# Whose first argument is what they would give without dropout.
+DROPPING = frozenset(
+    [
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+        *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
+    ]
+)
+# The arguments of attention that turn its dropout off.
+ATTENTIONS: Mapping[Any, Mapping[str, Any]] = {
+    F.scaled_dot_product_attention: {"dropout_p": 0.0},
+    aten.scaled_dot_product_attention.default: {"dropout_p": 0.0},
+    F.multi_head_attention_forward: {"training": False},
+}
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class Undropped(TorchFunctionMode):
+    """While it is entered, calls of dropout give back what they were given, and attention has none."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in DROPPING:
+            return args[0] if args else options["input"]
+        if func is aten.native_dropout.default:
+            return args[0], torch.ones_like(args[0], dtype=torch.bool)
+        if func in ATTENTIONS:
+            names = (
+                list(inspect.signature(func).parameters)
+                if func is F.multi_head_attention_forward
+                else list(SDPA)
+            )
+            options = {**dict(zip(names, args, strict=False)), **options, **ATTENTIONS[func]}
+            return func(**options)
+        return func(*args, **options)

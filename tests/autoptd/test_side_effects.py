@@ -1,0 +1,163 @@
+"""What a forward does besides computing, and other than in evaluation: refused, or said."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoptd
+from autoptd.compiled import CompiledProgram
+
+INPUTS = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("idx", "targets")}
+
+
+class Plain(nn.Module):
+    """A small language model with something done in the middle."""
+
+    def __init__(self, middle: Callable[[Plain, Tensor], Tensor] = lambda _, x: x) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.register_buffer("mean", torch.zeros(8))
+        self.cache: Tensor | None = None
+        self.count, self.middle = 0, middle
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.middle(self, self.table(idx))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def compile_plain(model: nn.Module, mesh: Any = (1, 1, 1)) -> CompiledProgram:
+    return autoptd.compile(model, mesh, example_inputs=INPUTS)
+
+
+def move_mean(model: Plain, x: Tensor) -> Tensor:
+    model.mean = 0.9 * model.get_buffer("mean") + 0.1 * x.detach().mean((0, 1))
+    return x - model.mean
+
+
+def hook(_: Plain, x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient / 2)
+    return x
+
+
+def draw(_: Plain, x: Tensor) -> Tensor:
+    return x if random.random() < 2 else x * 2
+
+
+def draw_numpy(_: Plain, x: Tensor) -> Tensor:
+    return x if np.random.rand() < 2 else x * 2
+
+
+@pytest.mark.parametrize(
+    ("middle", "message"),
+    [
+        (move_mean, "forward assigns the buffer 'mean'"),
+        (hook, r"test_side_effects.py:\d+: x.register_hook.*: a hook on a gradient"),
+        (draw, "forward draws random numbers with Python's random"),
+        (draw_numpy, "forward draws random numbers with numpy.random"),
+    ],
+)
+def test_what_no_trace_repeats_is_refused(middle: Callable[[Plain, Tensor], Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_plain(Plain(middle))
+    assert Tensor.register_hook.__name__ == "register_hook"
+
+
+def test_hooks_on_gradients_are_refused_by_name() -> None:
+    model = Plain()
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        handle = getattr(model.table.weight, register)(lambda _: None)
+        with pytest.raises(ValueError, match=r"table\.weight has a hook on its gradient"):
+            compile_plain(model)
+        handle.remove()
+    handle = model.head.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="head has a backward hook"):
+        compile_plain(model)
+    handle.remove()
+    compile_plain(model)
+
+
+def test_a_count_in_an_attribute_is_said_to_stay() -> None:
+    def count(model: Plain, x: Tensor) -> Tensor:
+        model.count += 1
+        return x
+
+    with pytest.warns(UserWarning, match="forward changes count from 0 to 1"):
+        compile_plain(Plain(count))
+
+
+def branch(model: Plain, x: Tensor) -> Tensor:
+    return x * 2 if model.training else x
+
+
+def scale(model: Plain, x: Tensor) -> Tensor:
+    return x * (0.5 if model.training else 1.0)
+
+
+def end(model: Plain, x: Tensor) -> Tensor:
+    return (x if model.training else x.cos()).sin()
+
+
+@pytest.mark.parametrize("middle", [branch, scale, end])
+def test_an_evaluation_that_computes_something_else_is_said(
+    middle: Callable[[Plain, Tensor], Tensor],
+) -> None:
+    """Verify compares with the training that the program has."""
+    with pytest.warns(
+        UserWarning, match=r"in evaluation the model computes something else, from .*test_side_eff"
+    ):
+        program = compile_plain(Plain(middle).double(), (2, 1, 1))
+    assert program.verify().passed
+    assert any("in evaluation the model computes something else" in line for line in program.log)
+
+
+def drop(model: Plain, x: Tensor) -> Tensor:
+    x = F.dropout(x, 0.3)  # in evaluation too
+    if model.training:
+        x = F.dropout(x, 0.2)
+    heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+    p = 0.1 if model.training else 0.0
+    return F.scaled_dot_product_attention(heads, heads, heads, None, p, True).transpose(1, 2).flatten(2)
+
+
+def test_dropout_makes_no_other_evaluation() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = compile_plain(Plain(drop).double(), (2, 1, 1))
+    assert program.verify().passed
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_verify_recomputes_what_the_user_checkpoints(dtype: torch.dtype, reentrant: bool) -> None:
+    def again(model: Plain, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(
+            lambda y: F.gelu(F.linear(y, model.head.weight)), x, use_reentrant=reentrant
+        )
+        return result[..., :8]
+
+    assert compile_plain(Plain(again).to(dtype)).verify().passed
+
+
+def test_verify_leaves_what_forward_keeps() -> None:
+    def keep(model: Plain, x: Tensor) -> Tensor:
+        if model.cache is None:
+            model.cache = torch.arange(8).to(x)
+        return x + model.cache
+
+    model = Plain(keep).eval()
+    program = compile_plain(model)
+    assert program.verify().passed
+    assert model.cache is None
+    assert not model.training
+    assert not model.head.training
+    assert torch.isfinite(model(**INPUTS))
