@@ -34,7 +34,8 @@ from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.program_text import compile_stages, read_program
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.shape import ShapeProgram
-from autoptd.runtime.weights import check_proved
+from autoptd.runtime.weight_agreement import compare_weights
+from autoptd.runtime.weights import Stored, check_proved
 from autoptd.shapes import describe_shape, find_disagreement, naming_program
 from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.summary import summarize
@@ -263,7 +264,8 @@ class CompiledProgram:
 
         Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or of another shape, a parameter of
         the compiled model was frozen or unfrozen since, torch knows no such backend, or a buffer whose values were
-        compiled into the program (`Manifest.proved`) has other ones; RuntimeError where ranks have different programs.
+        compiled into the program (`Manifest.proved`) has other ones; RuntimeError where ranks have different programs,
+        or were given different weights: a module's or a mapping's are compared, those of files are not read for it.
         """
         if backend is not None:
             check_backend(backend)
@@ -280,6 +282,8 @@ class CompiledProgram:
         hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
         connection = connect(self.manifest, placed, " ".join(hashes))
         watch(self.manifest, connection, compiles=backend is not None)
+        for program, own in zip(self.shapes, tensors, strict=True):
+            compare_weights(program.manifest, connection, own)
         at = connection.rank.coordinates.pipeline
         first, *further = (
             program._read_rank(at, own, backend) for program, own in zip(self.shapes, tensors, strict=True)
@@ -307,12 +311,12 @@ class CompiledProgram:
         stages = text.stages if backend is None else compile_stages(text, backend)
         return ShapeProgram(self.manifest, stages, text.constants or _no_constants, self.schedule, weights)
 
-    def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
+    def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Stored:
         tensors = read_weights(weights, self.buffers)
         check_given(self.manifest, tensors)
         return tensors
 
-    def _own_weights(self) -> Mapping[str, Tensor]:
+    def _own_weights(self) -> Stored:
         """The model's weights, for a program that can draw those that have no values. ValueError where it cannot."""
         had_none = self.manifest.uninitialized or any(p.initial for p in self.manifest.parameters.values())
         tensors = read_weights({} if self.model is None and had_none else self.model, self.buffers)

@@ -131,6 +131,10 @@ class Overlay(Stored):
     def is_meta(self, name: str) -> bool:
         return _is_meta(self._source(name), name)
 
+    def in_memory(self, name: str) -> Tensor | None:
+        source = self._source(name)
+        return source.in_memory(name) if isinstance(source, Stored) else source[name]
+
     def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
         source = self._source(name)
         if isinstance(source, Stored):

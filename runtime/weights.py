@@ -30,6 +30,10 @@ class Stored(Mapping[str, Tensor]):
     def is_meta(self, name: str) -> bool:
         """Whether the tensor has no values."""
 
+    def in_memory(self, name: str) -> Tensor | None:
+        """The whole tensor where it is in memory, None where it would have to be read."""
+        return None
+
     @abstractmethod
     def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
         """Copy rows `first` to `end` of dimension `dim` to `into`, in whose dtype and on whose device they arrive."""

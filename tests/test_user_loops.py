@@ -282,6 +282,29 @@ def test_a_parameter_frozen_after_compile_is_refused() -> None:
     program.bind(weights=model.state_dict())
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
+def test_models_of_different_seeds_are_refused(mesh: Mesh) -> None:
+    """As a script builds them that forgets the seed: replicas, slices and stages would be of different models."""
+
+    def work(rank: int, seeds: tuple[int, int], given: bool) -> str:
+        model = make_model()
+        program = compile_model(model, mesh)
+        torch.manual_seed(seeds[rank])
+        nn.init.normal_(model.get_parameter("h.0.ln_1.weight"))
+        try:
+            program.bind(weights=model.state_dict() if given else None)
+        except RuntimeError as error:
+            return str(error)
+        return "bound"
+
+    expected = "h.0.ln_1.weight has other values on rank 1 than on rank 0; ranks [1] of 2 differ"
+    for given in (False, True):
+        for said in run_ranks(work, 2, (0, 1), given):
+            assert expected in said
+            assert "call torch.manual_seed before the model is built" in said
+    assert run_ranks(work, 2, (3, 3), False) == ["bound", "bound"]
+
+
 def test_ddp_is_refused() -> None:
     """With tensor ranks alone all shapes are the same, and DDP would not notice."""
     program = compile_model(make_model(), (2, 1, 1))
