@@ -127,6 +127,12 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
         raise ValueError(
             f"argument {name} is on {value.device}, expected {device}: give it .to({str(device)!r})"
         )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"argument {name} requires gradient, but the program gives gradients to its own parameters only, so that "
+            "what computed this one would not train: give it .detach(), or make that part (an encoder, say) a part "
+            "of the model that is compiled"
+        )
 
 
 def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:

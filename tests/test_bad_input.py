@@ -376,6 +376,33 @@ def test_batch_of_another_dtype(parallel: Parallel) -> None:
     )
 
 
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.gelu(self.head(features)).square().mean()
+
+
+def test_batch_that_requires_gradient() -> None:
+    """As from a trainable encoder in front; without gradients, or detached, it is a batch as any."""
+    example = {"features": torch.zeros(1, 4)}
+    program = autoptd.compile(Regression(), (1, 1, 1), example_inputs=example, num_microbatches=2)
+    parallel = program.bind(device="cpu")
+    encoded = nn.Embedding(3, 4)(torch.tensor([0, 2]))
+    refuses(
+        ValueError,
+        "argument features requires gradient",
+        ".detach()",
+        "a part of the model that is compiled",
+        call=lambda: parallel(encoded),
+    )
+    parallel(encoded.detach())
+    with torch.no_grad():
+        parallel(encoded)
+
+
 def test_missing_argument(parallel: Parallel) -> None:
     batch_refused(parallel, TypeError, "targets is missing", "idx, targets", "example_inputs", targets=...)
     batch_refused(parallel, TypeError, "targets is missing", targets=None)
