@@ -42,6 +42,15 @@ def global_norm(
     return (powers ** (1 / norm_type))[0]
 
 
+def check_norm_type(norm_type: float) -> None:
+    """Raise ValueError for what is no norm of parts that are joined: 0, which counts, minima, and not a number."""
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type is {norm_type}, expected a positive number or inf: the norms of the ranks' gradients are "
+            "joined to that of the whole model's, which other types do not give"
+        )
+
+
 def scale_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale `gradients` in place so that a whole of norm `norm` has at most `max_norm`, as torch does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

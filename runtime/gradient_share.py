@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from autoptd.runtime.clipping import check_norm_type
 from autoptd.runtime.manifest import Manifest
 
 NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
@@ -191,6 +192,7 @@ def _join(stacked: Tensor, norms: Sequence[Tensor]) -> ShareNorm:
 
 def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
     """The norm of the whole model's gradient, in the dtype that torch gives; `own` is that of this rank's shares."""
+    check_norm_type(norm_type)
     norm, leaves = norms.whole.norm(), norms.whole.leaves()
     if norm is None or leaves is None:
         raise ValueError(

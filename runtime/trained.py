@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.runtime.call import find_loss
-from autoptd.runtime.clipping import global_norm, scale_gradients
+from autoptd.runtime.clipping import check_norm_type, global_norm, scale_gradients
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.last_step import LastStep, read_last_step
 from autoptd.runtime.manifest import Manifest
@@ -117,9 +117,11 @@ class Trained(nn.Module):
     ) -> Tensor:
         """Clip the gradient of the whole model, over all ranks, to `max_norm`; give its norm before.
 
-        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``.
+        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``. ValueError for a
+        `norm_type` that is not positive.
         """
-        norm = self._measure_norm(float(norm_type))
+        check_norm_type(norm_type := float(norm_type))
+        norm = self._measure_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
                 f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "

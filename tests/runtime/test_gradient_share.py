@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,6 +57,23 @@ def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: b
                 whole, 2, chain.mesh.coordinates(rank).tensor
             )
             torch.testing.assert_close(gradient.as_subclass(Tensor), part, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
+def test_what_is_no_norm_is_refused(norm_type: float) -> None:
+    """By both calls; the gradients stay as they were."""
+
+    def ask(parallel: Parallel) -> None:
+        gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+        before = {name: gradient.clone() for name, gradient in gradients.items()}
+        refused = partial(pytest.raises, ValueError, match=f"norm_type is {norm_type}, expected a positive")
+        with refused():
+            clip_grad_norm_(parallel.parameters(), 0.01, norm_type)
+        with refused():
+            parallel.clip_grad_norm_(0.01, norm_type)
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in before.items())
+
+    run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
 
 
 def test_a_norm_of_some_gradients_is_refused() -> None:
