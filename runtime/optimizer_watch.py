@@ -1,13 +1,17 @@
-"""An optimizer made from the model that was compiled trains nothing: its first step after a backward says so."""
+"""Optimizers that train nothing, or something else: made from the model that was compiled, or not made for slices."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
 
 SHOWN = 3  # parameters
 
@@ -39,3 +43,37 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(parallel, handle.remove)
+
+
+def watch_divided(parallel: nn.Module) -> None:
+    """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
+
+    Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
+    parameters together, is refused: its step raises ValueError.
+    """
+    own = weakref.ref(parallel)
+    judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in judged:
+            return
+        module = own()
+        if type(optimizer) not in ELEMENTWISE and module is not None and _steps_any(optimizer, module):
+            reason = (
+                f"{type(optimizer).__name__} is not known to step each element by itself, and on this mesh a rank has "
+                "only slices of tensors, or some of the layers: what the optimizer computes of a whole tensor, or of "
+                "all parameters together, it would compute of these, and train otherwise than on one device. Known "
+                f"to be right are {list_elementwise()}"
+            )
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(reason)
+            warnings.warn(reason, stacklevel=3)
+        judged.add(optimizer)
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(parallel, handle.remove)
+
+
+def _steps_any(optimizer: Optimizer, module: nn.Module) -> bool:
+    own = {id(parameter) for parameter in module.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

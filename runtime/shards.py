@@ -94,13 +94,17 @@ class Shard:
         return self.split(self._group.post_all_gather(own.detach(), flat).wait())
 
 
+def list_elementwise() -> str:
+    """The names of the optimizers that are known to step each element by itself."""
+    return ", ".join(kind.__name__ for kind in ELEMENTWISE)
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the step of `optimizer` may be divided anywhere."""
     if type(optimizer) not in ELEMENTWISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ValueError(
             f"{type(optimizer).__name__} is not known to step each element by itself, so that its states cannot be "
-            f"divided among the replicas: use one of {known}, or leave the optimizer as it is"
+            f"divided among the replicas: use one of {list_elementwise()}, or leave the optimizer as it is"
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):

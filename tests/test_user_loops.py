@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -271,6 +272,22 @@ def test_an_optimizer_made_before_bind_is_refused() -> None:
         ValueError, match=r"wte.weight, .* optimizer = AdamW\(parallel.parameters\(\), \.\.\.\)"
     ):
         optimizer.step()
+
+
+def test_an_optimizer_of_whole_tensors_is_warned_of_where_the_mesh_divides_them() -> None:
+    def work(rank: int, mesh: Mesh) -> int:
+        parallel = compile_model(make_model(), mesh).bind()
+        parallel(*next(iter(load())))[1].backward()
+        optimizer = torch.optim.Adafactor(parallel.parameters(), lr=1e-2)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer.step()
+            optimizer.step()
+        return sum("Adafactor is not known" in str(warning.message) for warning in said)
+
+    assert run_ranks(work, 2, (2, 1, 1)) == [1, 1]
+    assert run_ranks(work, 2, (1, 2, 1)) == [1, 1]
+    assert run_ranks(work, 2, (1, 1, 2)) == [0, 0]
 
 
 def test_a_parameter_frozen_after_compile_is_refused() -> None:

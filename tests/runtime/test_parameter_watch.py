@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from autoptd.runtime.connection import connect
-from autoptd.runtime.optimizer_watch import refuse_forgotten
+from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.parameter_watch import ParameterWatch
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import CPU, Plain, alone
@@ -100,3 +101,35 @@ def test_an_optimizer_of_the_plain_model_is_refused() -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
     del parallel
     optimizer.step()
+
+
+def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
+    """Only of these parameters; one that is known to step each element by itself never."""
+    chain, parallel = alone()
+    watch_divided(parallel)
+    parallel(**chain.batch())["loss"].backward()
+    optimizer = torch.optim.Adafactor(parallel.parameters())
+    with pytest.warns(
+        UserWarning, match=r"Adafactor is not known .* Known to be right are Adam, AdamW"
+    ) as said:
+        optimizer.step()
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        torch.optim.AdamW(parallel.parameters()).step()
+        torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]).step()
+    with pytest.warns(UserWarning, match="Adafactor is not known"):
+        torch.optim.Adafactor(parallel.parameters()).step()
+
+
+def test_an_optimizer_of_all_parameters_is_refused() -> None:
+    chain, parallel = alone()
+    watch_divided(parallel)
+    parallel(**chain.batch())["loss"].backward()
+    optimizer = torch.optim.LBFGS(parallel.parameters())
+    before = [p.detach().clone() for p in parallel.parameters()]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="LBFGS is not known to step each element by itself"):
+            optimizer.step(lambda: 1.0)
+    assert all(torch.equal(p, x) for p, x in zip(parallel.parameters(), before, strict=True))
