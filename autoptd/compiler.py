@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_t
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
 from autoptd.initialization import read_initial
-from autoptd.labels import describe_labels
+from autoptd.labels import describe_labels, find_uncounted
 from autoptd.options import (
     Options,
     check_counts,
@@ -181,6 +182,15 @@ class _Job:
             autocast=None if program.autocast is None else program.autocast.dtype,
             shape=shape,
         )
+        if manifest.num_microbatches * manifest.mesh.data > 1:
+            for name in find_uncounted(program):
+                warnings.warn(
+                    f"{name} comes to its loss changed, or with class weights, so that which labels count in its mean "
+                    "is not known: a step's loss is the mean of the microbatches' losses, each of which counts alike. "
+                    "That is another one than over the whole batch where they have unequal counts; change labels in "
+                    "the data, before the call",
+                    stacklevel=2,
+                )
         return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,28 +26,57 @@ MOVING = frozenset(
 SCALING = frozenset(["mul", "div"])
 
 
+class Loss(NamedTuple):
+    """A cross-entropy of labels: what it leaves out, and whether it is the mean over the others, all alike."""
+
+    target: fx.Node
+    ignored: int
+    mean: bool
+    weighted: bool
+
+
 def describe_labels(program: Program) -> tuple[Input, ...]:
     """The inputs of `program`, labels with their loss's ``ignore_index`` and the leading elements that it skips.
 
-    An input is marked where one cross-entropy of the mean over unweighted labels reads it, moved only: a loss that is
-    written out, or labels that are changed on their way, leave it as it is. It weighs where that cross-entropy, at most
-    scaled, is the whole loss.
+    An input is marked where cross-entropies of the mean over unweighted labels read it, moved only, and leave out the
+    same: a loss that is written out, or labels that are changed on their way, leave it as it is. It weighs where one
+    such cross-entropy, at most scaled, is the whole loss.
     """
-    found: dict[str, list[tuple[int, int, bool] | None]] = {}
     whole = _find_whole_loss(program)
-    for stage in program.stages:
-        for node in stage.graph.nodes:
-            for target, ignored in _read_loss(node):
-                for name, source in _sources(target):
-                    place = _place(source, target, ignored)
-                    found.setdefault(name, []).append(place and (*place, node is whole))
-    marks = {name: places[0] for name, places in found.items() if len(places) == 1}
+    marks: dict[str, tuple[int, int, bool]] = {}
+    for name, places in _find_places(program).items():
+        (node, place), *others = places
+        if place is not None and all(other is not None and other[0] == place[0] for _, other in others):
+            marks[name] = (*place, node is whole and not others)
     return tuple(
         replace(value, ignore_index=mark[0], skipped=mark[1], weighs=mark[2] and value.batch_dim is not None)
         if (mark := marks.get(value.name))
         else value
         for value in program.inputs
     )
+
+
+def find_uncounted(program: Program) -> tuple[str, ...]:
+    """Inputs that come to the mean of a cross-entropy changed, or weighted: which of them count is not known."""
+    places = _find_places(program, means=True)
+    return tuple(name for name, found in places.items() if any(place is None for _, place in found))
+
+
+def _find_places(
+    program: Program, *, means: bool = False
+) -> dict[str, list[tuple[fx.Node, tuple[int, int] | None]]]:
+    """The losses that each input comes to, or the `means` among them, with what `_place` says of it."""
+    found: dict[str, list[tuple[fx.Node, tuple[int, int] | None]]] = {}
+    for stage in program.stages:
+        for node in stage.graph.nodes:
+            loss = _read_loss(node)
+            if loss is None or (means and not loss.mean):
+                continue
+            for name, source in _sources(loss.target):
+                counts = loss.mean and not loss.weighted
+                place = _place(source, loss.target, loss.ignored) if counts else None
+                found.setdefault(name, []).append((node, place))
+    return found
 
 
 def _find_whole_loss(program: Program) -> fx.Node | None:
@@ -62,22 +91,20 @@ def _find_whole_loss(program: Program) -> fx.Node | None:
     return node if isinstance(node, fx.Node) else None
 
 
-def _read_loss(node: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:
-    """The target of a cross-entropy and what it leaves out; None where that says nothing of the labels' weights."""
+def _read_loss(node: fx.Node) -> Loss | None:
+    """The cross-entropy that `node` is; None for all else."""
     if node.target is kernels.cross_entropy:
+        target, weight = node.args[2], None
         ignored, mean = (
             argument(node, 4, "ignore_index", -100),
             argument(node, 5, "reduction", "mean") == "mean",
         )
-        target = node.args[2]
-    elif node.target is aten.cross_entropy_loss.default:
+    elif node.target is aten.cross_entropy_loss.default or node.target is aten.nll_loss_nd.default:
+        target, weight = node.args[1], argument(node, 2, "weight")
         ignored, mean = argument(node, 4, "ignore_index", -100), argument(node, 3, "reduction", 1) == 1
-        mean = mean and argument(node, 2, "weight") is None
-        target = node.args[1]
     else:
-        return
-    if isinstance(target, fx.Node):
-        yield target, ignored if mean else None
+        return None
+    return Loss(target, ignored, mean, weight is not None) if isinstance(target, fx.Node) else None
 
 
 def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
@@ -91,10 +118,10 @@ def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
         pending += fresh
 
 
-def _place(source: fx.Node, target: fx.Node, ignored: int | None) -> tuple[int, int] | None:
+def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | None:
     """`ignored`, and how many elements at the begin of the labels' last dimension do not come to the loss."""
     shape = source.meta["val"].shape
-    if ignored is None or not shape:
+    if not shape:
         return None
     # Every label another number, to see where each is in the target.
     numbers = torch.arange(shape.numel()).view(shape) + max(0, ignored + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
     "weighted": (lambda x, y: mean(x, y, weight=torch.linspace(0.5, 1, VOCABULARY)), (None, 0)),
     "changed": (lambda x, y: mean(x, torch.where(y == 5, -100, y)), (None, 0)),
     "twice": (lambda x, y: mean(x, y) + mean(x, y, ignore_index=2), (None, 0)),
+    "two tokens": (lambda x, y: mean(x, y) + mean(x[:, :-1], y[:, 1:]), (-100, 0)),
+    "likelihood": (lambda x, y: functional.nll_loss(x.log_softmax(-1).transpose(1, 2), y), (-100, 0)),
     "written out": (write_out, (None, 0)),
 }
 
@@ -56,6 +59,10 @@ def compile_small(loss: Loss, mesh: tuple[int, int, int] = (1, 1, 1)) -> autoptd
     return autoptd.compile(Small(loss), mesh, example_inputs=example, num_microbatches=2)
 
 
+UNCOUNTED = ("weighted", "changed")
+
+
+@pytest.mark.filterwarnings("ignore:labels comes to its loss changed")
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, int]) -> None:
@@ -63,6 +70,15 @@ def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, 
     ids, labels = compile_small(loss, mesh).manifest.inputs
     assert (ids.ignore_index, ids.skipped) == (None, 0)
     assert (labels.ignore_index, labels.skipped) == expected
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_that_cannot_count_its_labels_is_said(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compile_small(LOSSES[name][0])
+    said = [str(warning.message) for warning in caught]
+    assert [text.split(",")[0] for text in said] == ["labels comes to its loss changed"] * (name in UNCOUNTED)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +105,17 @@ def test_labels_weigh_where_their_mean_is_the_whole_loss() -> None:
 
     assert compile_small(mean).manifest.inputs[1].weighs
     assert compile_small(scaled).manifest.inputs[1].weighs
-    manifest = compile_small(with_penalty).manifest
-    assert manifest.inputs[1].ignore_index == -100
-    assert manifest.weighing_labels is None
-    batch = {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([[-100, 1, 1, 1, 1, 1], [1] * 6])}
-    assert "labels other than -100: 5, 6. The model's loss has other parts" in unequal_counts(manifest, batch)
+    for loss in (with_penalty, LOSSES["two tokens"][0]):
+        manifest = compile_small(loss).manifest
+        assert manifest.inputs[1].ignore_index == -100
+        assert manifest.weighing_labels is None
+        batch = {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([[-100, 1, 1, 1, 1, 1], [1] * 6])}
+        assert "labels other than -100: 5, 6. The model's loss has other parts" in unequal_counts(
+            manifest, batch
+        )
 
 
-@pytest.mark.parametrize("name", ["padding", "shifted"])
+@pytest.mark.parametrize("name", ["padding", "shifted", "likelihood"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=str)
 def test_verify_weighs_as_the_whole_batch_would(name: str, mesh: tuple[int, int, int]) -> None:
     program = compile_small(LOSSES[name][0], mesh)
