@@ -21,6 +21,14 @@ from autoptd.runtime.manifest import Manifest
 
 NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
 UNREAD = (Tensor.detach, Tensor.as_subclass, Tensor.requires_grad_)  # of a tensor as a whole
+# What reads no values either, by the names that Tensor and torch have in common; attributes are the first.
+ABOUT = frozenset(
+    [
+        *("__get__", "__hash__", "__len__", "__format__", "data_ptr", "dim", "element_size", "get_device"),
+        *("is_complex", "is_contiguous", "is_floating_point", "is_same_size", "is_set_to", "ndimension"),
+        *("nelement", "numel", "size", "storage_offset", "stride", "type", "untyped_storage"),
+    ]
+)
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
@@ -119,6 +127,9 @@ class Elsewhere(GradientShare):
 
     own: nn.Parameter | None
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Elsewhere(of={self.of!r}, shape={list(self.shape)}, dtype={self.dtype})"
+
     @classmethod
     def __torch_function__(
         cls,
@@ -127,19 +138,31 @@ class Elsewhere(GradientShare):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in (Tensor.mul_, Tensor.zero_):
+        if func is Tensor.zero_ or (func is Tensor.mul_ and _is_scalar(args[1])):
             own = args[0].own
             if own is not None and own.grad is not None:
                 own.grad.mul_(*args[1:] if func is Tensor.mul_ else (0.0,))
             return args[0]
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, Tensor) and func not in (*NORMS, *UNREAD):
-            raise ValueError(
-                f"{getattr(func, '__name__', func)} of a gradient that is not here: a sharded optimizer has its "
-                "part of it, in the .grad of what it steps (optimizer.param_groups); for the norm of the whole "
-                f"gradient {CALL}"
-            )
-        return result
+        if func is torch._foreach_mul_ and _is_scalar(args[1]):
+            for gradient in args[0]:
+                gradient.mul_(args[1])
+            return args[0]
+        # Asked before it is called: what writes would change one zero that stands for all.
+        if func in UNREAD or (func in NORMS and len(args) == 2 and not kwargs):
+            return super().__torch_function__(func, types, args, kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name in ABOUT:
+            result = super().__torch_function__(func, types, args, kwargs)
+            if not isinstance(result, Tensor):  # as .data and .T are
+                return result
+        raise ValueError(
+            f"{name} of a gradient that is not here: a sharded optimizer has its part of it, in the .grad of what it "
+            f"steps (optimizer.param_groups); for the norm of the whole gradient {CALL}"
+        )
+
+
+def _is_scalar(factor: Any) -> bool:
+    return isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.numel() == 1)
 
 
 def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: float) -> ShareNorm:
@@ -165,7 +188,10 @@ def share_gradients(leaves: Leaves, whole: Whole) -> list[RemovableHandle]:
 
 
 def stand_in(own: nn.Parameter, parameters: Mapping[str, nn.Parameter], whole: Whole) -> None:
-    """After every backward, let each of `parameters`, of which the optimizer steps `own`, have a gradient elsewhere."""
+    """After every backward, let each of `parameters`, of which the optimizer steps `own`, have a gradient elsewhere.
+
+    Where all of them have been cleared by then, so has `own`: the backward's gradient is added to none.
+    """
     kept: dict[str, Elsewhere] = {}
     for name, parameter in parameters.items():
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -176,7 +202,14 @@ def stand_in(own: nn.Parameter, parameters: Mapping[str, nn.Parameter], whole: W
         for name, parameter in parameters.items():
             parameter.grad = kept[name]
 
+    own.register_hook(lambda _: clear_with(own, parameters))  # before the gradient is added
     own.register_post_accumulate_grad_hook(give)
+
+
+def clear_with(own: nn.Parameter, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Clear the gradient of `own` where that of each of `parameters`, which have it elsewhere, was cleared."""
+    if all(parameter.grad is None for parameter in parameters.values()):
+        own.grad = None
 
 
 def _join(stacked: Tensor, norms: Sequence[Tensor]) -> ShareNorm:

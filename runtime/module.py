@@ -18,7 +18,7 @@ from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
-from autoptd.runtime.gradient_share import Whole, share_gradients, stand_in
+from autoptd.runtime.gradient_share import Whole, clear_with, share_gradients, stand_in
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.label_count import NAME as ITEMS
 from autoptd.runtime.label_count import weigh_items
@@ -26,7 +26,7 @@ from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
 from autoptd.runtime.own_slice import mark_slices
-from autoptd.runtime.parameter_watch import ParameterWatch
+from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
@@ -117,7 +117,7 @@ class Parallel(Persistent):
                 hook.remove()
             self._hooks = share_gradients(self._stepped(), whole)
             for shard in shards:
-                stand_in(shard.own, {name: self._watch.parameters[name] for name in shard.names}, whole)
+                stand_in(shard.own, self._named(shard), whole)
         self._versions = self._read_versions()
 
     @property
@@ -132,6 +132,8 @@ class Parallel(Persistent):
         for steps of several calls, whose counts of labels differ.
         """
         self._watch.check(self)
+        if self._is_rebound():
+            self._adopt_writes()
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         items = None if known else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._device)
@@ -169,7 +171,8 @@ class Parallel(Persistent):
         the model's parameters is good for torch's norm and clipping. Every rank must call it, with the like optimizer
         of ``parallel.parameters()``, before or between steps.
 
-        Raises ValueError for an optimizer that may not step each element by itself, or has other parameters.
+        Raises ValueError for an optimizer that may not step each element by itself, or has other parameters, and for
+        a parameter of it with a hook.
         """
         if self._shards:
             raise ValueError("an optimizer of this parallel model is sharded already: it can have one")
@@ -177,8 +180,12 @@ class Parallel(Persistent):
         parameters = dict(self.named_parameters())
         dtypes = {name: manifest.parameters[name].dtype for name in parameters}
         rows = self._shapes[0].completion.rows
+        trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        hooks = {handle.id for handle in self._hooks}
+        for name in (name for row in rows for name in row if parameters.get(name) in trained):
+            refuse_hooks(name, parameters[name], hooks)
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
-        optimizer.register_step_pre_hook(lambda *_: self._adopt_writes())
+        optimizer.register_step_pre_hook(lambda *_: self._prepare_step())
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
         return optimizer
 
@@ -253,6 +260,16 @@ class Parallel(Persistent):
         if len(self._manifest.stages) - 1 in shape.executor.stages:
             return find_divisors(shape.manifest, self._rank, batch)
         return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._device)
+
+    def _named(self, shard: Shard) -> dict[str, nn.Parameter]:
+        """The parameters of a shard."""
+        return {name: self._watch.parameters[name] for name in shard.names}
+
+    def _prepare_step(self) -> None:
+        """A sharded optimizer is about to step: let it have what was done to the model's parameters."""
+        for shard in self._shards:
+            clear_with(shard.own, self._named(shard))
+        self._adopt_writes()
 
     def _post_gathers(self) -> None:
         """The optimizer has stepped: begin to share the new weights, in the order in which stages need them."""

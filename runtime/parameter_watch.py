@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,15 +20,15 @@ class ParameterWatch:
         """With a sharded optimizer those it has, `sharded`, stay trained."""
         self._sharded = frozenset(sharded)
         self.parameters = dict(nn.Module.named_parameters(module))
-        self._bound = {name: (p, p.shape, p.dtype) for name, p in self.parameters.items()}
+        self._bound = {name: (p, p.shape, p.dtype, p.device) for name, p in self.parameters.items()}
         self._look_through(module)
         # The boundaries of a program carry no gradients to what was frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError, naming a parameter, where one was replaced, has another shape or dtype, or was unfrozen.
+        """Raise ValueError, naming a parameter, where one was replaced, unfrozen or hooked, or is shaped otherwise.
 
-        And where DDP is round the module: it has given every rank the tensors of the first.
+        Or of another dtype or device. And where DDP is round the module, which gives all ranks the first one's tensors.
         """
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise ValueError(
@@ -41,7 +41,7 @@ class ParameterWatch:
         if changed:
             # A parallel model's own waits for weights on their way.
             now = dict(nn.Module.named_parameters(module))
-        for name, (parameter, shape, dtype) in self._bound.items():
+        for name, (parameter, shape, dtype, device) in self._bound.items():
             found = now.get(name)
             if found is not parameter:
                 raise ValueError(
@@ -54,16 +54,23 @@ class ParameterWatch:
                     f"the parameter {name} is {found.dtype}{list(found.shape)}, but was {dtype}{list(shape)} when it "
                     "was bound: change the model and compile it again"
                 )
+            if found.device != device:
+                raise ValueError(
+                    f"the parameter {name} is on {found.device}, but the program was bound to {device}: move the "
+                    "parallel model back, or bind it there"
+                )
             if found.requires_grad and name in self._frozen:
                 raise ValueError(
                     f"the parameter {name} was frozen when the program was compiled, which has no gradient for it: "
                     "compile the model with it unfrozen (and freeze it on the parallel model for as long as you like)"
                 )
-            if not found.requires_grad and name in self._sharded:
-                raise ValueError(
-                    f"the parameter {name} was frozen after its optimizer was sharded, which steps it with others: "
-                    "freeze before shard_optimizer, or give its group a learning rate of 0"
-                )
+            if name in self._sharded:
+                refuse_hooks(name, parameter)
+                if not found.requires_grad:
+                    raise ValueError(
+                        f"the parameter {name} was frozen after its optimizer was sharded, which steps it with "
+                        "others: freeze before shard_optimizer, or give its group a learning rate of 0"
+                    )
         added = sorted(set(now) - set(self._bound))
         if added:
             raise ValueError(
@@ -89,6 +96,16 @@ def _list_contents(module: nn.Module) -> list[object]:
     """Names and identities of the module's own parameters and modules, and whether it has buffers."""
     parameters, parts = module._parameters, module._modules
     return [*parameters, *map(id, parameters.values()), *parts, *map(id, parts.values()), not module._buffers]
+
+
+def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -> None:
+    """Raise ValueError where a `parameter` that a sharded optimizer steps has a hook; those of the ids `own` may be."""
+    hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+    if any(number not in own for number in hooks):
+        raise ValueError(
+            f"the parameter {name} has a hook on its gradient, which would not run: with a sharded optimizer no rank "
+            "has the whole gradient of a parameter. Remove the hook, or train without shard_optimizer"
+        )
 
 
 def check_frozen(manifest: Manifest, model: nn.Module) -> None:

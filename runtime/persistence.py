@@ -109,6 +109,11 @@ class Persistent(Trained):
         self._await_gathers()
         return super().named_parameters(*args, **kwargs)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module, by which ``to`` reads all parameters, once all replicas' steps have arrived."""
+        self._await_gathers()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's tensors under the user's names; trained weights in half precision as the float32 they step in.
 
@@ -169,13 +174,36 @@ class Persistent(Trained):
         return [parameters[name]._version for shard in self._shards for name in shard.names]
 
     def _adopt_writes(self) -> None:
-        """Let a sharded optimizer step from what was written into parameters since."""
+        """Let a sharded optimizer step from what was written into parameters since, or given to them as ``p.data``.
+
+        ValueError, as of a call, where what they were given is shaped otherwise, of another dtype or elsewhere.
+        """
         self._await_gathers()
-        versions = self._read_versions()
-        if versions != self._versions:
+        versions, rebound = self._read_versions(), self._is_rebound()
+        if rebound:
+            self._bind_again()
+        if rebound or versions != self._versions:
             self._versions = versions
             for shard in self._shards:
                 shard.adopt()
+
+    def _is_rebound(self) -> bool:
+        """Whether parameters that a sharded optimizer steps have memory that it does not send new weights to."""
+        return any(shard.rebound(self._watch.parameters) for shard in self._shards)
+
+    def _bind_again(self) -> None:
+        self._watch.check(self)
+        parameters = self._watch.parameters
+        # Copies, all before the first write: two parameters may have been given each other's memory.
+        values = {
+            name: (shard, parameters[name].detach().clone())
+            for shard in self._shards
+            for name in shard.rebound(parameters)
+        }
+        for name, (shard, value) in values.items():
+            shard.write(name, value)
+        for shard in self._shards:
+            shard.bind(parameters)
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._adopt_writes()

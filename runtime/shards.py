@@ -42,6 +42,7 @@ class Shard:
         self._used = sum(shape.numel() for shape in self.shapes)
         wide = self.flatten({name: weight.detach() for name, weight in weights.items()})
         self.flat = wide.to(dtype)
+        self._views = self.split(self.flat)
         self.own = nn.Parameter(self.part(wide).clone())
 
     def part(self, flat: Tensor) -> Tensor:
@@ -64,6 +65,19 @@ class Shard:
         """The parameters' parts of a row, by name, as views of it."""
         rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
         return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
+
+    def rebound(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Which of its own of `parameters` are views of `flat` no longer, as ``p.data = ...`` leaves them."""
+        return [name for name, view in self._views.items() if not parameters[name].is_set_to(view)]
+
+    def bind(self, parameters: Mapping[str, Tensor]) -> None:
+        """Make its own of `parameters` views of `flat`, whatever they were."""
+        for name, view in self._views.items():
+            parameters[name].data = view
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Let the parameter `name` be `value`, shaped as it; `own` has that after `adopt`."""
+        self._views[name].copy_(value)
 
     def adopt(self) -> None:
         """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written."""
@@ -184,9 +198,9 @@ def lay_out_shards(
         # What is frozen, or used by no stage, never has a gradient, and is not stepped.
         settings["params"] = [p for p in settings["params"] if names[p] not in sharded]
         for shard, state in made:
-            for name, weight in shard.split(shard.flat).items():
+            shard.bind(parameters)
+            for name in shard.names:
                 optimizer.state.pop(parameters[name], None)
-                parameters[name].data = weight
             if state:
                 optimizer.state[shard.own] = state
             settings["params"].append(shard.own)

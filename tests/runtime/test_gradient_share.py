@@ -141,6 +141,7 @@ def test_torch_clips_what_a_sharded_optimizer_steps(mesh: tuple[int, int, int]) 
         norms, scaled = [], []
         asked: list[Callable[[], Tensor]] = [
             lambda: clip_grad_norm_(parallel.parameters(), 0.01),
+            lambda: clip_grad_norm_(parallel.parameters(), 0.01, foreach=True),
             lambda: clip_grad_norm_(stepped, 0.01),
             lambda: parallel.clip_grad_norm_(0.01),
         ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autoptd.runtime import data_parallel
 from autoptd.runtime.communicator import LocalGroup, Posted, ProcessGroup
 from autoptd.runtime.connection import Connection, connect, run_threads
+from autoptd.runtime.module import Parallel
 from autoptd.runtime.shards import Shard, join_states
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
@@ -224,6 +225,50 @@ def test_the_models_own_zero_grad_clears_what_the_optimizer_steps() -> None:
             assert first == second
 
 
+def clear_one_by_one(parallel: Parallel) -> None:
+    for parameter in parallel.parameters():
+        parameter.grad = None
+
+
+def clear_by_wrapper(parallel: Parallel) -> None:
+    nn.ModuleList([parallel]).zero_grad()
+
+
+def zero_by_wrapper(parallel: Parallel) -> None:
+    nn.ModuleList([parallel]).zero_grad(set_to_none=False)
+
+
+def clear_first(parallel: Parallel) -> None:
+    """Not all: the others keep theirs, and in a shard they have it together."""
+    next(parallel.parameters()).grad = None
+
+
+@pytest.mark.parametrize(
+    ("clear", "calls"),
+    [(clear_one_by_one, 1), (clear_by_wrapper, 1), (zero_by_wrapper, 1), (clear_first, 2)],
+)
+def test_gradients_cleared_on_the_parameters_are_cleared_in_the_shard(
+    clear: Callable[[Parallel], None], calls: int
+) -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def run(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        norms = []
+        for _ in range(2):
+            parallel(**chain.batch())["loss"].backward()
+            norms.append(parallel.clip_grad_norm_(1e9).item())
+            clear(parallel)
+        assert norms[1] == calls * norms[0]
+        clear_one_by_one(parallel)
+        before = {name: p.detach().clone() for name, p in parallel.named_parameters()}
+        optimizer.step()
+        assert all(torch.equal(p, before[name]) for name, p in parallel.named_parameters())
+
+    run_threads(chain.manifest, run)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_is_written_into_parameters_is_stepped_from(dtype: torch.dtype) -> None:
     chain = Chain((1, 1, 2), "1f1b", 1, 2, dtype=dtype)
@@ -253,6 +298,75 @@ def test_what_is_written_into_parameters_is_stepped_from(dtype: torch.dtype) -> 
     run_threads(chain.manifest, write)
 
 
+def move(parallel: Parallel) -> None:
+    """As the Trainer does."""
+    parallel.to(torch.device("cpu", 0))
+
+
+def shrink_data(parallel: Parallel) -> None:
+    for parameter in parallel.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+def shrink_vector(parallel: Parallel) -> None:
+    vector = nn.utils.parameters_to_vector(parallel.parameters())
+    nn.utils.vector_to_parameters(vector.detach() * 0.9, parallel.parameters())
+
+
+def exchange(parallel: Parallel) -> None:
+    used = [p for n, p in parallel.named_parameters() if not n.startswith("unused")]
+    first, second = next((p, q) for p in used for q in used if p is not q and p.shape == q.shape)
+    first.data, second.data = second.data, first.data
+
+
+@pytest.mark.parametrize(
+    ("rebind", "late"),
+    [
+        (move, False),
+        *((rebind, late) for rebind in (shrink_data, shrink_vector, exchange) for late in (False, True)),
+    ],
+)
+def test_parameters_bound_to_other_memory_train_on(rebind: Callable[[Parallel], None], late: bool) -> None:
+    chain = Chain((1, 2, 2), "interleaved_1f1b", 2, 4)
+
+    def run(connection: Connection, shard: bool) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        optimizer = parallel.shard_optimizer(optimizer) if shard else optimizer
+        for step in range(3):
+            if not late:
+                rebind(
+                    parallel
+                )  # to move gradients that are elsewhere too is refused: so before the backward
+            parallel(**chain.batch(connection.rank.coordinates.data + 10 * step))["loss"].backward()
+            if late:
+                rebind(parallel)
+            optimizer.step()
+            optimizer.zero_grad()
+            parallel.zero_grad()
+        return {name: p.detach().clone() for name, p in parallel.named_parameters()}
+
+    whole = run_threads(chain.manifest, partial(run, shard=False))
+    for found, expected in zip(run_threads(chain.manifest, partial(run, shard=True)), whole, strict=True):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=0)
+
+
+def test_memory_of_another_shape_is_refused_before_the_step() -> None:
+    chain = Chain((1, 1, 1), "1f1b", 1, 2)
+
+    def rebind(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        bias = parallel.get_parameter("layer.0.row.bias")
+        bias.data = bias.data[:1]
+        with pytest.raises(ValueError, match=r"layer.0.row.bias is torch.float64\[1\], but was"):
+            optimizer.step()
+
+    run_threads(chain.manifest, rebind)
+
+
 def test_a_frozen_parameter_is_left_alone_and_freezing_later_is_refused() -> None:
     chain = Chain((1, 1, 1), "1f1b", 1, 2)
 
@@ -272,6 +386,31 @@ def test_a_frozen_parameter_is_left_alone_and_freezing_later_is_refused() -> Non
             parallel(**chain.batch())
 
     run_threads(chain.manifest, freeze)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_would_not_run_is_refused(kind: str) -> None:
+    """Those by which a divided model's gradients are shared are not meant: they are the runtime's own."""
+    chain = Chain((2, 1, 1), "1f1b", 1, 2)
+
+    def refuse(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        register = getattr(parallel.get_parameter("layer.0.row.bias"), kind)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        refused = pytest.raises(ValueError, match=r"layer.0.row.bias has a hook .* train without shard_opt")
+        handle = register(lambda gradient: None)
+        with refused:
+            parallel.shard_optimizer(optimizer)
+        handle.remove()
+        parallel.shard_optimizer(optimizer)
+        parallel(**chain.batch())["loss"].backward()
+        handle = register(lambda gradient: None)
+        with refused:
+            parallel(**chain.batch())
+        handle.remove()
+        parallel(**chain.batch())
+
+    run_threads(chain.manifest, refuse)
 
 
 def test_a_refused_optimizer_is_as_it_was() -> None:
@@ -305,5 +444,36 @@ def test_a_gradient_that_is_elsewhere_is_not_read_as_zero() -> None:
             ValueError, match=r"pow of a gradient that is not here: .* call parallel.clip_grad_norm_"
         ):
             _ = gradient**2
+        assert gradient.size() == gradient.shape
+        assert "layer.0.row.bias" in repr(gradient)
+        with pytest.raises(ValueError, match="tolist of a gradient that is not here"):
+            gradient.tolist()
 
     run_threads(chain.manifest, read)
+
+
+WRITES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "clamp_": lambda ps: nn.utils.clip_grad_value_(ps, 0.1, foreach=False),
+    "_foreach_clamp_min_": lambda ps: nn.utils.clip_grad_value_(ps, 0.1, foreach=True),
+    "div_": lambda ps: [p.grad.div_(2) for p in ps if p.grad is not None],
+    "nan_to_num_": lambda ps: [torch.nan_to_num_(p.grad) for p in ps if p.grad is not None],
+    "_foreach_div_": lambda ps: torch._foreach_div_([p.grad for p in ps if p.grad is not None], 2.0),
+    "mul_": lambda ps: [p.grad.mul_(torch.ones_like(p)) for p in ps if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_gradient_that_is_elsewhere_is_refused(name: str) -> None:
+    chain = Chain((1, 1, 1), "1f1b", 1, 2)
+
+    def write(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        before = [shard.own.grad.clone() for shard in parallel._shards if shard.own.grad is not None]
+        with pytest.raises(ValueError, match=f"^{name} of a gradient that is not here"):
+            WRITES[name](list(parallel.parameters()))
+        after = [shard.own.grad for shard in parallel._shards if shard.own.grad is not None]
+        assert all(map(torch.equal, after, before))
+
+    run_threads(chain.manifest, write)
