@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import traceback
 import warnings
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private: a device, but no data
+from torch._subclasses import fake_tensor  # private: a device, but no data
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -124,8 +126,17 @@ def _export(
 
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
     """Warn, and give a log line, where evaluation is not training without dropout."""
-    with mode, Functions().watch():
-        place = compare_evaluation(objective, lambda: objective(*values), tuple(objective.calls.made))
+    training = tuple(objective.calls.made)
+    noisy = logging.getLogger(fake_tensor.__name__)  # has a traceback for operators that only a trace takes
+    before, noisy.disabled = noisy.disabled, True
+    try:
+        with mode, Functions().watch():
+            place = compare_evaluation(objective, lambda: objective(*values), training)
+    except Exception as error:
+        yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
+        return
+    finally:
+        noisy.disabled = before
     if place:
         line = f"in evaluation the model computes something else, from {place}"
         warnings.warn(

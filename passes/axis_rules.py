@@ -96,13 +96,19 @@ ELEMENTWISE = """
     logical_xor bitwise_and bitwise_or bitwise_not to _to_copy clone contiguous detach alias lift_fresh_copy
     lift_fresh positive float_power addcmul addcdiv lerp isnan isinf isfinite nan_to_num zeros_like ones_like
     full_like fill floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid softsign trunc frac
-    polar complex real imag conj _conj _conj_physical resolve_conj
-""".split()  # noqa: SIM905  (a list of 70 quoted words is 70 lines)
+    polar complex real imag conj _conj _conj_physical resolve_conj asin acos atan sinh cosh asinh acosh atanh sinc sgn
+    erfinv logit special_expit hypot copysign logaddexp logaddexp2 xlogy bitwise_xor hardshrink softshrink heaviside
+""".split()  # noqa: SIM905  (a list of 90 quoted words is 90 lines)
 
-# What sends tokens to experts, and turns an image into patches: every tensor rank does it whole, experts included.
+# What sends tokens to experts, turns an image into patches, mixes neighbours or compares with given values: every
+# tensor rank does it whole, experts included.
 WHOLE = """
     aten.topk aten.sort aten.argsort aten.histc aten.bincount aten.one_hot aten.scatter aten.scatter_add aten.index_add
     aten.index_put aten.index_select aten.empty_like aten._grouped_mm transformers.grouped_mm_fallback aten.conv2d
+    aten.conv1d aten.glu aten.group_norm aten.tril aten.triu aten.prelu aten.cumprod aten.logcumsumexp aten.cummax
+    aten.cummin aten.diff aten.var_mean aten.prod aten.median aten.kthvalue aten.tile aten.unfold aten.diagonal
+    aten.masked_scatter aten.scatter_reduce aten.avg_pool1d aten.cosine_similarity aten.broadcast_tensors aten.mse_loss
+    aten.smooth_l1_loss aten.huber_loss aten.l1_loss aten.binary_cross_entropy_with_logits aten.kl_div
 """.split()  # noqa: SIM905
 
 RULES: Mapping[str, Rule] = {
@@ -130,6 +136,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(["aten.cat", "aten.concat", "aten.concatenate"], shape_rules.concatenate),
     "aten.slice_scatter": shape_rules.slice_scatter,
+    "aten.select_scatter": shape_rules.select_scatter,
     "aten.stack": shape_rules.stack,
     "aten.view_as_complex": shape_rules.view_as_complex,
     "aten.view_as_real": shape_rules.view_as_real,

@@ -264,6 +264,16 @@ def slice_scatter(analysis: Analysis, node: fx.Node) -> Axes:
     return into
 
 
+def select_scatter(analysis: Analysis, node: fx.Node) -> Axes:
+    """One row of a dimension replaced by another: it stays whole, and the rest of both is the same."""
+    into = analysis.of(node.args[0])
+    dim = int(argument(node, 2, "dim", 0)) % len(into)
+    for own, other in zip((*into[:dim], *into[dim + 1 :]), analysis.of(node.args[1]), strict=True):
+        ax.unify(own, other)
+    ax.block(into[dim], f"{called(node)} replaces a row of it")
+    return into
+
+
 def keep_whole(analysis: Analysis, node: fx.Node) -> Any:
     """`opaque`, of an operator that every rank computes whole by intention."""
     found = opaque(analysis, node)

@@ -199,6 +199,7 @@ def test_experts_that_cannot_be_traced_or_compared_say_which_can() -> None:
         autoptd.compile(model, mesh=(1, 1, 1), example_inputs=example)
     model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=example)
+    assert any("evaluation was not compared with training: RuntimeError" in line for line in program.log)
     with pytest.raises(ValueError, match=r"verify computes in float64, and the plain model .*'batched_mm'"):
         program.verify()
     model.set_experts_implementation("batched_mm")  # type: ignore[operator]

@@ -1,0 +1,104 @@
+"""Operators that models have now and then: divided where each element is for itself, else every tensor rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+
+WIDTH = 8
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: getattr(torch, name) for name in ("atan", "sinh", "cosh", "asinh", "sinc", "sgn")},
+    **{name: partial(getattr(F, name)) for name in ("hardshrink", "softshrink", "hardswish")},
+    "asin": lambda x: torch.asin(x.tanh() / 2) + torch.acos(x.tanh() / 2) + torch.atanh(x.tanh() / 2),
+    "acosh": lambda x: torch.acosh(1.5 + x.square()),
+    "erfinv": lambda x: torch.erfinv(x.tanh() / 2),
+    "logit": lambda x: torch.logit(x.sigmoid()),
+    "expit": torch.special.expit,
+    "hypot": lambda x: torch.hypot(x, x.cos()),
+    "copysign": lambda x: torch.copysign(x, x.cos()),
+    "logaddexp": lambda x: torch.logaddexp(x, x.cos()) + torch.logaddexp2(x, x.sin()),
+    "xlogy": lambda x: torch.xlogy(x, 1 + x.square()),
+    "heaviside": lambda x: x * torch.heaviside(x.detach(), torch.tensor(0.5, dtype=x.dtype)),
+    "bitwise_xor": lambda x: x * ((x > 0) ^ (x < 1)),
+}
+
+
+def assign(x: Tensor, index: int) -> Tensor:
+    x = x.clone()
+    x[:, index] = x[:, 1] * 2
+    return x
+
+
+WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "select_scatter": lambda x: assign(x, 0),
+    "select_scatter, last": lambda x: assign(x, -1),
+    "select_scatter of a feature": lambda x: assign(x.transpose(1, 2), 3).transpose(1, 2),
+    "add in place": lambda x: assign(x, 2).select(1, 0).mul_(2)[:, None] + x,
+    "conv1d": lambda x: F.conv1d(
+        x.transpose(1, 2), torch.ones(16, 1, 3).to(x) / 3, padding=1, groups=16
+    ).transpose(1, 2),
+    "glu": lambda x: F.glu(x).repeat(1, 1, 2),
+    "group_norm": lambda x: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
+    "triangles": lambda x: torch.tril(x) + torch.triu(x, 1) * 2,
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.2]).to(x)),
+    "products": lambda x: torch.cumprod(x.tanh(), 1) + x.tanh().prod(2, keepdim=True),
+    "running": lambda x: torch.logcumsumexp(x, 1) + torch.cummax(x, 1)[0] + torch.cummin(x, 1)[0],
+    "diff": lambda x: F.pad(x.diff(dim=1), (0, 0, 1, 0)),
+    "var_mean": lambda x: x + sum(torch.var_mean(x, 2, keepdim=True)),
+    "ranked": lambda x: x + x.median(2, keepdim=True)[0] + x.kthvalue(3, 2, keepdim=True)[0],
+    "tile": lambda x: torch.tile(x[:, :1], (1, 6, 1)),
+    "unfold": lambda x: x + x.unfold(2, 4, 4).mean((2, 3))[..., None],
+    "diagonal": lambda x: x + x.diagonal(0, 1, 2).sum(1)[:, None, None],
+    "masked_scatter": lambda x: x.masked_scatter(x > 0, x.cos()),
+    "scatter_reduce": lambda x: x.scatter_reduce(2, torch.zeros_like(x, dtype=torch.long), x.sin(), "sum"),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 3, 1, 1),
+    "cosine_similarity": lambda x: x * F.cosine_similarity(x, x.cos(), 2)[..., None],
+    **{
+        name: lambda x, name=name: x * (1 + getattr(F, name)(x, x.flip(1)))  # type: ignore[misc]
+        for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss")
+    },
+    "binary_cross_entropy": lambda x: x * F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
+    "kl_div": lambda x: x * (1 + F.kl_div(x.log_softmax(2), x.flip(1).softmax(2), reduction="batchmean")),
+}
+
+
+class Model(nn.Module):
+    """A language model of one MLP with another operator inside."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.inside = inside
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(idx)
+        x = x + self.down(self.inside(self.up(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def compile_with(inside: Callable[[Tensor], Tensor]) -> autoptd.CompiledProgram:
+    torch.manual_seed(0)
+    inputs = {name: torch.zeros(2, 6, dtype=torch.long) for name in ("idx", "targets")}
+    return autoptd.compile(Model(inside).double(), (2, 1, 1), example_inputs=inputs, num_microbatches=2)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elements_for_themselves_are_divided(name: str) -> None:
+    program = compile_with(ELEMENTWISE[name])
+    assert program.manifest.parameters["up.weight"].placement.local_shape((16, 8), 2) == (8, 8)
+    assert program.verify().passed
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_mixes_elements_is_right(name: str) -> None:
+    program = compile_with(WHOLE[name])
+    report = program.verify()
+    assert report.passed, report
