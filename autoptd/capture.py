@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoptd.ambient import read_autocast, trace_under
 from autoptd.custom_gradients import Functions
-from autoptd.evaluation import compare_evaluation
+from autoptd.evaluation import compare_evaluation, keeping_attributes
 from autoptd.example_inputs import Examples, read_examples
 from autoptd.objective import DataDependentError, LossError, Objective
 from autoptd.passes.calls import where
@@ -61,7 +61,8 @@ def capture(
     functions = Functions()
     autocast = read_autocast(model)
     with trace_under(autocast):
-        exported = _export(objective, values, functions, model)
+        with keeping_attributes(objective):
+            exported = _export(objective, values, functions, model)
         differences = tuple(_compare_modes(objective, mode, values))
     notes = (*functions.check(), *differences)
     tensors = _name_tensors(model, loss_fn, exported)

@@ -61,11 +61,13 @@ def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Se
 
 @contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards all modules have the attributes that they had: modes, and what forward keeps in them."""
-    kept = [(part, dict(vars(part))) for part in model.modules()]
+    """Afterwards all modules have the attributes and buffers that they had: modes, and what forward keeps in them."""
+    kept = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
     try:
         yield
     finally:
-        for part, attributes in kept:
+        for part, attributes, buffers in kept:
             vars(part).clear()
             vars(part).update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,8 +46,12 @@ def refuse_side_effects(model: nn.Module) -> Iterator[None]:
     buffers, counts, drawn = _list_buffers(model), _list_numbers(model), _random_states()
     with _hooks_refused():
         yield
-    for place, buffer in _list_buffers(model).items():
-        if buffer is not buffers.get(place):
+    found = _list_buffers(model)
+    for (
+        place,
+        buffer,
+    ) in buffers.items():  # a new one keeps something for later calls, as tables of positions are
+        if found.get(place) is not buffer:
             raise SideEffectError(
                 f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
                 "update it outside of forward"
@@ -68,21 +73,29 @@ def refuse_side_effects(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooks_refused() -> Iterator[None]:
-    def refuse(*_: object) -> NoReturn:
+    kept = {name: getattr(Tensor, name) for name in REGISTERING}
+    try:
+        for name, method in kept.items():
+            setattr(Tensor, name, _refusing(method, threading.get_ident()))
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Tensor, name, method)
+
+
+def _refusing(method: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    """`method`, which registers a hook, for all threads but `thread`."""
+
+    def register(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        if threading.get_ident() != thread:
+            return method(tensor, hook)
         place = user_line(traceback.extract_stack())
         raise SideEffectError(
             f"{place}: a hook on a gradient, which no trace shows; write what it does in forward: "
             "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
         )
 
-    kept = {name: getattr(Tensor, name) for name in REGISTERING}
-    try:
-        for name in REGISTERING:
-            setattr(Tensor, name, refuse)
-        yield
-    finally:
-        for name, method in kept.items():
-            setattr(Tensor, name, method)
+    return register
 
 
 def _list_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -95,6 +95,20 @@ def test_a_count_in_an_attribute_is_said_to_stay() -> None:
         compile_plain(Plain(count))
 
 
+def test_a_table_that_the_first_call_makes_is_a_constant() -> None:
+    def keep(model: Plain, x: Tensor) -> Tensor:
+        if "positions" not in model._buffers:
+            model.register_buffer("positions", torch.linspace(0, 1, 8).to(x))
+        return x + model.get_buffer("positions")
+
+    model = Plain(keep)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = compile_plain(model)
+    assert program.verify().passed
+    assert "positions" not in model._buffers
+
+
 def branch(model: Plain, x: Tensor) -> Tensor:
     return x * 2 if model.training else x
 
