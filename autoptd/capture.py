@@ -49,7 +49,9 @@ def capture(
     line.
     """
     _check_model(model)
-    refuse_hooks(model)
+    for part in (model, loss_fn):
+        if isinstance(part, nn.Module):
+            refuse_hooks(part)
     examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
     mode = make_mode()
     skeleton = make_skeleton(model, mode)
@@ -133,7 +135,9 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
     try:
         with mode, Functions().watch():
             place = compare_evaluation(objective, lambda: objective(*values), training)
-    except Exception as error:
+    except SideEffectError:
+        raise
+    except Exception as error:  # the trace takes operators that nothing else does without data
         yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
         return
     finally:

@@ -182,15 +182,15 @@ class _Job:
             autocast=None if program.autocast is None else program.autocast.dtype,
             shape=shape,
         )
-        if manifest.num_microbatches * manifest.mesh.data > 1:
-            for name in find_uncounted(program):
-                warnings.warn(
-                    f"{name} comes to its loss changed, or with class weights, so that which labels count in its mean "
-                    "is not known: a step's loss is the mean of the microbatches' losses, each of which counts alike. "
-                    "That is another one than over the whole batch where they have unequal counts; change labels in "
-                    "the data, before the call",
-                    stacklevel=2,
-                )
+        uncounted = find_uncounted(program)
+        if uncounted and shape == 0 and manifest.num_microbatches * manifest.mesh.data > 1:
+            warnings.warn(
+                f"{' and '.join(uncounted)} comes to its loss changed, or with class weights, so that which labels "
+                "count in its mean is not known: a step's loss is the mean of the microbatches' losses, each of which "
+                "counts alike. That is another one than over the whole batch where they have unequal counts; change "
+                "labels in the data, before the call",
+                stacklevel=2,
+            )
         return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
 
 

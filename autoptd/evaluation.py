@@ -1,4 +1,4 @@
-"""Whether a model computes in evaluation what it does in training, dropout aside: a program has one forward."""
+"""Whether a model calls in evaluation what it does in training, dropout aside: a program has one forward."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoptd.side_effects import REGISTERING, refuse_hook
 from autoptd.source_lines import user_line
 from autoptd.undropped import ATTENTIONS, DROPPING
 
@@ -17,7 +18,7 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 class Calls(TorchFunctionMode):
-    """Notes the functions that are called while it is entered, with the plain numbers they take.
+    """Notes the functions that are called while it is entered, with the plain numbers they take; hooks are refused.
 
     Without dropout's. Of those that are `expected` it notes none, but the place of the first that is another: `found`.
     """
@@ -36,6 +37,8 @@ class Calls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
+        if func in REGISTERING:
+            refuse_hook()
         if func not in DROPPING and getattr(func, "__name__", "") != "__get__":
             self._note(func, () if func in ATTENTIONS else (*args, *options.values()))
         return func(*args, **options)

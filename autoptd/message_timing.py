@@ -30,11 +30,11 @@ PATIENCE = timedelta(seconds=120)  # how long a process waits for another
 class Meeting:
     """Where all processes wait for each other, those of other pairs too; who waits sleeps."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, timer: Timer) -> None:
         self._store = dist.FileStore(  # type: ignore[attr-defined]
             f"{place.folder}/all", place.world_size
         )
-        self._store.set_timeout(PATIENCE)
+        self._store.set_timeout(PATIENCE + timedelta(seconds=timer.seconds * (2 * len(MESSAGES) + ROUNDS)))
         self._size, self._number = place.world_size, 0
 
     def wait(self) -> None:
@@ -154,7 +154,7 @@ def join(place: Place, timer: Timer) -> None:
 if __name__ == "__main__":
     place, timer = start(one_core=False)
     join(place, timer)
-    meeting = Meeting(place)
+    meeting = Meeting(place, timer)
     if place.rank < PAIR:
         say(time_messages(place, meeting, timer))
     else:

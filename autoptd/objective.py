@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class Objective(nn.Module):
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
         self.calls.made.clear()
         try:
-            with refuse_side_effects(self.captured), self.calls:
+            exporting = torch.compiler.is_exporting()
+            with refuse_side_effects(self) if exporting else nullcontext(), self.calls:
                 return self._find_loss(given)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from autoptd.source_lines import user_line
 
-REGISTERING = ("register_hook", "register_post_accumulate_grad_hook")
+REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SideEffectError(ValueError):
@@ -27,9 +27,9 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise SideEffectError(
-                f"{name} has a hook on its gradient, which no trace shows: remove it, and register it on the compiled "
-                "model's own parameter after bind, whose gradient is this rank's slice; to train some rows only, "
-                "multiply by a mask in forward"
+                f"{name} has a hook on its gradient, which no trace shows: remove it (wandb.watch sets some), and "
+                "register it after bind on the compiled model's own parameter, whose gradient is this rank's slice; to "
+                "train some rows only, multiply by a mask in forward"
             )
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -41,26 +41,26 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def refuse_side_effects(model: nn.Module) -> Iterator[None]:
-    """Raise SideEffectError where a forward in this block assigns buffers, hooks gradients, or draws numbers outside
-    of torch; warn of the numbers that it counts in attributes."""
+    """Raise SideEffectError where a forward in this block assigns buffers or draws from generators outside of torch.
+
+    And warn of the numbers that it counts in attributes.
+    """
     buffers, counts, drawn = _list_buffers(model), _list_numbers(model), _random_states()
-    with _hooks_refused():
-        yield
-    found = _list_buffers(model)
-    for (
-        place,
-        buffer,
-    ) in buffers.items():  # a new one keeps something for later calls, as tables of positions are
-        if found.get(place) is not buffer:
+    yield
+    now = _list_buffers(model)
+    # A new one keeps something for later calls, as tables of positions are kept.
+    for place, buffer in buffers.items():
+        if now.get(place) is not buffer:
             raise SideEffectError(
                 f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
                 "update it outside of forward"
             )
     for name, state in _random_states().items():
-        if state != drawn[name]:
+        if state != drawn.get(name, state):
             raise SideEffectError(
                 f"forward draws random numbers with {name}, and a program would have those of its capture in every "
-                "step; draw with torch, as dropout does, or outside of forward"
+                "step; draw with torch, as dropout does, or outside of forward (another thread that draws meanwhile "
+                "looks the same)"
             )
     for place, number in _list_numbers(model).items():
         if number != counts.get(place, number):
@@ -71,41 +71,24 @@ def refuse_side_effects(model: nn.Module) -> Iterator[None]:
             )
 
 
-@contextmanager
-def _hooks_refused() -> Iterator[None]:
-    kept = {name: getattr(Tensor, name) for name in REGISTERING}
-    try:
-        for name, method in kept.items():
-            setattr(Tensor, name, _refusing(method, threading.get_ident()))
-        yield
-    finally:
-        for name, method in kept.items():
-            setattr(Tensor, name, method)
-
-
-def _refusing(method: Callable[..., Any], thread: int) -> Callable[..., Any]:
-    """`method`, which registers a hook, for all threads but `thread`."""
-
-    def register(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        if threading.get_ident() != thread:
-            return method(tensor, hook)
-        place = user_line(traceback.extract_stack())
-        raise SideEffectError(
-            f"{place}: a hook on a gradient, which no trace shows; write what it does in forward: "
-            "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
-        )
-
-    return register
+def refuse_hook() -> NoReturn:
+    """Raise SideEffectError for a hook that forward registers on a gradient."""
+    place = user_line(traceback.extract_stack())
+    raise SideEffectError(
+        f"{place}: a hook on a gradient, which no trace shows; write what it does in forward: "
+        "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
+    )
 
 
 def _list_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers(remove_duplicate=False))
+    found = model.named_buffers(remove_duplicate=False)
+    return {name.removeprefix("captured."): buffer for name, buffer in found}
 
 
 def _list_numbers(model: nn.Module) -> dict[str, float]:
     """Plain numbers that modules hold, by their path."""
     return {
-        f"{path}.{name}".removeprefix("."): value
+        f"{path}.{name}".removeprefix("captured").removeprefix("."): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if type(value) in (int, float)
@@ -113,10 +96,9 @@ def _list_numbers(model: nn.Module) -> dict[str, float]:
 
 
 def _random_states() -> dict[str, Any]:
-    """What Python and, where it is in use, numpy draw from next."""
+    """What Python's own generator and, where it is in use, numpy's draw from next."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+        states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
     return states

@@ -19,13 +19,16 @@ DROPPING = frozenset(
         *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
     ]
 )
-# The arguments of attention that turn its dropout off.
-ATTENTIONS: Mapping[Any, Mapping[str, Any]] = {
-    F.scaled_dot_product_attention: {"dropout_p": 0.0},
-    aten.scaled_dot_product_attention.default: {"dropout_p": 0.0},
-    F.multi_head_attention_forward: {"training": False},
-}
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+# Attention: the names of its arguments, and what turns its dropout off.
+ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
+    F.scaled_dot_product_attention: (SDPA, {"dropout_p": 0.0}),
+    aten.scaled_dot_product_attention.default: (SDPA, {"dropout_p": 0.0}),
+    F.multi_head_attention_forward: (
+        tuple(inspect.signature(F.multi_head_attention_forward).parameters),
+        {"training": False},
+    ),
+}
 
 
 class Undropped(TorchFunctionMode):
@@ -44,11 +47,6 @@ class Undropped(TorchFunctionMode):
         if func is aten.native_dropout.default:
             return args[0], torch.ones_like(args[0], dtype=torch.bool)
         if func in ATTENTIONS:
-            names = (
-                list(inspect.signature(func).parameters)
-                if func is F.multi_head_attention_forward
-                else list(SDPA)
-            )
-            options = {**dict(zip(names, args, strict=False)), **options, **ATTENTIONS[func]}
-            return func(**options)
+            names, off = ATTENTIONS[func]
+            return func(**{**dict(zip(names, args, strict=False)), **options, **off})
         return func(*args, **options)

@@ -138,12 +138,16 @@ class Elsewhere(GradientShare):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.zero_ or (func is Tensor.mul_ and _is_scalar(args[1])):
+        scalar = len(args) == 2 and _is_scalar(args[1])
+        if func is Tensor.zero_ or (func is Tensor.mul_ and scalar):
             own = args[0].own
             if own is not None and own.grad is not None:
-                own.grad.mul_(*args[1:] if func is Tensor.mul_ else (0.0,))
+                if func is Tensor.mul_:
+                    own.grad.mul_(args[1])
+                else:  # what is not finite too
+                    own.grad.zero_()
             return args[0]
-        if func is torch._foreach_mul_ and _is_scalar(args[1]):
+        if func is torch._foreach_mul_ and scalar:
             for gradient in args[0]:
                 gradient.mul_(args[1])
             return args[0]
@@ -207,9 +211,19 @@ def stand_in(own: nn.Parameter, parameters: Mapping[str, nn.Parameter], whole: W
 
 
 def clear_with(own: nn.Parameter, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Clear the gradient of `own` where that of each of `parameters`, which have it elsewhere, was cleared."""
-    if all(parameter.grad is None for parameter in parameters.values()):
-        own.grad = None
+    """Clear the gradient of `own` where that of each of `parameters`, which have it elsewhere, was cleared.
+
+    Raises ValueError where it was of some only: the others' are in `own` with it.
+    """
+    cleared = [name for name, parameter in parameters.items() if parameter.grad is None]
+    if own.grad is None or not cleared:
+        return
+    if len(cleared) < len(parameters):
+        raise ValueError(
+            f"the gradient of {cleared[0]} was cleared, but not of all that a sharded optimizer steps with it: "
+            "clear all (optimizer.zero_grad()), or give what is not to be stepped a group with a learning rate of 0"
+        )
+    own.grad = None
 
 
 def _join(stacked: Tensor, norms: Sequence[Tensor]) -> ShareNorm:

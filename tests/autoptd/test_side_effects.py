@@ -86,6 +86,24 @@ def test_hooks_on_gradients_are_refused_by_name() -> None:
     compile_plain(model)
 
 
+def test_a_loss_may_not_change_its_buffers_either() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, loss: Tensor) -> Tensor:
+            self.scale = 0.9 * self.get_buffer("scale") + 0.1 * loss.detach()
+            return loss / self.scale
+
+    with pytest.raises(ValueError, match=r"forward assigns the buffer 'loss_fn\.scale'"):
+        autoptd.compile(Plain(), (1, 1, 1), example_inputs=INPUTS, loss_fn=Loss())
+    hooked = Loss()
+    hooked.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="Loss has a backward hook"):
+        autoptd.compile(Plain(), (1, 1, 1), example_inputs=INPUTS, loss_fn=hooked)
+
+
 def test_a_count_in_an_attribute_is_said_to_stay() -> None:
     def count(model: Plain, x: Tensor) -> Tensor:
         model.count += 1

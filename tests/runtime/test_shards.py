@@ -238,17 +238,9 @@ def zero_by_wrapper(parallel: Parallel) -> None:
     nn.ModuleList([parallel]).zero_grad(set_to_none=False)
 
 
-def clear_first(parallel: Parallel) -> None:
-    """Not all: the others keep theirs, and in a shard they have it together."""
-    next(parallel.parameters()).grad = None
-
-
-@pytest.mark.parametrize(
-    ("clear", "calls"),
-    [(clear_one_by_one, 1), (clear_by_wrapper, 1), (zero_by_wrapper, 1), (clear_first, 2)],
-)
+@pytest.mark.parametrize("clear", [clear_one_by_one, clear_by_wrapper, zero_by_wrapper])
 def test_gradients_cleared_on_the_parameters_are_cleared_in_the_shard(
-    clear: Callable[[Parallel], None], calls: int
+    clear: Callable[[Parallel], None],
 ) -> None:
     chain = Chain((1, 1, 2), "1f1b", 1, 2)
 
@@ -260,11 +252,45 @@ def test_gradients_cleared_on_the_parameters_are_cleared_in_the_shard(
             parallel(**chain.batch())["loss"].backward()
             norms.append(parallel.clip_grad_norm_(1e9).item())
             clear(parallel)
-        assert norms[1] == calls * norms[0]
+        assert norms[1] == norms[0]
         clear_one_by_one(parallel)
         before = {name: p.detach().clone() for name, p in parallel.named_parameters()}
         optimizer.step()
         assert all(torch.equal(p, before[name]) for name, p in parallel.named_parameters())
+
+    run_threads(chain.manifest, run)
+
+
+def test_clearing_some_gradients_of_a_shard_is_refused() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def run(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        next(parallel.parameters()).grad = None
+        with pytest.raises(ValueError, match=r"was cleared, but not of all"):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"was cleared, but not of all"):
+            parallel(**chain.batch())["loss"].backward()
+
+    run_threads(chain.manifest, run)
+
+
+def test_zeroed_gradients_are_zero_though_they_were_not_finite() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def run(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in stepped if p.grad is not None]
+        assert gradients
+        for gradient in gradients:
+            gradient.fill_(float("nan"))
+        zero_by_wrapper(parallel)
+        assert not any(gradient.any() for gradient in gradients)
 
     run_threads(chain.manifest, run)
 
