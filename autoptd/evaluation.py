@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -15,12 +16,15 @@ from autoptd.source_lines import user_line
 from autoptd.undropped import ATTENTIONS, DROPPING
 
 Call = tuple[Any, tuple[Any, ...]]
+# Dropout; and what a layer is left out by, where it may be: random numbers in the loss are refused.
+LEFT_OUT = DROPPING | {torch.rand}
 
 
 class Calls(TorchFunctionMode):
-    """Notes the functions that are called while it is entered, with the plain numbers they take; hooks are refused.
+    """Notes the functions that make a floating tensor while it is entered, with the plain numbers they take.
 
-    Without dropout's. Of those that are `expected` it notes none, but the place of the first that is another: `found`.
+    Without dropout's; hooks are refused. Of those that are `expected` it notes none, but the place of the first that is
+    another: `found`.
     """
 
     def __init__(self, expected: Sequence[Call] | None = None) -> None:
@@ -39,9 +43,10 @@ class Calls(TorchFunctionMode):
         options = dict(kwargs or {})
         if func in REGISTERING:
             refuse_hook()
-        if func not in DROPPING and getattr(func, "__name__", "") != "__get__":
+        result = func(*args, **options)
+        if isinstance(result, Tensor) and result.is_floating_point() and func not in LEFT_OUT:
             self._note(func, () if func in ATTENTIONS else (*args, *options.values()))
-        return func(*args, **options)
+        return result
 
     def _note(self, func: Callable[..., Any], given: Sequence[Any]) -> None:
         call = func, tuple(value for value in given if isinstance(value, (bool, int, float, str)))
