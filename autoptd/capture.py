@@ -27,6 +27,7 @@ from autoptd.passes.calls import where
 from autoptd.passes.program import Program, Stage
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
+from autoptd.runtime.part import name_layer
 from autoptd.runtime.placement import Parameter
 from autoptd.side_effects import SideEffectError, refuse_hooks
 from autoptd.skeleton import make_mode, make_skeleton
@@ -188,9 +189,9 @@ def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) 
         if home != name:
             aliases[name] = home
         elif isinstance(tensor, nn.Parameter):
-            parameters[name] = Parameter(
-                name, tuple(tensor.shape), tensor.dtype, requires_grad=tensor.requires_grad
-            )
+            layer = name_layer(model.get_submodule(name.rpartition(".")[0]))
+            shape, trained = tuple(tensor.shape), tensor.requires_grad
+            parameters[name] = Parameter(name, shape, tensor.dtype, requires_grad=trained, layer=layer)
         else:
             parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, "buffer", False)
             if not tensor.is_meta:

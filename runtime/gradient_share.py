@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.clipping import check_norm_type
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.shards import Shard
 
-NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
-UNREAD = (Tensor.detach, Tensor.as_subclass, Tensor.requires_grad_)  # of a tensor as a whole
+NORMS = (torch.linalg.vector_norm, torch._foreach_norm, torch.linalg.norm, torch.norm, Tensor.norm)
 # What reads no values either, by the names that Tensor and torch have in common; attributes are the first.
 ABOUT = frozenset(
     [
@@ -29,6 +29,18 @@ ABOUT = frozenset(
         *("nelement", "numel", "size", "storage_offset", "stride", "type", "untyped_storage"),
     ]
 )
+# What changes each element by itself, in place, and what does so to each of a list.
+EACH_ELEMENT = (
+    *(Tensor.zero_, Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_),
+    *(Tensor.nan_to_num_, torch.nan_to_num_),
+)
+OF_EACH: dict[Any, Any] = {
+    torch._foreach_zero_: Tensor.zero_,
+    torch._foreach_mul_: Tensor.mul_,
+    torch._foreach_div_: Tensor.div_,
+    torch._foreach_clamp_min_: Tensor.clamp_min_,
+    torch._foreach_clamp_max_: Tensor.clamp_max_,
+}
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
@@ -80,9 +92,15 @@ class ShareNorm(Tensor):
                 return tag(result, args[0].whole, args[0].of, args[0].norm_type)
             if func is torch.stack:
                 return _join(result, args[0])
-        if func is torch.linalg.vector_norm and len(args) == 2 and not kwargs:
-            return _whole_norm(args[0], float(args[1]), result)
-        return result
+        name = getattr(func, "__name__", "")
+        if (norm_type := find_norm_type(func, args, kwargs or {})) is not None:
+            return _whole_norm(args[0], norm_type, result)
+        if name in ABOUT or name == "__repr__":
+            return result
+        raise ValueError(
+            f"{name} of the norm of this rank's share of the gradient of {args[0].of[0]}, as if it were that of "
+            f"the whole: for the norm of the whole model's {CALL}, with max_norm=float('inf') to leave it as it is"
+        )
 
 
 class GradientShare(Tensor):
@@ -107,10 +125,14 @@ class GradientShare(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+        share = args[0] if args else None
+        if isinstance(share, cls) and (func is Tensor.detach or _gets_data(func)):
+            alias = result.as_subclass(type(share))
+            vars(alias).update(vars(share))
+            return alias
         # A norm along a dimension, or the like, is the caller's own affair.
-        if func not in NORMS or len(args) != 2 or kwargs:
+        if (norm_type := find_norm_type(func, args, kwargs or {})) is None:
             return result
-        norm_type = float(args[1])
         if isinstance(result, Tensor):
             return tag(result, args[0].whole, (args[0].of,), norm_type)
         return [
@@ -122,10 +144,11 @@ class GradientShare(Tensor):
 class Elsewhere(GradientShare):
     """Stands for the gradient of a parameter that a sharded optimizer steps: it has no values, only its norm.
 
-    `own` is what the optimizer steps of the parameter and its like; all of that is scaled with one of them.
+    What changes each element by itself changes the `elements` that this replica has, of the gradient of `own`.
     """
 
-    own: nn.Parameter | None
+    own: nn.Parameter
+    elements: slice
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere(of={self.of!r}, shape={list(self.shape)}, dtype={self.dtype})"
@@ -138,35 +161,52 @@ class Elsewhere(GradientShare):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        scalar = len(args) == 2 and _is_scalar(args[1])
-        if func is Tensor.zero_ or (func is Tensor.mul_ and scalar):
-            own = args[0].own
-            if own is not None and own.grad is not None:
-                if func is Tensor.mul_:
-                    own.grad.mul_(args[1])
-                else:  # what is not finite too
-                    own.grad.zero_()
-            return args[0]
-        if func is torch._foreach_mul_ and scalar:
-            for gradient in args[0]:
-                gradient.mul_(args[1])
+        given = [*args[1:], *(kwargs or {}).values()]
+        if (func in EACH_ELEMENT or func in OF_EACH) and all(map(_is_scalar, given)):
+            change = OF_EACH.get(func, func)
+            for gradient in args[0] if func in OF_EACH else args[:1]:
+                part = gradient._here() if isinstance(gradient, cls) else gradient
+                if part is not None:
+                    change(part, *args[1:], **(kwargs or {}))
             return args[0]
         # Asked before it is called: what writes would change one zero that stands for all.
-        if func in UNREAD or (func in NORMS and len(args) == 2 and not kwargs):
+        unread = func in (Tensor.detach, Tensor.requires_grad_) or _gets_data(func)
+        if unread or find_norm_type(func, args, kwargs or {}) is not None:
             return super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", str(func))
         if name in ABOUT:
             result = super().__torch_function__(func, types, args, kwargs)
-            if not isinstance(result, Tensor):  # as .data and .T are
+            if not isinstance(result, Tensor):  # as .T is
                 return result
         raise ValueError(
             f"{name} of a gradient that is not here: a sharded optimizer has its part of it, in the .grad of what it "
             f"steps (optimizer.param_groups); for the norm of the whole gradient {CALL}"
         )
 
+    def _here(self) -> Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return None if self.own.grad is None else self.own.grad[self.elements]
 
-def _is_scalar(factor: Any) -> bool:
-    return isinstance(factor, int | float) or (isinstance(factor, Tensor) and factor.numel() == 1)
+
+def find_norm_type(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    """Which norm of all elements `func` takes of its first argument, or of each of a list; None where it takes none."""
+    if func not in NORMS or len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
+        return None
+    order = args[1] if len(args) == 2 else kwargs.get("ord", kwargs.get("p"))
+    if order is None or order == "fro":
+        return 2.0
+    # With an order torch.linalg.norm takes that of a matrix.
+    return float(order) if func is not torch.linalg.norm and not isinstance(order, str) else None
+
+
+def _gets_data(func: Any) -> bool:
+    return getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__get__"
+
+
+def _is_scalar(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    )
 
 
 def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: float) -> ShareNorm:
@@ -191,16 +231,18 @@ def share_gradients(leaves: Leaves, whole: Whole) -> list[RemovableHandle]:
     return [leaf.register_post_accumulate_grad_hook(partial(mark, name)) for name, leaf in leaves.items()]
 
 
-def stand_in(own: nn.Parameter, parameters: Mapping[str, nn.Parameter], whole: Whole) -> None:
-    """After every backward, let each of `parameters`, of which the optimizer steps `own`, have a gradient elsewhere.
+def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole) -> None:
+    """After every backward, let each of the `shard`'s `parameters` have a gradient elsewhere.
 
-    Where all of them have been cleared by then, so has `own`: the backward's gradient is added to none.
+    Where all of them have been cleared by then, so is the shard's: the backward's gradient is added to none.
     """
+    own, held = shard.own, shard.ranges()
     kept: dict[str, Elsewhere] = {}
     for name, parameter in parameters.items():
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         kept[name] = zero.expand(parameter.shape).as_subclass(Elsewhere)
-        kept[name].whole, kept[name].of, kept[name].own = whole, name, own if len(kept) == 1 else None
+        kept[name].whole, kept[name].of, kept[name].own = whole, name, own
+        kept[name].elements = held[name][0] if name in held else slice(0, 0)
 
     def give(_: Tensor) -> None:
         for name, parameter in parameters.items():

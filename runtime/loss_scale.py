@@ -17,7 +17,8 @@ GROWTH_INTERVAL = 2000  # steps
 class LossScale:
     """The factor of the next step's loss, a power of two, the same on every rank.
 
-    Halved after a step whose gradients were not finite, which is left out; doubled after GROWTH_INTERVAL that were.
+    Halved where a step's gradients are not finite, and the step run again, so that it neither is left out nor counts
+    with the rest of an accumulation alone; doubled after GROWTH_INTERVAL that were at once.
     """
 
     def __init__(self) -> None:

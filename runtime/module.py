@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.agreement import compare_ranks, compare_shapes
+from autoptd.runtime.ambient_precision import describe_unheeded
 from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
 from autoptd.runtime.gradient_share import Whole, clear_with, share_gradients, stand_in
+from autoptd.runtime.gradient_sums import GradientSums
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.label_count import NAME as ITEMS
 from autoptd.runtime.label_count import weigh_items
@@ -78,7 +80,7 @@ class Parallel(Persistent):
         at = connection.rank.coordinates
         # Tensor ranks have the same labels: one of them says it.
         self._watches_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
-        self._warns_autocast = True  # until it has
+        self._warns_precision = True
         self._loss_scale = LossScale() if manifest.scales_loss else None
         self._saving: Saving | None = None
         slices = take_slices(manifest, self._rank, constants, weights, drawn)
@@ -117,7 +119,7 @@ class Parallel(Persistent):
                 hook.remove()
             self._hooks = share_gradients(self._stepped(), whole)
             for shard in shards:
-                stand_in(shard.own, self._named(shard), whole)
+                stand_in(shard, self._named(shard), whole)
         self._versions = self._read_versions()
 
     @property
@@ -138,17 +140,12 @@ class Parallel(Persistent):
         items = None if known else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._device)
         manifest = self._manifests[number]
-        if self._warns_autocast and torch.is_autocast_enabled(self._device.type):
-            self._warns_autocast = torch.get_autocast_dtype(self._device.type) == self._manifest.autocast
-            if not self._warns_autocast:
-                warnings.warn(
-                    "autocast has no effect inside a compiled program, which keeps the precision it was captured "
-                    "with: call autoptd.compile under the same torch.autocast, or convert the model first",
-                    stacklevel=2,
-                )
+        if self._warns_precision and (warning := describe_unheeded(self._manifest, self._device)):
+            self._warns_precision = False  # once is enough
+            warnings.warn(warning, stacklevel=2)
         warning = unequal_counts(manifest, batch) if self._watches_labels else ""
         if warning:
-            self._watches_labels = False  # once is enough
+            self._watches_labels = False
             warnings.warn(warning, stacklevel=2)
         if torch.is_grad_enabled():
             # Makes the loss differentiable on a rank without parameters too.
@@ -204,56 +201,71 @@ class Parallel(Persistent):
         if len(self._shapes) > 1:
             compare_shapes(self._manifests, self._connection, number)
         rank.randomness.training = self.training
-        parameters = self._watch.parameters
-        slices = {**parameters, **self._watch.buffers(), **shape.slices}
-        trained = {name for name, p in parameters.items() if p.requires_grad}
         for name, narrow in self._narrow.items():
-            narrow.copy_(slices[name].detach())
-        weights = {}
-        inputs = {}
-        for index in executor.stages:
-            interface = manifest.stages[index]
-            # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
-            weights[index] = {
-                name: self._narrow.get(name, slices[name])
-                .detach()
-                .requires_grad_(gradients and name in trained)
-                for name in interface.parameters
-            }
-            inputs[index] = split_batch(manifest, batch, interface.inputs)
+            narrow.copy_(self._watch.parameters[name].detach())
+        inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in executor.stages}
         divisors = self._find_divisors(shape, batch)
-        seeds = None
-        if gradients:
-            sums.start(weights)
-            scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-            seeds = (scale / divisors).unbind()
-        position = self._connection.position
-        losses = executor.run(weights, inputs, seeds, self._await_stage, sums.end_stage)
-        position.phase("loss")
-        pair = share_loss(rank, losses, divisors)
+        pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
+        while gradients and self._is_scaled_too_far(pair[0], sums):
+            pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
         if self.training:
             rank.randomness.call += 1
-        if gradients:
-            position.phase("sum of gradients")
-            sums.finish()
-            if self._loss_scale is not None and not self._loss_scale.unscale(rank, sums.gradients()):
-                sums.clear()
         executor.measured.finish()
-        position.phase("agreement")
+        self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients.
         summed = sums.gradients() if self._loss_scale is None and gradients else []
         nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed)
-        if nonfinite and seeds is not None:
+        if nonfinite and gradients:
             sums.clear()
-            run = partial(executor.run, weights, inputs, seeds, self._await_stage, lambda _: None)
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
             raise FloatingPointError(
-                explain_nonfinite(manifest, self._connection, batch, pair[0], summed, unlabelled, run)
+                explain_nonfinite(manifest, self._connection, batch, pair[0], summed, unlabelled, repeat)
             )
         self._loss, self._norm = pair[0], None
         return pair[0].to(self._loss_dtype)
+
+    def _run_schedule(
+        self,
+        shape: BoundShape,
+        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
+        divisors: Tensor,
+        gradients: bool,
+    ) -> tuple[Tensor, Callable[[], object]]:
+        """Run the schedule once, on `inputs` by stage; give what `share_loss` gives, and what runs it again.
+
+        With `gradients` their sums are in the shape's; those of the repetition are not.
+        """
+        slices = {**self._watch.parameters, **self._watch.buffers(), **shape.slices, **self._narrow}
+        trained = {name for name, p in self._watch.parameters.items() if p.requires_grad}
+        # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
+        weights = {
+            index: {
+                name: slices[name].detach().requires_grad_(gradients and name in trained)
+                for name in shape.manifest.stages[index].parameters
+            }
+            for index in inputs
+        }
+        seeds = None
+        if gradients:
+            shape.sums.start(weights)
+            scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+            seeds = (scale / divisors).unbind()
+        run = partial(shape.executor.run, weights, inputs, seeds, self._await_stage)
+        losses = run(shape.sums.end_stage)
+        position = self._connection.position
+        position.phase("loss")
+        pair = share_loss(self._rank, losses, divisors)
+        if gradients:
+            position.phase("sum of gradients")
+            shape.sums.finish()
+        return pair, partial(run, lambda _: None)
+
+    def _is_scaled_too_far(self, loss: Tensor, sums: GradientSums) -> bool:
+        """Whether the finite `loss` was scaled so far that gradients are not; if not, divide these by the scale."""
+        scale = self._loss_scale
+        return scale is not None and bool(loss.isfinite()) and not scale.unscale(self._rank, sums.gradients())
 
     def _find_divisors(self, shape: BoundShape, batch: Batch) -> Tensor:
         """Those of the runtime's `weighting`, on the last pipeline rank, which has the labels; else of no use."""

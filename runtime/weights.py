@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autoptd.runtime.initialization import draw_slice
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.part import make_part
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.rank import Rank
 
@@ -211,23 +212,24 @@ def compiled_in(name: str) -> str:
 
 
 def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
-    """Register `slices` below `root` under their dotted names, in plain modules; constants are not saved."""
+    """Register `slices` below `root` under their dotted names, in parts; constants are not saved."""
     modules = {"": root}
+    layers = {name.rpartition(".")[0]: p.layer for name, p in manifest.parameters.items() if p.layer}
     for name, tensor in slices.items():
         parameter = manifest.parameters[name]
         path, _, leaf = name.rpartition(".")
-        module = _open_path(modules, path)
+        module = _open_path(modules, path, layers)
         if parameter.kind == "parameter":
             module.register_parameter(leaf, nn.Parameter(tensor, parameter.requires_grad))
         else:
             module.register_buffer(leaf, tensor, persistent=manifest.is_saved(name))
 
 
-def _open_path(modules: dict[str, nn.Module], path: str) -> nn.Module:
+def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, str]) -> nn.Module:
     if path not in modules:
         above, _, name = path.rpartition(".")
-        modules[path] = nn.Module()
-        _open_path(modules, above).add_module(name, modules[path])
+        modules[path] = make_part(layers.get(path, ""))
+        _open_path(modules, above, layers).add_module(name, modules[path])
     return modules[path]
 
 

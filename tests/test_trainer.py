@@ -57,6 +57,7 @@ def train(
         max_steps=STEPS,
         max_grad_norm=0.1,
         learning_rate=1e-2,
+        weight_decay=1.0,  # of linears and embeddings only, which the Trainer tells by the modules' classes
         logging_steps=1,
         save_strategy="no",
         report_to="none",

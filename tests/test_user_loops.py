@@ -148,6 +148,28 @@ def test_accelerate(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not [file for file in tmp_path.rglob("*") if file.stat().st_size and file.is_file()]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_accelerates_precision_is_warned_of_where_the_program_has_another(precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    program = compile_model(make_model().float(), (1, 1, 1))
+
+    def work(rank: int) -> list[str]:
+        accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
+        parallel = accelerator.prepare(program.bind())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                parallel(*next(iter(load())))
+        return [str(warning.message) for warning in caught]
+
+    (found,) = run_ranks(work, 1)
+    if precision == "no":
+        assert not found
+    else:
+        (message,) = found
+        assert "mixed_precision='bf16' (the Trainer's bf16=True) has no effect" in message
+
+
 def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
     lightning = pytest.importorskip("lightning")
     seen: list[Seen] = []

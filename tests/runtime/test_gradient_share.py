@@ -90,6 +90,38 @@ def test_a_norm_of_some_gradients_is_refused() -> None:
     run(chain, some)
 
 
+SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda gradient: gradient.norm(),
+    "norm of data": lambda gradient: gradient.data.norm(2),
+    "norm of detached": lambda gradient: torch.norm(gradient.detach(), p=2),
+    "linalg.norm": lambda gradient: torch.linalg.norm(gradient),
+    "vector_norm": lambda gradient: torch.linalg.vector_norm(gradient, ord=2),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_norm_by_other_words_is_of_the_whole_model_or_refused(spelling: str, sharded: bool) -> None:
+    chain = Chain((2, 1, 2), "1f1b", 1, 2, tied=True)
+    take = SPELLINGS[spelling]
+
+    def ask(connection: Connection) -> tuple[Tensor, Tensor]:
+        parallel = chain.parallel(connection)
+        if sharded:
+            parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        norms = [take(p.grad) for p in parallel.parameters() if p.grad is not None]
+        assert norms[0].dim() == 0
+        together = torch.stack(norms)
+        for read in (lambda: norms[0].item(), lambda: sum(n**2 for n in norms), lambda: together.square()):
+            with pytest.raises(ValueError, match=r"as if it were that of the whole: .* max_norm=float"):
+                read()
+        return together.norm(), parallel.clip_grad_norm_(float("inf"))
+
+    for found, expected in run_threads(chain.manifest, ask):
+        assert torch.equal(found, expected)
+
+
 def test_shares_are_tensors_else() -> None:
     """Accumulated in place, scaled, copied, pickled, given to every form of an optimizer."""
     chain = Chain((2, 1, 1), "gpipe", 1, 1)

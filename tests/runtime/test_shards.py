@@ -478,18 +478,50 @@ def test_a_gradient_that_is_elsewhere_is_not_read_as_zero() -> None:
     run_threads(chain.manifest, read)
 
 
+def of_each(change: Callable[[Tensor], Any]) -> Callable[[list[nn.Parameter]], Any]:
+    return lambda ps: [change(p.grad) for p in ps if p.grad is not None]
+
+
 WRITES: dict[str, Callable[[list[nn.Parameter]], Any]] = {
-    "clamp_": lambda ps: nn.utils.clip_grad_value_(ps, 0.1, foreach=False),
-    "_foreach_clamp_min_": lambda ps: nn.utils.clip_grad_value_(ps, 0.1, foreach=True),
-    "div_": lambda ps: [p.grad.div_(2) for p in ps if p.grad is not None],
-    "nan_to_num_": lambda ps: [torch.nan_to_num_(p.grad) for p in ps if p.grad is not None],
+    "clip_grad_value_": lambda ps: nn.utils.clip_grad_value_(ps, 0.01, foreach=False),
+    "clip_grad_value_, foreach": lambda ps: nn.utils.clip_grad_value_(ps, 0.01, foreach=True),
+    "div_": of_each(lambda gradient: gradient.div_(torch.tensor(2.0))),
+    "nan_to_num_": of_each(lambda gradient: torch.nan_to_num_(gradient, nan=1.0)),
     "_foreach_div_": lambda ps: torch._foreach_div_([p.grad for p in ps if p.grad is not None], 2.0),
-    "mul_": lambda ps: [p.grad.mul_(torch.ones_like(p)) for p in ps if p.grad is not None],
+    "one of many": lambda ps: ps[1].grad.mul_(3) if ps[1].grad is not None else None,
+    "another one": lambda ps: ps[-1].grad.zero_() if ps[-1].grad is not None else None,
 }
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_to_a_gradient_that_is_elsewhere_is_refused(name: str) -> None:
+def test_a_write_to_each_element_of_a_gradient_is_made_where_that_is(name: str) -> None:
+    chain = Chain((1, 2, 2), "1f1b", 1, 2, tied=True)
+
+    def write(connection: Connection, shard: bool) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        if shard:
+            parallel.shard_optimizer(optimizer)
+        parallel(**chain.batch(connection.rank.coordinates.data))["loss"].backward()
+        WRITES[name](list(parallel.parameters()))
+        optimizer.step()
+        return {name: p.detach().clone() for name, p in parallel.named_parameters()}
+
+    whole = run_threads(chain.manifest, lambda connection: write(connection, False))
+    parts = run_threads(chain.manifest, lambda connection: write(connection, True))
+    for found, expected in zip(parts, whole, strict=True):
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda gradient: gradient.mul_(torch.arange(len(gradient))),
+    "add_": lambda gradient: gradient.add_(1),
+    "copy_": lambda gradient: gradient.copy_(torch.ones(len(gradient))),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_any_other_write_to_a_gradient_that_is_elsewhere_is_refused(name: str) -> None:
     chain = Chain((1, 1, 1), "1f1b", 1, 2)
 
     def write(connection: Connection) -> None:
@@ -497,8 +529,10 @@ def test_a_write_to_a_gradient_that_is_elsewhere_is_refused(name: str) -> None:
         parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
         parallel(**chain.batch())["loss"].backward()
         before = [shard.own.grad.clone() for shard in parallel._shards if shard.own.grad is not None]
+        gradient = parallel.get_parameter("layer.0.row.bias").grad
+        assert gradient is not None
         with pytest.raises(ValueError, match=f"^{name} of a gradient that is not here"):
-            WRITES[name](list(parallel.parameters()))
+            REFUSED[name](gradient)
         after = [shard.own.grad for shard in parallel._shards if shard.own.grad is not None]
         assert all(map(torch.equal, after, before))
 

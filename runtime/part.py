@@ -1,0 +1,54 @@
+"""The modules below a parallel model, which hold a rank's slices where the user's modules have the whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+# What holds other modules' parameters, or any.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Part(nn.Module):
+    """A place for slices and further parts."""
+
+    sparse = False  # DDP asks embeddings, before a call in it is refused
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)  # of a layer's own there is nothing but its name
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: there is no part of a step that a module runs."""
+        raise ValueError(
+            "a module of a parallel model holds this rank's slices and computes nothing: call the parallel model"
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
+        """Refused: what initialises a module would give slices the values of whole tensors."""
+        raise ValueError(
+            "apply of a parallel model, whose modules hold this rank's slices only: initialise the model before it is "
+            "compiled, or give bind the weights"
+        )
+
+    def extra_repr(self) -> str:
+        """Nothing: the layer's own would read what is not here."""
+        return ""
+
+
+def make_part(layer: str) -> nn.Module:
+    """A part that is an instance of torch.nn's class `layer` too, where there is one: optimizers' groups go by that."""
+    kind = getattr(nn, layer, None) if layer else None
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        return Part()
+    part: nn.Module = type(layer, (Part, kind), {})()
+    return part
+
+
+def name_layer(module: nn.Module) -> str:
+    """The class in torch.nn that `module` is of; "" for one of the user's own, and for what holds others."""
+    if isinstance(module, CONTAINERS):
+        return ""
+    kinds = (kind for kind in type(module).__mro__ if getattr(nn, kind.__name__, None) is kind)
+    return next((kind.__name__ for kind in kinds if kind is not nn.Module), "")

@@ -1,0 +1,91 @@
+"""The modules below a parallel model are of the user's torch.nn classes, and hold slices only."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import autoptd
+from autoptd.runtime.part import Part, make_part, name_layer
+from samples.gpt import GPT, GPTConfig
+
+
+class Own(nn.Linear):
+    """A user's own linear is one."""
+
+
+class Scale(nn.Module):
+    """A user's own layer is of no class of torch.nn."""
+
+
+@pytest.mark.parametrize(
+    ("module", "layer"),
+    [
+        (nn.LayerNorm(2), "LayerNorm"),
+        (Own(2, 2), "Linear"),
+        (nn.Embedding(2, 2), "Embedding"),
+        (nn.MultiheadAttention(2, 1).out_proj, "Linear"),
+        (nn.ParameterList(), ""),
+        (nn.Sequential(), ""),
+        (Scale(), ""),
+    ],
+)
+def test_a_layer_is_named_by_its_class_in_torch(module: nn.Module, layer: str) -> None:
+    assert name_layer(module) == layer
+
+
+@pytest.mark.parametrize("layer", ["", "init", "NoSuchLayer", "Tensor"])
+def test_what_is_no_layer_is_a_plain_part(layer: str) -> None:
+    assert type(make_part(layer)) is Part
+
+
+def compile_gpt() -> tuple[GPT, nn.Module]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(40, 8, 2, 2, 8))
+    return model, autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1).bind()
+
+
+def group_by_class(model: nn.Module) -> dict[str, list[str]]:
+    """As minGPT does, which decays what is in a linear's weight."""
+    kinds = (nn.Linear, nn.LayerNorm, nn.Embedding)
+    return {
+        kind.__name__: [
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            if isinstance(module, kind)
+            for name, _ in module.named_parameters(recurse=False)
+        ]
+        for kind in kinds
+    }
+
+
+def test_groups_by_class_are_those_of_the_plain_model() -> None:
+    model, parallel = compile_gpt()
+    expected = group_by_class(model)
+    expected["Linear"].remove("lm_head.weight")  # tied: an embedding by its first name
+    assert group_by_class(parallel) == expected
+    assert all(expected.values())
+
+
+def test_a_part_shows_what_it_has_and_computes_nothing() -> None:
+    _, parallel = compile_gpt()
+    assert "(ln_1): LayerNorm()" in repr(parallel)
+    with pytest.raises(
+        ValueError, match=r"a module of a parallel model .* computes nothing: call the parallel"
+    ):
+        parallel.get_submodule("h.0.ln_1")(torch.zeros(8))
+    with pytest.raises(ValueError, match="initialise the model before it is compiled"):
+        parallel.apply(lambda module: module.zero_grad())
+
+
+def test_a_saved_program_knows_the_layers(tmp_path: object) -> None:
+    model = GPT(GPTConfig(40, 8, 2, 2, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1)
+        program.save(str(tmp_path))
+        parallel = autoptd.load(str(tmp_path)).bind(weights=model.state_dict())
+    assert isinstance(parallel.get_submodule("ln_f"), nn.LayerNorm)
