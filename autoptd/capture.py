@@ -81,6 +81,7 @@ def capture(
         (entry, *notes),
         tensors.buffers,
         autocast=autocast,
+        fixed=examples.fixed,
     )
 
 

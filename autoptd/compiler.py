@@ -264,6 +264,7 @@ def _describe(
         parameters=parameters,
         aliases=program.aliases,
         output=program.output,
+        fixed=program.fixed,
         transient=_transient(parameters, model),
         arguments=read_arguments(model, loss_fn),
         uninitialized=program.uninitialized,

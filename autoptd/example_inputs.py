@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
-from autoptd.runtime.manifest import Input
+from autoptd.runtime.manifest import Fixed, Input, Manifest
+from autoptd.runtime.tagged_json import decode_value, encode_value
 
 _LENGTHS = (
     "n_positions",
@@ -38,6 +39,14 @@ class Examples:
     inputs: tuple[Input, ...]
     constants: Mapping[str, Any]
     targets: tuple[str, ...]
+
+    @property
+    def fixed(self) -> tuple[Fixed, ...]:
+        """The arguments that are no tensors, for the manifest. TypeError for what it cannot hold."""
+        return tuple(
+            Fixed(name, encode_value(value, f"example input {name!r}"))
+            for name, value in self.constants.items()
+        )
 
 
 def read_examples(
@@ -80,6 +89,14 @@ def read_examples(
         Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names
     )
     return Examples(inputs, constants, targets)
+
+
+def make_example(manifest: Manifest) -> dict[str, Any]:
+    """One microbatch as the program was compiled for: tensors without values, and its fixed arguments."""
+    tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
+    return tensors | {
+        argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed
+    }
 
 
 def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from autoptd.estimation import Candidate, Estimator
+from autoptd.example_inputs import make_example
 from autoptd.options import Options
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
@@ -101,12 +102,11 @@ def explain_program(
     shared = simulation.cluster.shared_by(manifest.mesh.size)
     changes: tuple[Change, ...] = (Change("other settings", refused=UNKNOWN),)
     if model is not None and options is not None:
-        examples = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
         estimator = Estimator(
             model,
             shared,
             simulation.dtype,
-            example_inputs=examples,
+            example_inputs=make_example(manifest),
             loss_fn=loss_fn,
             scatter_gather=manifest.scatter_gather,
             fuse=options.fuse,

@@ -10,7 +10,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # private: functiona
 
 from autoptd.ambient import leave_autocast
 from autoptd.evaluation import keeping_attributes
-from autoptd.example_inputs import read_examples
+from autoptd.example_inputs import make_example, read_examples
 from autoptd.objective import Objective
 from autoptd.promotion import Promotion
 from autoptd.runtime.manifest import Manifest
@@ -30,8 +30,7 @@ def run_plain(
 
     Microbatches count by their valid labels where the program weighs them so, else alike.
     """
-    shapes = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
-    examples = read_examples(model, shapes, loss_fn, None)
+    examples = read_examples(model, make_example(manifest), loss_fn, None)
     names = [i.name for i in manifest.inputs]
     objective = Objective(model, names, examples.constants, loss_fn, examples.targets)
     leaves = {}

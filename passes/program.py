@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.autocast import Autocast
-from autoptd.runtime.manifest import Input, Output
+from autoptd.runtime.manifest import Fixed, Input, Output
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
 
@@ -43,7 +43,8 @@ class Program:
     `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
     holds for these values only. `letters`: the sizes of the model's axes. `uninitialized` says why no one knows how
-    the weights begin, where they have none. `autocast`: what was on around `compile`.
+    the weights begin, where they have none. `autocast`: what was on around `compile`. `fixed` are
+    the arguments of a call that are no tensors.
     """
 
     mesh: Mesh
@@ -57,6 +58,7 @@ class Program:
     uninitialized: str = ""
     letters: Mapping[str, int] = field(default_factory=dict, repr=False)
     autocast: Autocast | None = None
+    fixed: tuple[Fixed, ...] = ()
 
     def replace_stages(
         self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()

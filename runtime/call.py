@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.manifest import Input, Manifest, Output
+from autoptd.runtime.tagged_json import decode_value, encode_value, show
 from autoptd.runtime.weighting import count_valid
 
 SHOWN = 8  # microbatches
@@ -22,11 +23,12 @@ def bind_batch(
     """Which of `manifests`, one for each compiled shape, a call's arguments are for, and the batch by input name.
 
     What does not fit is a TypeError or ValueError. Positions are those of the model's own forward. An argument that was
-    not captured must be None or left out.
+    not captured must be None or left out, and one that is no tensor left out, or what it was when compiling.
     """
     given = name_arguments(manifests[0], args, kwargs)
     shape = find_shape(manifests, given)
     manifest = manifests[shape]
+    _check_fixed(manifest, given)
     for expected in manifest.inputs:
         _check_input(manifest, expected, given[expected.name], device)
     if device.type == "cpu":  # on a GPU looking would wait for it
@@ -37,6 +39,7 @@ def bind_batch(
 def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by the names of the program's inputs, each once."""
     names = [i.name for i in manifest.inputs]
+    known = {*names, *(argument.name for argument in manifest.fixed)}
     places = manifest.arguments or tuple(names)
     if len(args) > len(places):
         raise TypeError(
@@ -44,7 +47,7 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
         )
     given = dict(zip(places, args, strict=False))
     for name, value in given.items():
-        if name not in names and value is not None:
+        if name not in known and value is not None:
             raise TypeError(
                 f"argument {name} (position {places.index(name)}) is a {type(value).__name__}, but the program was "
                 f"compiled for {', '.join(names)}: pass None there and the rest by name, or compile with "
@@ -53,11 +56,11 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
     for name, value in kwargs.items():
         if name in given:
             raise TypeError(f"argument {name} is given twice, by position and by name")
-        if name in names:
+        if name in known:
             given[name] = value
         elif value is not None:
             nearest = difflib.get_close_matches(name, names, n=1)
-            meant = f"; did you mean {nearest[0]}?" if nearest else ""
+            meant = f"; did you mean {nearest[0]}?" if nearest else "."
             raise TypeError(
                 f"unexpected argument {name}{meant} The program was compiled for {', '.join(names)}: "
                 "leave it out, or compile with example_inputs that have it"
@@ -69,6 +72,21 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
             "give it, or compile with example_inputs that lack it"
         )
     return given
+
+
+def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
+    for argument in manifest.fixed:
+        name, value = argument.name, given.get(argument.name)
+        try:
+            same = name not in given or encode_value(value, name) == argument.value
+        except TypeError:
+            same = False
+        if not same:
+            compiled = decode_value(argument.value, name)
+            raise ValueError(
+                f"argument {name} is {show(value)}, but the program was compiled with {show(compiled)}, which is a "
+                "part of it: leave it out, or compile with example_inputs that have the other value"
+            )
 
 
 def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,6 +32,14 @@ class Input:
     weighs: bool = False
     rows: int | None = None
     exempt: int | None = None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An argument that is no tensor, and the value, as `encode_value` gives it, that the program was compiled with."""
+
+    name: str
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,7 @@ class Manifest:
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
     output: Output
+    fixed: tuple[Fixed, ...] = ()
     transient: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     uninitialized: str = ""

@@ -57,7 +57,7 @@ def encode_value(value: Any, place: str) -> Any:
         return {TAG: _NAMES[value.dtype], "of": encode_value(value.item(), place)}
     shape = f" of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else ""
     raise TypeError(
-        f"{place} is a {kind.__module__}.{kind.__qualname__}{shape}, which a checkpoint cannot hold as it is: "
+        f"{place} is a {kind.__module__}.{kind.__qualname__}{shape}, which JSON cannot hold as it is: "
         "give None, bool, int, float, str, list, tuple, dict, or a tensor of no dimension"
     )
 
