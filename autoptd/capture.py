@@ -204,12 +204,19 @@ def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) 
             continue
         name = str(spec.target).removeprefix("captured.")
         placeholders[spec.arg.name] = aliases.get(name, name)
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            raise ValueError(
+                f"{_first_use(exported, spec.arg.name)} is given {exported.constants[str(spec.target)]!r}, which is no "
+                "tensor. Random numbers of a generator would differ between meshes: pass the numbers in as an input, "
+                "or use dropout"
+            )
         if spec.kind is InputKind.CONSTANT_TENSOR:
             value = exported.constants[str(spec.target)]
             if type(value) is not Tensor:
                 raise ValueError(
-                    f"{name} is a tensor without values, as it was made on the meta device; register it as a "
-                    "buffer, or make the model on the CPU"
+                    f"{_first_use(exported, spec.arg.name)} reads {name}, a tensor without values: it was made "
+                    "on the meta device, or is the .data of a parameter. Register it as a buffer, or make the model on "
+                    "the CPU; of a parameter read .detach()"
                 )
             if value.data_ptr() in places:
                 raise ValueError(
@@ -219,6 +226,14 @@ def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) 
             parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
             buffers[name] = value.detach()
     return _Tensors(parameters, aliases, buffers, placeholders)
+
+
+def _first_use(exported: ExportedProgram, placeholder: str) -> str:
+    """The operator that reads an input of the exported graph first, and its place: "aten.add.Tensor (gpt.py:52)"."""
+    node = next(node for node in exported.graph.nodes if node.name == placeholder)
+    user = next(iter(node.users), node)
+    line = short_line(user.meta.get("stack_trace") or "")
+    return f"{user.target} ({line})" if line else str(user.target)
 
 
 def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Tensor]]:

@@ -75,6 +75,8 @@ class Call:
         return self.writer.emit(target, args, self.meta, kwargs)
 
 
+_RECURRENT = (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
 Rule = Callable[[Call], "fx.Node | None"]
 """What stands for a call: a new node, one that was there already, or None to keep the call as it is."""
 
@@ -86,11 +88,25 @@ def rewrite(target: Any, call: Call) -> fx.Node:
     if made is not None:
         return made
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        if target in _RECURRENT:
+            raise ValueError(
+                f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps "
+                "with linear operators, or leave the layer out of the model that is compiled"
+            )
         raise ValueError(
             f"{where(call.node)}: {target} draws random numbers, which would differ between meshes; only "
             "dropout and attention dropout are supported: pass the numbers in as an input"
         )
     return call.writer.emit(target, call.args, call.meta, call.kwargs)
+
+
+def _embedding(call: Call) -> fx.Node | None:
+    if call.argument("sparse"):
+        raise ValueError(
+            f"{where(call.node)}: an embedding with sparse=True has a sparse gradient, which is not summed over ranks: "
+            "leave sparse out (the same numbers, in a dense gradient)"
+        )
+    return None
 
 
 def _same(call: Call) -> fx.Node | None:
@@ -305,6 +321,7 @@ RULES: dict[Any, Rule] = {
     aten.chunk.default: _chunk,
     aten.detach.default: _detach,
     aten.layer_norm.default: _layer_norm,
+    aten.embedding.default: _embedding,
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,

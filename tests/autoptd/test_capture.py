@@ -414,3 +414,44 @@ def test_bad_input(
     for word in words:
         assert word in str(found.value)
     assert "def forward" not in capfd.readouterr().err, "the graph so far, as torch prints it"
+
+
+class Refused(nn.Module):
+    """An embedding and a projection, with something between that a program cannot hold."""
+
+    def __init__(self, between: Callable[[Refused, Tensor], Tensor], sparse: bool = False) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(40, 8, sparse=sparse)
+        self.head = nn.Linear(8, 40)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.generator = torch.Generator()
+        self.between = between
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.between(self, self.wte(idx)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Refused(lambda _, x: x, sparse=True),
+            r"wte \(.*: an embedding with sparse=True .* leave sparse out",
+        ),
+        (
+            Refused(lambda own, x: x + torch.randn(x.shape, generator=own.generator)),
+            r"aten\.randn\.generator \(test_capture\.py:\d+\) is given <torch\._C\.Generator .* no tensor",
+        ),
+        (
+            Refused(lambda own, x: x + own.head.weight.data.mul_(0.5).sum()),
+            r"aten\.mul_\.Tensor \(test_capture\.py:\d+\) reads lifted_tensor_0, a tensor without values.* \.detach\(\)",
+        ),
+        (Refused(lambda own, x: own.rnn(x)[0]), r"rnn \(.* aten\.gru\.input is a whole recurrent layer"),
+    ],
+    ids=["sparse gradient", "generator", "data", "recurrent layer"],
+)
+def test_what_a_program_cannot_hold_is_refused_with_its_place(model: nn.Module, message: str) -> None:
+    example = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
+    with pytest.raises(ValueError, match=message):
+        compiled(model, example_inputs=example)
