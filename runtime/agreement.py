@@ -1,4 +1,4 @@
-"""Small reductions of a step, over all ranks: whether they agree on their batches, and nothing is non-finite.
+"""Small reductions of a step, over all ranks: whether they agree on batch and mode, and nothing is non-finite.
 
 After the step what is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they
 differ where one rank's h does. Positions are hashed with the elements, and one changed element always changes h.
@@ -34,27 +34,48 @@ def compare_ranks(
     """Whether the `loss`, or a gradient of any rank, is not finite: the same answer on every rank.
 
     Every rank must call it; without `gradients` only the loss counts. Raises ValueError on every rank where the
-    tensor and pipeline ranks of a replica have different batches, or a batch on a GPU has rows that its table lacks.
-    On a GPU it waits for the step.
+    tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks, or
+    ranks are in different modes. On a GPU it waits for the step.
     """
     rank, mesh = connection.rank, manifest.mesh
-    row = torch.full((2 * mesh.data + 2,), _LOWEST, device=rank.device)
+    row = torch.full((2 * mesh.data + 4,), _LOWEST, device=rank.device)
+    row[-4] = mode = 2 * rank.randomness.call + rank.randomness.training
+    row[-3] = ~mode
     if mesh.tensor * mesh.pipeline > 1:
         own = hash_batch(batch, rank.device)
         row[2 * rank.coordinates.data] = own
         row[2 * rank.coordinates.data + 1] = ~own
     row[-2] = has_unknown_rows(manifest, batch)
     row[-1] = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
-    *hashes, unknown, nonfinite = connection.world.all_reduce(row, "max").tolist()
+    *hashes, mode, inverse, unknown, nonfinite = connection.world.all_reduce(row, "max").tolist()
     differing = [
         i for i in range(mesh.data) if hashes[2 * i] != ~hashes[2 * i + 1] and hashes[2 * i] != _LOWEST
     ]
     if differing:
         raise ValueError(describe_difference(mesh, connection.world, batch, differing[0]))
+    if mode != ~inverse:
+        raise ValueError(describe_modes(connection))
     if unknown:
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
     return bool(nonfinite)
+
+
+def describe_modes(connection: Connection) -> str:
+    """Which ranks trained, or have trained, otherwise than the rest. Every rank must call it."""
+    randomness = connection.rank.randomness
+    own = torch.tensor([randomness.training, randomness.call], device=connection.rank.device)
+    found = [tuple(row.tolist()) for row in connection.world.all_gather(own)]
+    common = Counter(found).most_common(1)[0][0]
+    others = [rank for rank, state in enumerate(found) if state != common]
+    words = [
+        f"is in {'training' if training else 'evaluation'} mode after {call} steps in training mode"
+        for training, call in (found[others[0]], common)
+    ]
+    return (
+        f"rank {others[0]} {words[0]}, where most {words[1].replace('is', 'are', 1)}; ranks {others} differ, and "
+        "would draw other dropout masks: call parallel.train() and parallel.eval() on every rank alike"
+    )
 
 
 def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: int) -> None:

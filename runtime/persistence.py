@@ -182,7 +182,7 @@ class Persistent(Trained):
         versions, rebound = self._read_versions(), self._is_rebound()
         if rebound:
             self._bind_again()
-        if rebound or versions != self._versions:
+        if rebound or versions != self._versions or self._is_written():
             self._versions = versions
             for shard in self._shards:
                 shard.adopt()
@@ -190,6 +190,11 @@ class Persistent(Trained):
     def _is_rebound(self) -> bool:
         """Whether parameters that a sharded optimizer steps have memory that it does not send new weights to."""
         return any(shard.rebound(self._watch.parameters) for shard in self._shards)
+
+    def _is_written(self) -> bool:
+        """Whether parameters that a sharded optimizer steps are seen to have been written past their versions."""
+        written = [shard.is_written() for shard in self._shards]
+        return bool(written) and bool(torch.stack(written).any())
 
     def _bind_again(self) -> None:
         self._watch.check(self)

@@ -25,6 +25,7 @@ ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.ASGD,
 )
+SEEN = 8  # elements of a parameter that are looked at for writes
 
 
 class Shard:
@@ -44,6 +45,7 @@ class Shard:
         self.flat = wide.to(dtype)
         self._views = self.split(self.flat)
         self.own = nn.Parameter(self.part(wide).clone())
+        self._seen = _spread(self.ranges(), self.own.device)
 
     def part(self, flat: Tensor) -> Tensor:
         """This replica's elements of a row of all, as a view."""
@@ -79,6 +81,14 @@ class Shard:
         """Let the parameter `name` be `value`, shaped as it; `own` has that after `adopt`."""
         self._views[name].copy_(value)
 
+    def is_written(self) -> Tensor:
+        """Whether some elements of each parameter are not what `own` was narrowed to: a bool.
+
+        As ``p.data.mul_(...)`` leaves them, which no version counts.
+        """
+        seen = self.part(self.flat)[self._seen]
+        return (self.own.detach()[self._seen].to(seen.dtype) != seen).any()
+
     def adopt(self) -> None:
         """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written."""
         part = self.part(self.flat)
@@ -106,6 +116,14 @@ class Shard:
         """What all replicas hold in tensors like `own`, by parameter. A collective of the data group."""
         flat = own.new_empty(own.numel() * self._group.size)
         return self.split(self._group.post_all_gather(own.detach(), flat).wait())
+
+
+def _spread(ranges: Mapping[str, tuple[slice, slice]], device: torch.device) -> Tensor:
+    """Where `SEEN` elements of each parameter are, of those in a part that has these `ranges`."""
+    spread = [
+        torch.linspace(inside.start, inside.stop - 1, SEEN).round().long() for inside, _ in ranges.values()
+    ]
+    return torch.cat([*spread, torch.zeros(0, dtype=torch.long)]).to(device)
 
 
 def list_elementwise() -> str:

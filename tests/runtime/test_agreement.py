@@ -118,6 +118,28 @@ def test_a_step_refuses_a_batch_that_differs() -> None:
         assert (reductions, untouched) == (1, True)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_a_rank_in_another_mode_is_refused(mesh: tuple[int, int, int]) -> None:
+    chain = Chain(mesh, "gpipe", 1, 2)
+
+    def body(connection: Connection) -> tuple[str, str]:
+        parallel = chain.parallel(connection)
+        batch = chain.batch(connection.rank.coordinates.data)
+        parallel(**batch)
+        parallel.train(connection.world.index == 0)
+        with pytest.raises(ValueError, match="call parallel") as mode:
+            parallel(**batch)
+        parallel.train()
+        with pytest.raises(ValueError, match="call parallel") as steps:
+            parallel(**batch)
+        return str(mode.value), str(steps.value)
+
+    for mode, steps in run_threads(chain.manifest, body):
+        assert "rank 1 is in evaluation mode after 1 steps" in mode
+        assert "most are in training mode after 2 steps" in mode
+        assert "rank 1 is in training mode after 2 steps in training mode, where most" in steps
+
+
 def test_replicas_have_batches_of_their_own() -> None:
     chain = Chain((1, 2, 2))
 

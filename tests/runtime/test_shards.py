@@ -339,6 +339,15 @@ def shrink_vector(parallel: Parallel) -> None:
     nn.utils.vector_to_parameters(vector.detach() * 0.9, parallel.parameters())
 
 
+def decay_data(parallel: Parallel) -> None:
+    for parameter in parallel.parameters():
+        parameter.data.mul_(0.9)
+
+
+def decay_one(parallel: Parallel) -> None:
+    list(parallel.parameters())[-2].data.mul_(0.9)
+
+
 def exchange(parallel: Parallel) -> None:
     used = [p for n, p in parallel.named_parameters() if not n.startswith("unused")]
     first, second = next((p, q) for p in used for q in used if p is not q and p.shape == q.shape)
@@ -349,10 +358,16 @@ def exchange(parallel: Parallel) -> None:
     ("rebind", "late"),
     [
         (move, False),
-        *((rebind, late) for rebind in (shrink_data, shrink_vector, exchange) for late in (False, True)),
+        *(
+            (rebind, late)
+            for rebind in (shrink_data, shrink_vector, decay_data, decay_one, exchange)
+            for late in (False, True)
+        ),
     ],
 )
-def test_parameters_bound_to_other_memory_train_on(rebind: Callable[[Parallel], None], late: bool) -> None:
+def test_parameters_written_past_their_versions_train_on(
+    rebind: Callable[[Parallel], None], late: bool
+) -> None:
     chain = Chain((1, 2, 2), "interleaved_1f1b", 2, 4)
 
     def run(connection: Connection, shard: bool) -> dict[str, Tensor]:
@@ -361,9 +376,7 @@ def test_parameters_bound_to_other_memory_train_on(rebind: Callable[[Parallel], 
         optimizer = parallel.shard_optimizer(optimizer) if shard else optimizer
         for step in range(3):
             if not late:
-                rebind(
-                    parallel
-                )  # to move gradients that are elsewhere too is refused: so before the backward
+                rebind(parallel)  # before the backward: to move gradients that are elsewhere is refused
             parallel(**chain.batch(connection.rank.coordinates.data + 10 * step))["loss"].backward()
             if late:
                 rebind(parallel)
