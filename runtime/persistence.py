@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,14 @@ class Persistent(Trained):
     _gathering: dict[Shard, Posted]  # the weights on their way
     _versions: list[int]
     _watch: ParameterWatch
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, for copies as for pickles: what runs the step is of this process."""
+        raise TypeError(
+            "a parallel model is bound to its process, and is neither copied nor pickled: save_checkpoint and "
+            "full_state_dict save it; for an average of its weights keep {name: p.detach().clone() for name, p in "
+            "parallel.named_parameters()}"
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.

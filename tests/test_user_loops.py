@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -310,6 +311,19 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_where_the_mesh_divides_them(
     assert run_ranks(work, 2, (2, 1, 1)) == [1, 1]
     assert run_ranks(work, 2, (1, 2, 1)) == [1, 1]
     assert run_ranks(work, 2, (1, 1, 2)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "take",
+    [copy.copy, copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel],
+    ids=["copy", "deepcopy", "pickle", "average"],
+)
+def test_a_copy_of_the_parallel_model_is_refused(take: Callable[[nn.Module], object]) -> None:
+    parallel = compile_model(make_model(), (1, 1, 1)).bind()
+    with pytest.raises(
+        TypeError, match=r"neither copied nor pickled: save_checkpoint .* average of its weights"
+    ):
+        take(parallel)
 
 
 def test_a_parameter_frozen_after_compile_is_refused() -> None:
