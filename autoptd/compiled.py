@@ -28,7 +28,7 @@ from autoptd.runtime.connection import connect
 from autoptd.runtime.launch import watch
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.module import Parallel
+from autoptd.runtime.module import Parallel, signed
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.program_text import compile_stages, read_program
@@ -288,7 +288,7 @@ class CompiledProgram:
         first, *further = (
             program._read_rank(at, own, backend) for program, own in zip(self.shapes, tensors, strict=True)
         )
-        parallel = Parallel(
+        parallel = signed(self.manifest)(
             self.manifest,
             connection,
             first.functions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,16 @@ def bind_batch(
     if device.type == "cpu":  # on a GPU looking would wait for it
         check_rows(manifest, given)
     return shape, {expected.name: given[expected.name] for expected in manifest.inputs}
+
+
+def call_signature(manifest: Manifest) -> inspect.Signature:
+    """What a call takes, by the names of the model's own forward: those too that must be None."""
+    captured = [*(value.name for value in manifest.inputs), *(argument.name for argument in manifest.fixed)]
+    names = dict.fromkeys((*manifest.arguments, *captured))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(name, kind, default=None) for name in names]
+    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD)
+    return inspect.Signature([inspect.Parameter("self", kind), *given, others])
 
 
 def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

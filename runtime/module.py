@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.agreement import compare_ranks, compare_shapes
 from autoptd.runtime.ambient_precision import describe_unheeded
-from autoptd.runtime.call import bind_batch, output_builder, split_batch, unequal_counts
+from autoptd.runtime.call import bind_batch, call_signature, output_builder, split_batch, unequal_counts
 from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
@@ -293,3 +293,14 @@ class Parallel(Persistent):
         own = self._manifest.stages[stage].parameters
         for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
             self._gathering.pop(shard).wait()
+
+
+def signed(manifest: Manifest) -> type[Parallel]:
+    """`Parallel` with the signature of the model's own forward, which the Trainer reads for columns and labels."""
+
+    def forward(self: Parallel, *args: Any, **kwargs: Any) -> Any:
+        return Parallel.forward(self, *args, **kwargs)
+
+    forward.__doc__ = Parallel.forward.__doc__
+    forward.__signature__ = call_signature(manifest)  # type: ignore[attr-defined]
+    return type("Parallel", (Parallel,), {"forward": forward, "__module__": Parallel.__module__})

@@ -64,7 +64,6 @@ def train(
         use_cpu=True,
         disable_tqdm=True,
         train_sampling_strategy="sequential",
-        label_names=["labels"],
         **options,
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -279,6 +280,37 @@ def test_evaluation_draws_no_masks() -> None:
     assert all(evaluated == pytest.approx(expected, rel=1e-12) for _, evaluated in results)
     assert [losses for losses, _ in results] == [losses for losses, _ in run_ranks(work, 4, False)]
     assert results[0][0][1] != pytest.approx(expected, rel=1e-6)  # masks were drawn
+
+
+def test_the_call_has_the_signature_of_the_models_own() -> None:
+    """By which the Trainer knows columns to keep, those to be refused too, and those that are labels."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+
+        def forward(
+            self, idx: Tensor, mask: Tensor | None = None, *, labels: Tensor, scale: float = 1.0
+        ) -> Tensor:
+            loss: Tensor = self.model(idx, labels)[1]
+            return loss * scale
+
+    example = dict(zip(("idx", "labels"), make_data(1).tensors, strict=True))
+    parallel = autoptd.compile(
+        Masked(), (1, 1, 1), example_inputs={**example, "scale": 2.0}, num_microbatches=1
+    ).bind()
+    assert list(inspect.signature(parallel.forward).parameters) == [
+        "idx",
+        "mask",
+        "labels",
+        "scale",
+        "others",
+    ]
+    utils = pytest.importorskip("transformers.utils")
+    assert utils.find_labels(type(parallel)) == ["labels"]
+    assert type(parallel).__name__ == "Parallel"
+    assert isinstance(parallel, Parallel)
 
 
 def test_a_numbered_cpu_is_the_cpu() -> None:

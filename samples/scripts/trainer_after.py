@@ -40,7 +40,6 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     save_strategy="no",
     train_sampling_strategy="sequential",
-    label_names=["labels"],
 )
 trainer = Trainer(parallel, arguments, train_dataset=dataset)
 trainer.get_train_dataloader = lambda: DataLoader(dataset, arguments.train_batch_size, sampler=sampler)
