@@ -31,6 +31,7 @@ from autoptd.options import (
     check_seed,
     read_mesh,
 )
+from autoptd.pass_texts import keep_text
 from autoptd.passes.alignment import align_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program
@@ -164,13 +165,15 @@ class _Job:
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
             passes = passes_to_the_division(self.options.layout) + passes_to_the_cut(self.options.rules)
-            return run_passes(passes, program, watch)
+            return run_passes(passes, program, watch, keep_text)
 
     def finish(
         self, cut: Program, divided: Program, actions: Schedule, watch: Watch, shape: int = 0
     ) -> CompiledProgram:
         """Rewrite the stages of a `cut` program, which was `divided` before; emit them, and check what was emitted."""
-        program = run_passes(passes_from_the_cut(self.options.recompute, self.options.fuse), cut, watch)
+        keep_text(cut, "cut stages")
+        passes = passes_from_the_cut(self.options.recompute, self.options.fuse)
+        program = run_passes(passes, cut, watch, keep_text)
         watch.say("emit and check")
         parameters = divided.stages[0].parameters
         manifest = replace(

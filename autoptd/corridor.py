@@ -21,11 +21,15 @@ from autoptd.watch import Watch
 Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 
 
-def run_passes(passes: Passes, program: Program, watch: Watch) -> Program:
-    """Walk the corridor: each pass makes the next program."""
+def run_passes(
+    passes: Passes, program: Program, watch: Watch, keep: Callable[[Program, str], None] | None = None
+) -> Program:
+    """Walk the corridor: each pass makes the next program, which `keep` is given with the pass's name."""
     for name, step in passes:
         watch.say(name)
         program = step(program)
+        if keep is not None:
+            keep(program, name)
     return program
 
 

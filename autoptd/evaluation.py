@@ -58,6 +58,15 @@ class Calls(TorchFunctionMode):
 
 def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> str:
     """Where `run`, which calls `model`, first does something else in evaluation than its `training` calls; or ""."""
+    place = _run_otherwise(model, run, training)
+    if place:  # be it that the training calls were exported, where a model may take masks that it leaves out elsewhere
+        with keeping_attributes(model), Calls() as again:
+            run()
+        place = _run_otherwise(model, run, again.made)
+    return place
+
+
+def _run_otherwise(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> str:
     with keeping_attributes(model), Calls(training) as calls:
         for part in model.modules():
             part.training = False

@@ -108,6 +108,7 @@ class Analysis:
             for back in range(1, len(own) + 1):
                 axis = ax.find(own[-back])
                 if axis.size == 1:
+                    result[:0] = [axis] * (back > len(result))
                     continue
                 is_heads = back == 1 and len(own) >= 2
                 if is_heads and node in self.sever and position <= 2 and tensor in self._learned:

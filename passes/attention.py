@@ -19,6 +19,7 @@ from autoptd.passes.attention_constants import Constants
 from autoptd.passes.attention_rewriting import Rewriter, find_groups
 from autoptd.passes.calls import argument, called, shape_of, where
 from autoptd.passes.program import Program, copy_graph
+from autoptd.passes.work import describe_saving
 from autoptd.runtime import aten, kernels
 
 _SDPA = aten.scaled_dot_product_attention.default
@@ -58,8 +59,10 @@ def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     rewriter = Rewriter(graph, constants, program)
     learned = _find_learned(graph, constants) if written else set()
     findings = [f for node in list(graph.nodes) for f in [_visit(rewriter, node, learned)] if f is not None]
-    stage = rewriter.finish() if rewriter.changed else stage
     entry = f"recognize_attention {_describe(findings)}"
+    if rewriter.changed:
+        before, stage = stage, rewriter.finish()
+        entry += f"; {describe_saving((before,), (stage,))}"
     return program.replace_stages((stage,), entry, proved=rewriter.proved), tuple(findings)
 
 

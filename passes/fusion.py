@@ -36,6 +36,7 @@ from autoptd.passes.patterns import (
 )
 from autoptd.passes.program import Program, Stage, copy_graph
 from autoptd.passes.propagation import Propagation
+from autoptd.passes.work import describe_saving
 from autoptd.runtime import aten, kernels
 
 Rule = Callable[[fx.Node], Match | None]
@@ -51,7 +52,8 @@ def fuse_operators(program: Program) -> Program:
     counts: Counter[str] = Counter()
     stages = tuple(replace(stage, graph=_fuse(stage, judge, propagation, counts)) for stage in program.stages)
     found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    return program.replace_stages(stages, f"fuse_operators {found or 'nothing to fuse'}")
+    entry = f"{found}; {describe_saving(program.stages, stages)}" if found else "nothing to fuse"
+    return program.replace_stages(stages, f"fuse_operators {entry}")
 
 
 def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts: Counter[str]) -> fx.Graph:

@@ -8,7 +8,7 @@ How long the work takes is a matter of the device.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,16 @@ def find_trained(stage: Stage) -> set[fx.Node]:
         if wants:
             trained.add(node)
     return trained
+
+
+def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
+    """What rewriting stages saves of a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
+    old, new = (
+        sum((forward_work(node) for stage in stages for node in stage.graph.nodes), Work())
+        for stages in (before, after)
+    )
+    moved = [f"{int(work.read + work.written):,}" for work in (old, new)]
+    return f"{old.launches:,} -> {new.launches:,} launches, {' -> '.join(moved)} bytes moved a microbatch"
 
 
 def _may_be_trained(node: fx.Node) -> bool:

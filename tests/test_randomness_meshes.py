@@ -29,7 +29,15 @@ from tests.parity import Batch, Training, loss_of, train_compiled
 from tests.ranks import run_ranks
 
 # tensor, pipeline, data; the first is one device
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2), (4, 1, 2), (4, 2, 1)]
+MESHES = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 2),
+    (2, 2, 2),
+    (4, 1, 2),
+    (4, 2, 1),
+    (2, 1, 4),
+]  # one device and six others
 SEQUENCES = 8  # of all replicas and microbatches
 
 
@@ -69,7 +77,7 @@ def draw_case(number: int) -> Case:
         choose.randrange(1 << 63),
         choose.randrange(1 << 20),
         choose.randrange(1 << 24),
-        {data: choose.choice([b for b in (1, 2, 4, 8) if b * data <= SEQUENCES]) for data in (1, 2)},
+        {data: choose.choice([b for b in (1, 2, 4, 8) if b * data <= SEQUENCES]) for data in (1, 2, 4)},
     )
 
 
@@ -262,7 +270,7 @@ def test_compiled_programs_keep_the_same_elements_on_every_mesh(
         assert len({tuple(sample.flatten().tolist()) for sample in mask}) == SEQUENCES
     assert not torch.equal(one["divided"], one["attention"])
     for number, mesh in enumerate(MESHES):
-        masks = reveal_masks(case, mesh, b=[2, 4, 1, 2, 1, 8][number])
+        masks = reveal_masks(case, mesh, b=[2, 4, 1, 2, 1, 8, 2][number])
         for name, mask in masks.items():
             assert torch.equal(mask, one[name]), (mesh, name)
 

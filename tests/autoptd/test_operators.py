@@ -44,6 +44,10 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "conv1d": lambda x: F.conv1d(
         x.transpose(1, 2), torch.ones(16, 1, 3).to(x) / 3, padding=1, groups=16
     ).transpose(1, 2),
+    "a matrix by a batch": lambda x: (
+        x + (torch.ones(16, 16).to(x).tril() @ x.transpose(1, 2)).transpose(1, 2)
+    ),
+    "a matrix by a batch of one": lambda x: x + (torch.ones(6, 6).to(x).tril() @ x[:1]),
     "glu": lambda x: F.glu(x).repeat(1, 1, 2),
     "group_norm": lambda x: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
     "triangles": lambda x: torch.tril(x) + torch.triu(x, 1) * 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -170,6 +171,34 @@ BATCHES: list[tuple[str, dict[str, Callable[[], Tensor]]]] = [
     *[(name, {"attention_mask": padding}) for name in ("GPTNeoForCausalLM", "BertForMaskedLM")],
     *[(name, {"position_ids": packed_positions}) for name in ("LlamaForCausalLM", "MistralForCausalLM")],
 ]
+
+
+FUSED_BATCHES: list[tuple[str, dict[str, Callable[[], Tensor]]]] = [
+    *[
+        (name, {"attention_mask": padding})
+        for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "Gemma2ForCausalLM")
+    ],
+    *[(name, {"position_ids": packed_positions}) for name in ("LlamaForCausalLM", "Qwen2ForCausalLM")],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), FUSED_BATCHES, ids=lambda x: x if isinstance(x, str) else next(iter(x))
+)
+def test_masks_of_the_batch_keep_their_meaning_in_torchs_attention(
+    name: str, more: Mapping[str, Callable[[], Tensor]]
+) -> None:
+    model = make_model(name, "sdpa") or make_model(name, "eager")  # where it caps its scores
+    assert model is not None
+    randomize(model)
+    inputs = make_inputs(name) | {key: make() for key, make in more.items()}
+    program = fold_model(model, inputs)
+    rewritten = recognize_attention(program)
+    everything = {key: x if key in ("input_ids", "labels") else x * 0 + 1 for key, x in inputs.items()}
+    weights = dict(model.named_parameters())
+    loss, own = run_graph(rewritten, weights, inputs), model(**inputs).loss
+    torch.testing.assert_close(loss, own)
+    assert abs(loss - run_graph(rewritten, weights, everything)) > 1e-4 * loss, "the mask did nothing"
 
 
 @pytest.mark.parametrize(("name", "more"), BATCHES, ids=lambda x: x if isinstance(x, str) else next(iter(x)))
@@ -670,7 +699,11 @@ def test_models_with_their_mask_in_a_buffer(name: str) -> None:
     model = PLAIN[name]()
     inputs = {"idx": ids, "targets": ids.roll(-1, 1)}
     rewritten = assert_same(fold_model(model, inputs), model, inputs)
-    assert rewritten.log[-1] == "recognize_attention 2 attentions: 2 sdpa causal"
+    entry, _, saved = rewritten.log[-1].partition("; ")
+    assert entry == "recognize_attention 2 attentions: 2 sdpa causal"
+    launches = re.match(r"(\d+) -> (\d+) launches, ", saved)
+    assert launches is not None
+    assert int(launches[1]) - int(launches[2]) >= 2 * 4, "product, scale, mask, softmax, product become one"
 
 
 def test_before_and_after(golden: Callable[[str, str], None]) -> None:

@@ -42,7 +42,7 @@ def list_groups(program: Program | autoptd.CompiledProgram) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_golden(recompute: str, golden: Callable[[str, str], None]) -> None:
     program = compile_sample(recompute, mesh=(2, 1, 1), dropout=0.1)
     golden(f"recompute_{recompute}.py", program.texts[0])
@@ -128,16 +128,17 @@ def test_a_part_that_would_save_nothing_is_kept() -> None:
             assert count_bytes(saved - taken) > count_bytes(taken - saved)
 
 
-@pytest.mark.parametrize("layers", [2, 12])
-def test_optimal_is_the_papers(layers: int) -> None:
+@pytest.mark.parametrize(("layers", "size"), [(2, 1), (12, 1), (40, 2)])
+def test_optimal_is_the_papers(layers: int, size: int) -> None:
     """c * A_in + (l / c) * A_int, in whole numbers, by the bytes of the ledger."""
     program = compile_sample("optimal", layers=layers)
     plain = compile_sample("none", layers=layers)
     (stage,) = plain.stages
     ledger = Ledger(stage, plain.mesh)
-    layer = [n for n in ledger.nodes if str(n.meta["path"]).startswith("h.1")]
+    layer = [n for n in ledger.nodes if (str(n.meta["path"]) + ".").startswith("h.1.")]
     a_int, a_in = count_bytes(ledger.saved(layer)), 2 * LENGTH * 32 * 4
     best = min(range(1, layers + 1), key=lambda k: -(-layers // k) * a_in + k * a_int)
+    assert best == size
     assert f"up to {best} in a group" in program.log[-1]
     assert abs(best - max(1.0, (layers * a_in / a_int) ** 0.5)) <= 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from autoptd.runtime import kernels
@@ -63,6 +63,26 @@ def test_compilers_take_them(name: str) -> None:
     for one, other in zip(eager, compiled, strict=True):
         if one.requires_grad:
             torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
+
+
+class Wrapped(nn.Module):
+    """What exports a kernel."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, *operands: Tensor) -> Any:
+        return self.kernel(*operands)
+
+
+@some_cases
+def test_export_takes_them(name: str) -> None:
+    case = CASES[name]
+    operands = [operand.detach() for operand in case.make((2, 3, 8), torch.float32, CPU)]
+    exported = torch.export.export(Wrapped(case.kernel), tuple(operands))
+    assert any("autoptd" in str(node.target) for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(*operands), case.kernel(*operands))
 
 
 def test_a_compiled_dropout_follows_the_step() -> None:
@@ -145,6 +165,25 @@ def test_under_autocast_a_bias_is_cast_as_that_of_a_linear() -> None:
     fused.sum().backward()
     assert bias.grad is not None
     assert bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gated silu", "rotary partial"])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_under_autocast_products_are_promoted_as_the_chains(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    case = CASES[name]
+    operands = case.make((2, 3, 8), torch.float64, CPU)
+    first, *others = (
+        x.detach().to(dtypes[min(i, 1)]).requires_grad_(x.requires_grad) for i, x in enumerate(operands)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (function(first, *others) for function in (case.kernel, case.chain))
+    assert found.dtype is wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0.03)
+    gradient, expected = (torch.autograd.grad(value.sum(), first)[0] for value in (found, wanted))
+    assert gradient.dtype is torch.bfloat16
+    torch.testing.assert_close(gradient, expected, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -14,6 +14,7 @@ from autoptd.runtime import kernels
 from tests.masks import keep_mask
 from tests.runtime.elementwise_cases import OPERATOR, make_rank
 from tests.runtime.row_cases import CASES, EPS, RANK
+from tests.runtime.test_kernel_operators import Wrapped
 from tests.runtime.test_kernels_rows import differentiate, error
 
 CPU = torch.device("cpu")
@@ -75,6 +76,15 @@ def test_compilers_take_them(name: str) -> None:
         assert torch.equal(found, expected)
 
 
+@some_cases
+def test_export_takes_them(name: str) -> None:
+    case = CASES[name]
+    operands = [operand.detach() for operand in case.make((2, 3, 8), torch.float32, CPU)]
+    exported = torch.export.export(Wrapped(case.kernel), tuple(operands))
+    for found, expected in zip(exported.module()(*operands), case.kernel(*operands), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_compilers_take_the_loss() -> None:
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return kernels.cross_entropy(RANK, logits, target, 50)
@@ -84,6 +94,8 @@ def test_compilers_take_the_loss() -> None:
     target = torch.arange(6)
     loss(eager, target).backward()
     torch.compile(loss, backend="aot_eager", fullgraph=True)(compiled, target).backward()
+    exported = torch.export.export(Wrapped(loss), (eager.detach(), target))
+    assert torch.equal(exported.module()(eager.detach(), target), loss(eager.detach(), target))
     assert eager.grad is not None
     assert compiled.grad is not None
     assert torch.equal(eager.grad, compiled.grad)

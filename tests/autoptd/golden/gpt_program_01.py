@@ -9,7 +9,8 @@ shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward
 weight of shape [16, 32] (2,048 bytes) replicated: wpe.weight
 cut_stages 2 stages on 2 pipeline ranks, the slowest 0.437 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
-fuse_operators 3 add_layer_norm, 1 bias_dropout_add, 2 linear_gelu
+fuse_operators 3 add_layer_norm, 1 bias_dropout_add, 2 linear_gelu; 41 -> 34 launches, 401,408 -> 356,352
+    bytes moved a microbatch
 overlap_reductions 5 of 5 all-reduces backward beside weight gradients
 stage 1: h.1, ln_f, lm_head: 0.000533 GFLOP forward, 32.2 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.

@@ -8,7 +8,8 @@ rewrite_layout [b, s, h] -> [s, b, h]: 0 -> 0 bytes copied per microbatch
 shard_tensors tensor=2: 4 axes divided, 3 all-reduces forward, 3 backward
 cut_stages 1 stages on 1 pipeline ranks, the slowest 0.542 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
-fuse_operators 2 add_layer_norm, 1 gated_product
+fuse_operators 2 add_layer_norm, 1 gated_product; 26 -> 22 launches, 203,648 -> 181,120 bytes moved a
+    microbatch
 overlap_reductions 3 of 3 all-reduces backward beside weight gradients
 stage 0: embed, norms.0, q, out, norms.1, gate, down, norms.2, head: 0.000384 GFLOP forward, 26.5 kB of
     parameters per rank
