@@ -14,7 +14,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoptd
+from autoptd.passes import fusion
 from autoptd.passes.fusion import fuse_operators
+from autoptd.passes.patterns import Call, Match, is_call
 from autoptd.passes.program import Program
 from autoptd.passes.work import forward_work
 from autoptd.runtime import aten, kernels
@@ -398,6 +400,26 @@ def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "linear_gelu", narrow)
     with pytest.raises(ValueError, match=r"gives .* for gelu.*expected"):
         fused(lambda m, x, y: functional.gelu(x) + y)
+
+
+def test_a_new_kernel_is_one_function_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double_tanh(x: Tensor) -> Tensor:
+        return 2 * torch.tanh(x)
+
+    def match(node: fx.Node) -> Match | None:
+        x: Any = node.args[0]
+        if not (is_call(node, aten.mul.Tensor) and node.args[1] == 2 and is_call(x, aten.tanh.default)):
+            return None
+        return Match(Call(double_tanh, (x.args[0],), node), (node,), frozenset({x}))
+
+    double_tanh.__module__ = kernels.__name__
+    monkeypatch.setattr(kernels, "double_tanh", double_tanh, raising=False)
+    monkeypatch.setattr(fusion, "RULES", (*fusion.RULES, match))
+    model, inputs = Small(lambda m, x, y: torch.tanh(x) * 2 + y), {"idx": torch.randint(0, 10, (2, 4))}
+    program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
+    assert "kernels.double_tanh(one)" in program.texts[0]
+    assert program.simulate("dgx-a100").step_seconds > 0
+    assert program.verify().passed
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
