@@ -80,9 +80,7 @@ class Content:
 class _Disguise(TorchFunctionMode):
     """While entered, tensors on the meta device say that they are on the CPU."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func == _IS_META:
             return False
@@ -132,9 +130,7 @@ class Writes(TorchDispatchMode):
             raise UnknownError("only a part of it is written")
         return tuple(content.written)
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
             return self._run(func, args, dict(kwargs or {}))
 

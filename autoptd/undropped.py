@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,7 @@ ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
 class Undropped(TorchFunctionMode):
     """While it is entered, calls of dropout give back what they were given, and attention has none."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if func in DROPPING:
             return args[0] if args else options["input"]

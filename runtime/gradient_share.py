@@ -79,13 +79,7 @@ class ShareNorm(Tensor):
     norm_type: float
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func is Tensor.to:
@@ -116,13 +110,7 @@ class GradientShare(Tensor):
         return self.detach().clone()
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         share = args[0] if args else None
@@ -154,13 +142,7 @@ class Elsewhere(GradientShare):
         return f"Elsewhere(of={self.of!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args[1:], *(kwargs or {}).values()]
         if (func in EACH_ELEMENT or func in OF_EACH) and all(map(_is_scalar, given)):
             change = OF_EACH.get(func, func)

@@ -38,9 +38,7 @@ class Inspector(TorchDispatchMode):
         self._position = position
         self._last_stage, self._unlabelled = last_stage, unlabelled
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
         # What communicates may not have arrived, what is empty has no values yet.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,13 +28,7 @@ class OwnSlice(Tensor):
         return self.detach().clone().as_subclass(OwnSlice)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr:
             raise ValueError(REASON.format(shape=list(args[0].shape)))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
