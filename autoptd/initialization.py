@@ -85,17 +85,24 @@ def _undisturbed() -> Iterator[None]:
 def _initialize(
     model: nn.Module, initializer: Callable[[nn.Module], object] | None
 ) -> tuple[nn.Module, Writes, str]:
-    """A twin of `model`, what its initialisation has written, and who did it. Raises UnknownError."""
+    """A twin of `model`, what its initialisation has written, and who did it. Raises UnknownError.
+
+    An `initializer` goes on from what building the model writes; where that is not known, it is to write all.
+    """
+    if initializer is None:
+        return _build(model)
+    try:
+        twin, writes, how = _build(model)
+    except UnknownError:
+        writes = Writes()
+        twin, how = _copy_on_meta(model, writes), ""
+    with writes:
+        _call(partial(initializer, twin), "initializer= fails")
+    return twin, writes, "initializer= does" + f", after {how.removesuffix(' does')}" * bool(how)
+
+
+def _build(model: nn.Module) -> tuple[nn.Module, Writes, str]:
     writes = Writes()
-    if initializer is not None:
-        twin = _copy_on_meta(model, writes)
-        with writes:
-            for module in twin.modules():
-                reset = getattr(module, "reset_parameters", None)
-                if _is_torchs(type(module)) and callable(reset):
-                    reset()
-            _call(partial(initializer, twin), "initializer= fails")
-        return twin, writes, "initializer= does"
     arguments = _find_arguments(model)
     if isinstance(arguments, dict):
         with writes:

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from autoptd.passes.calls import argument
 from autoptd.passes.program import Program
+from autoptd.passes.work import find_trained
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.manifest import Input
 
@@ -60,6 +61,18 @@ def find_uncounted(program: Program) -> tuple[str, ...]:
     """Inputs that come to the mean of a cross-entropy changed, or weighted: which of them count is not known."""
     places = _find_places(program, means=True)
     return tuple(name for name, found in places.items() if any(place is None for _, place in found))
+
+
+def find_counts(program: Program) -> tuple[str, ...]:
+    """Inputs that a count is made of, by which something trained is divided: a mean over them that is written out."""
+    found: dict[str, None] = {}
+    for stage in program.stages:
+        trained = find_trained(stage)
+        for node in stage.graph.nodes:
+            count = node.args[1] if node.target is aten.div.Tensor and node in trained else None
+            if isinstance(count, fx.Node) and not count.meta["val"].shape and count not in trained:
+                found |= dict.fromkeys(name for name, _ in _sources(count))
+    return tuple(found)
 
 
 def _find_places(

@@ -14,6 +14,8 @@ from torch import Tensor
 from autoptd.runtime.pretrained import INDEX, SHARD, WHOLE
 from autoptd.runtime.weights import Stored
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool}
 BLOCK = 1 << 22  # elements of a file that are in memory at once where columns are read
 
 
@@ -29,9 +31,10 @@ class SafetensorsFolder(Stored):
         path = Path(path)
         self._places: dict[str, tuple[Path, str]] = {}  # file and the name there
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         index = _read_index(path)
         for file in _list_files(path, index):
-            for name, shape in _read_shapes(file).items():
+            for name, (shape, dtype) in _read_shapes(file).items():
                 if index is not None and index.get(name) != file.name:
                     continue  # transformers too goes by the index
                 own = name if rename is None else rename(name)
@@ -40,7 +43,7 @@ class SafetensorsFolder(Stored):
                         f"{self._places[own][0]} and {file} both have the tensor {own}: give one model's file or "
                         "folder, and a rename= that keeps names apart"
                     )
-                self._places[own], self._shapes[own] = (file, name), shape
+                self._places[own], self._shapes[own], self._dtypes[own] = (file, name), shape, dtype
         found = {name for _, name in self._places.values()}
         lost = [name for name in index or {} if name not in found]
         if lost:
@@ -66,6 +69,9 @@ class SafetensorsFolder(Stored):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
 
     def is_meta(self, name: str) -> bool:
         return False
@@ -144,11 +150,15 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
     return files
 
 
-def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each tensor; of a dtype that torch may lack, uint8."""
     try:
         with safe_open(file, framework="pt") as reader:
             shaped: Any = reader.get_slice
-            return {name: tuple(shaped(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+            return {
+                name: (tuple(shaped(name).get_shape()), DTYPES.get(shaped(name).get_dtype(), torch.uint8))
+                for name in reader.keys()  # noqa: SIM118
+            }
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}): fetch or write it again"

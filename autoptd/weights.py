@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.weights import Stored, all_names, has_values
 from autoptd.safetensors_folder import SafetensorsFolder
 
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 3  # missing names an error shows with the nearest one there is
 WAYS_OUT = (
     "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, "
-    "as you would call it on one with real weights"
+    "as you would call it on one with real weights, and all of it where its constructor does more than build"
 )
 
 
@@ -40,6 +45,9 @@ def read_weights(
         own = SafetensorsFolder(Path(weights))
     elif isinstance(weights, Mapping):
         own = weights
+        for name, value in () if isinstance(weights, Stored) else weights.items():
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                raise TypeError(f"weights[{name!r}] is a {type(value).__name__}; expected a dense tensor")
     else:
         raise TypeError(
             f"weights is a {type(weights).__name__}; expected a module, a state_dict, or a path of safetensors"
@@ -68,7 +76,10 @@ def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_given(manifest: Manifest, tensors: Stored) -> None:
-    """Raise ValueError unless `tensors` has every tensor of the program, with values and in its shape; reads none."""
+    """Raise ValueError unless `tensors` has every tensor of the program, with values, in its shape and as numbers.
+
+    Reads none, but some rows of those that the program has tied, which must be the same. Warns of others.
+    """
     wanted = [
         name for name, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(name)
     ]
@@ -85,6 +96,54 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
                 f"{known} has shape {list(found)} in the weights given, {list(expected)} in the program: give the "
                 "weights of the model that was compiled, or compile the model with their sizes"
             )
+        if manifest.parameters[name].dtype.is_floating_point and tensors.dtype(known) not in FLOATING:
+            raise ValueError(
+                f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
+                "program: numbers of a quantized model are no weights without its scales; give them dequantized"
+            )
+        _check_tied(tensors, [other for other in all_names(manifest, name) if other in tensors])
+    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
+    others = [name for name in tensors if name not in own]
+    if others and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"{len(others)} of the tensors given are none of the program's, and are left out: "
+            f"{', '.join(others[:SHOWN])}{', ...' * (len(others) > SHOWN)}. Are they of the model that was compiled?",
+            stacklevel=4,
+        )
+
+
+def _check_tied(tensors: Stored, names: list[str]) -> None:
+    first = tensors.shape(names[0])
+    for other in names[1:]:
+        same = first == tensors.shape(other)
+        for row in {0, first[0] // 2, first[0] - 1} if same and first and first[0] else ():
+            rows = [torch.empty((1, *first[1:]), dtype=torch.float64) for _ in range(2)]
+            for name, into in zip((names[0], other), rows, strict=True):
+                tensors.copy_rows(name, 0, row, row + 1, into)
+            same = same and torch.equal(*rows)
+        if not same:
+            raise ValueError(
+                f"{names[0]} and {other} are one tensor in the program, and differ in the weights given: compile the "
+                "model without tying them, or give the weights of a model that ties them"
+            )
+
+
+def check_model(manifest: Manifest, model: nn.Module) -> None:
+    """Raise ValueError where `model` has other parameters than the program, or others of them are trained."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    tied = manifest.aliases.items()
+    more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
+    more += [other for other, name in tied if other in found and found[other] is not found.get(name)]
+    fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
+    if more or fewer:
+        text = (
+            f"has {more[0]}, which the program lacks" if more else f"lacks {fewer[0]}, which the program has"
+        )
+        raise ValueError(
+            f"the model {text} ({len(more)} parameters more, {len(fewer)} fewer): give the model that was compiled, or "
+            "compile this one"
+        )
+    check_frozen(manifest, model)
 
 
 def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], wanted: int) -> str:
@@ -127,6 +186,10 @@ class Overlay(Stored):
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._source(name)
         return source.shape(name) if isinstance(source, Stored) else tuple(source[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        source = self._source(name)
+        return source.dtype(name) if isinstance(source, Stored) else source[name].dtype
 
     def is_meta(self, name: str) -> bool:
         return _is_meta(self._source(name), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,8 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
     for argument in manifest.fixed:
         name, value = argument.name, given.get(argument.name)
         try:
-            same = name not in given or encode_value(value, name) == argument.value
+            # As text, in which 1, 1.0 and True differ.
+            same = name not in given or json.dumps(encode_value(value, name)) == json.dumps(argument.value)
         except TypeError:
             same = False
         if not same:

@@ -262,7 +262,7 @@ def _join(stacked: Tensor, norms: Sequence[Tensor]) -> ShareNorm:
 
 
 def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
-    """The norm of the whole model's gradient, in the dtype that torch gives; `own` is that of this rank's shares."""
+    """The norm of the whole model's gradient, in the dtype of the sums; `own` is that of this rank's shares."""
     check_norm_type(norm_type)
     norm, leaves = norms.whole.norm(), norms.whole.leaves()
     if norm is None or leaves is None:
@@ -280,4 +280,5 @@ def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
             "torch's norm of a parallel model's gradients is taken over all its ranks where it is of all "
             f"gradients on each; here it is of {len(norms.of)}, {reason}: {CALL}"
         )
-    return norm(norm_type).to(own.dtype)
+    # Stand-ins have the dtype of their parameters, whose gradients are summed in more.
+    return norm(norm_type).to(torch.promote_types(own.dtype, torch.float32))

@@ -28,6 +28,10 @@ class Stored(Mapping[str, Tensor]):
         """The shape of the whole tensor."""
 
     @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the whole tensor."""
+
+    @abstractmethod
     def is_meta(self, name: str) -> bool:
         """Whether the tensor has no values."""
 

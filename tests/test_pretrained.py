@@ -200,6 +200,10 @@ def count_elements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             shape: list[int] = self.rows.get_shape()
             return shape
 
+        def get_dtype(self) -> str:
+            dtype: str = self.rows.get_dtype()
+            return dtype
+
     class Reader:
         def __init__(self, *args: Any, **options: Any) -> None:
             self.reader: Any = safe_open(*args, **options)

@@ -223,12 +223,33 @@ def test_without_arguments_every_modules_reset_parameters_does() -> None:
     assert initial(moved) == initial(program)
 
 
-def test_an_initializer_is_what_one_calls_on_a_real_model() -> None:
-    def write(model: nn.Module) -> None:
+def test_an_initializer_goes_on_from_what_the_constructor_writes() -> None:
+    def halve(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter("table.weight").mul_(0.5)
+
+    program = compile_tiny(on_meta(lambda: Configured(TinyConfig(std=0.125), 3.0)), initializer=halve)
+    found = initial(program)
+    assert found["table.weight"] == (Draw("normal", std=0.0625),)
+    assert found["head.bias"] == (Draw("constant", value=3.0),)
+    said = "initialise: 3 parameters as initializer= does, after Configured(self.config, self.scale)"
+    assert said in program.log
+    built = compile_tiny(on_meta(lambda: Unkept(16)), initializer=halve)
+    assert initial(built)["table.weight"] == (Draw("normal", std=0.5),)
+
+
+def test_an_initializer_writes_all_where_the_constructor_is_not_known() -> None:
+    def write_table(model: nn.Module) -> None:
         assert isinstance(model, UnkeptAndMore)
         nn.init.trunc_normal_(model.table.weight, std=0.1, a=-0.2, b=0.2)
 
+    def write(model: nn.Module) -> None:
+        assert isinstance(model, UnkeptAndMore)
+        write_table(model)
+        model.head.reset_parameters()
+
     model = on_meta(lambda: UnkeptAndMore(16))
+    assert refusal(compile_tiny(model, initializer=write_table)) == "head.weight: nothing writes it"
     program = compile_tiny(model, initializer=write)
     found = initial(program)
     assert found["table.weight"] == (Draw("truncated_normal", std=0.1, low=-0.2, high=0.2),)
@@ -415,9 +436,14 @@ def test_what_was_done_to_the_model_since_is_refused() -> None:
     assert "table is a Embedding instead of table is a Table" in kind
 
 
+def reset_torchs(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.reset_parameters()
+
+
 def test_an_initializer_that_does_not_do_is_refused() -> None:
-    def nothing_for_the_norm(model: nn.Module) -> None:
-        pass
+    nothing_for_the_norm = reset_torchs
 
     def fail(model: nn.Module) -> None:
         raise KeyError("layer 3")
@@ -435,6 +461,7 @@ def test_a_buffer_without_values_is_named() -> None:
             return super().forward(ids) + self.mask.sum()
 
     def write(model: nn.Module) -> None:
+        reset_torchs(model)
         nn.init.ones_(model.get_parameter("norm.weight"))
 
     program = compile_tiny(on_meta(lambda: Masked(16)), initializer=write)

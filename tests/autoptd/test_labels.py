@@ -39,6 +39,12 @@ def write_out(logits: Tensor, labels: Tensor) -> Tensor:
     return -(chosen * (labels != -100)).sum() / (labels != -100).sum()
 
 
+def mean_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which counts samples alike, however many labels each has."""
+    losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
 LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
     "plain": (mean, (-100, 0)),
     "padding": (lambda x, y: mean(x, y, ignore_index=3), (3, 0)),
@@ -51,6 +57,9 @@ LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
     "two tokens": (lambda x, y: mean(x, y) + mean(x[:, :-1], y[:, 1:]), (-100, 0)),
     "likelihood": (lambda x, y: functional.nll_loss(x.log_softmax(-1).transpose(1, 2), y), (-100, 0)),
     "written out": (write_out, (None, 0)),
+    "sum by its count": (lambda x, y: mean(x, y, reduction="sum") / (y != -100).sum(), (None, 0)),
+    "sum by at least one": (lambda x, y: mean(x, y, reduction="sum") / (y > 0).sum().clamp(min=1), (None, 0)),
+    "of samples' means": (mean_of_samples, (None, 0)),
 }
 
 
@@ -59,7 +68,7 @@ def compile_small(loss: Loss, mesh: tuple[int, int, int] = (1, 1, 1)) -> autoptd
     return autoptd.compile(Small(loss), mesh, example_inputs=example, num_microbatches=2)
 
 
-UNCOUNTED = ("weighted", "changed")
+UNCOUNTED = ("weighted", "changed", "written out", "sum by its count", "sum by at least one")
 
 
 @pytest.mark.filterwarnings("ignore:labels comes to its loss changed")
@@ -72,11 +81,12 @@ def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, 
     assert (labels.ignore_index, labels.skipped) == expected
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_that_cannot_count_its_labels_is_said(name: str) -> None:
+def test_a_mean_that_cannot_count_its_labels_is_said(name: str, mesh: tuple[int, int, int]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compile_small(LOSSES[name][0])
+        compile_small(LOSSES[name][0], mesh)
     said = [str(warning.message) for warning in caught]
     assert [text.split(",")[0] for text in said] == ["labels comes to its loss changed"] * (name in UNCOUNTED)
 

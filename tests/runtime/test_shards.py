@@ -120,6 +120,25 @@ def test_the_norm_is_that_of_the_whole_gradient(norm_type: float) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torchs_norm_of_half_precision_is_not_rounded(dtype: torch.dtype) -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2, dtype=dtype)
+
+    def norms(connection: Connection) -> tuple[Tensor, Tensor]:
+        parallel = chain.parallel(connection)
+        parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch(connection.rank.coordinates.data))["loss"].backward()
+        for p in parallel.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1e7)
+        return nn.utils.clip_grad_norm_(parallel.parameters(), 1e30), parallel.clip_grad_norm_(1e30)
+
+    for found, expected in run_threads(chain.manifest, norms):
+        assert expected > torch.finfo(torch.float16).max
+        assert found.dtype is torch.float32
+        assert torch.equal(found, expected)
+
+
 def test_half_precision_steps_in_float32_and_computes_in_its_own() -> None:
     chain = Chain((1, 2, 2), "1f1b", 1, 2, dtype=torch.bfloat16)
     compare(chain, OPTIMIZERS["AdamW"], 0)

@@ -39,6 +39,9 @@ class InFile(Stored):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
     def is_meta(self, name: str) -> bool:
         return False
 

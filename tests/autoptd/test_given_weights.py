@@ -1,0 +1,104 @@
+"""Weights and models that are not those of the program are refused, or what is left of them is said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import autoptd
+from samples.gpt import GPT, GPTConfig
+
+
+def make_gpt(layers: int = 2, seed: int = 0, **options: Any) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(40, 8, layers, 2, 8, **options))
+
+
+def compile_gpt(model: GPT | None = None) -> autoptd.CompiledProgram:
+    return autoptd.compile(model or make_gpt(), (1, 1, 1), num_microbatches=1)
+
+
+def quantize(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    name = "h.0.mlp.c_fc.weight"
+    return state | {name: (state[name] * 50).round().to(dtype), f"{name}_scale": torch.tensor(0.02)}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["state", "folder"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_numbers_of_a_quantized_model_are_refused(dtype: torch.dtype, stored: bool, tmp_path: Path) -> None:
+    given: Any = quantize(make_gpt().state_dict(), dtype)
+    if stored:
+        save_file(
+            {n: x.contiguous() for n, x in given.items() if n != "lm_head.weight"}, tmp_path / "m.safetensors"
+        )
+        given = tmp_path / "m.safetensors"
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight is torch\..* give them dequantized"):
+        compile_gpt().bind(weights=given)
+
+
+def test_what_the_program_lacks_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"12 of the tensors given are none of the program's.*h\.2\."):
+        compile_gpt().bind(weights=make_gpt(3).state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_gpt().bind(weights=make_gpt(seed=1))
+
+
+def test_two_tensors_for_a_tied_one_are_refused() -> None:
+    untied = make_gpt(tie_weights=False)
+    tied = r"(wte|lm_head)\.weight and (wte|lm_head)\.weight are one tensor in the program, and differ"
+    for given in (untied, untied.state_dict()):
+        with pytest.raises(ValueError, match=tied):
+            compile_gpt().bind(weights=given)
+    with torch.no_grad():
+        untied.lm_head.weight.copy_(untied.wte.weight)
+    compile_gpt().bind(weights=untied.state_dict())
+
+
+@pytest.mark.parametrize("value", [[1.0], torch.eye(8).to_sparse()], ids=["list", "sparse"])
+def test_what_is_no_dense_tensor_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"weights\['h\.0\.ln_1\.weight'\] is a .* expected a dense tensor"):
+        compile_gpt().bind(weights={**make_gpt().state_dict(), "h.0.ln_1.weight": value})
+
+
+def freeze(model: GPT) -> None:
+    model.h[0].requires_grad_(False)
+
+
+def extend(model: GPT) -> None:
+    model.extra = nn.Parameter(torch.zeros(8))
+
+
+def untie(model: GPT) -> None:
+    model.lm_head.weight = nn.Parameter(model.wte.weight.detach().clone())
+
+
+def shorten(model: GPT) -> None:
+    del model.h[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (freeze, r"h\.0\.ln_1\.weight requires no gradient now"),
+        (extend, r"the model has extra, which the program lacks \(1 parameters more, 0 fewer\)"),
+        (untie, r"the model has lm_head\.weight, which the program lacks"),
+        (
+            shorten,
+            r"the model lacks h\.1\.ln_1\.weight, which the program has \(0 parameters more, 12 fewer\)",
+        ),
+    ],
+)
+def test_verify_refuses_another_model(change: Callable[[GPT], None], message: str, tmp_path: Path) -> None:
+    compile_gpt().save(tmp_path)
+    other = make_gpt()
+    change(other)
+    with pytest.raises(ValueError, match=message):
+        autoptd.load(tmp_path).verify(model=other)
