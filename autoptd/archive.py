@@ -110,7 +110,10 @@ def _write(file: Path, text: str) -> None:
 def _read(file: Path) -> str:
     if not file.exists():
         raise _missing(file)
-    return file.read_text(encoding="utf-8")
+    try:
+        return file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error}); write it so, or save the program again") from error
 
 
 def _missing(file: Path) -> ValueError:

@@ -95,6 +95,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     training = _given(args, TRAINING)
+    _check_files(args.trace, args.svg)
     simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
     if args.trace:
         simulation.save_trace(args.trace)
@@ -125,7 +126,16 @@ def _describe_verified(report: Report) -> dict[str, Any]:
     return numbers | asdict(report) | losses | {"gradient_errors": errors, "further": further}
 
 
+def _check_files(*paths: Path | None) -> None:
+    """Before the work: raise ValueError for a path that no file can be written to."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} is no folder"
+            raise ValueError(f"{wrong}: give a file to write, in a folder that exists")
+
+
 def _report(args: argparse.Namespace) -> int:
+    _check_files(args.output)
     program = _load(args.program)
     explanation = program.explain(args.cluster, args.dtype, **_given(args, TRAINING))
     write_page(args.output, program.overview, explanation, program.texts)

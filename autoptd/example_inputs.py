@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ def read_examples(
         given = dict(example_inputs)
     else:
         given = _by_position(example_inputs, forward, targets)
+    targets = _target_names(loss_fn, given.keys() - forward.keys())
     _check_names(given, forward, targets, loss_fn)
     constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
     for name, value in constants.items():
@@ -106,13 +107,15 @@ def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> t
     return tuple(dict.fromkeys((*own, *_target_names(loss_fn))))
 
 
-def _target_names(loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
+def _target_names(loss_fn: Callable[..., Tensor] | None, given: Collection[str] = ()) -> tuple[str, ...]:
+    """What `loss_fn` takes beside the output: what it must have, and what it may have that is a target or `given`."""
     if loss_fn is None:
         return ()
     if isinstance(loss_fn, nn.Module):
         loss_fn = loss_fn.forward
     parameters = list(inspect.signature(loss_fn).parameters.values())
-    return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in _TARGETS)
+    wanted = {*_TARGETS, *given}
+    return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in wanted)
 
 
 def _infer(
@@ -179,6 +182,11 @@ def _check_names(
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"example_inputs names {name!r}, forward takes {', '.join(forward)}{hint}")
     required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    both = [name for name in targets if name in required]
+    if both:
+        raise ValueError(
+            f"loss_fn and forward both take {both[0]}: call loss_fn's otherwise, and give it by that name"
+        )
     missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
     if missing:
         raise ValueError(

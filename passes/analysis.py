@@ -22,7 +22,10 @@ def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
     `axis_rules` describes them. Raises TypeError or ValueError for others.
     """
     table = {}
-    for operator, text in (rules or {}).items():
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(f"rules is {rules!r}; expected a dict from an operator, or its name, to a text")
+    for key, text in (rules or {}).items():
+        operator = getattr(key, "_opoverload", key)  # of what torch.library.custom_op gives
         if not isinstance(text, str):
             raise TypeError(
                 f'the rule of {operator} must be a text such as "b s h, h f -> b s f", not {text!r}'

@@ -88,6 +88,17 @@ def test_missing_file(folder: Path, name: str) -> None:
         load_folder(folder)
 
 
+def test_a_mark_before_a_text_is_no_matter_and_other_letters_are(folder: Path) -> None:
+    file = next(folder.glob("program_*.py"))
+    text = file.read_bytes()
+    before = load_folder(folder)[0]
+    file.write_bytes(b"\xef\xbb\xbf" + text)
+    assert load_folder(folder)[0] == before
+    file.write_bytes(b"\xff\xfe" + text)
+    with pytest.raises(ValueError, match=rf"{file.name} is not UTF-8 .*; write it so"):
+        load_folder(folder)
+
+
 def test_broken_buffers(folder: Path) -> None:
     (folder / "buffers.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"buffers\.safetensors: .*save the program again"):

@@ -208,6 +208,12 @@ def test_other_ranks_are_silent(
         ("inspect {folder}x", "there is no folder {folder}x (did you mean {folder}?); expected a program as"),
         ("simulate {folder} --cluster dgx-a10", "'dgx-a10' is not shipped (did you mean dgx-a100?)"),
         ("simulate {folder} --cluster dgx-a100 --dtype bf61", "dtype='bf61': expected one of"),
+        (
+            "simulate {folder} --cluster dgx-a100 --trace {folder}",
+            "{folder} is a folder: give a file to write",
+        ),
+        ("simulate {folder} --cluster dgx-a100 --svg {folder}x/a.svg", "{folder}x is no folder: give a file"),
+        ("report {folder} --cluster dgx-a100 -o {folder}x/a.html", "{folder}x is no folder: give a file"),
         ("simulate {folder} --cluster dgx-a100 --zero 3", "zero=3: expected 0 or 1"),
         ("verify {folder} --model small_models:make_smal", "no 'make_smal' (did you mean make_small?)"),
         ("verify {folder} --model small_models:SIZES", "gave a GPTConfig; expected an nn.Module"),

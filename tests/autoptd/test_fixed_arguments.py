@@ -93,3 +93,30 @@ def test_what_no_file_can_hold_is_refused() -> None:
 def test_explained_changes_are_of_the_program_with_its_arguments() -> None:
     _, program = compile_tempered(**ARGUMENTS)
     assert program.explain("dgx-a100").changes
+
+
+def weighted(output: Tensor, labels: Tensor, weight: Tensor | None = None, power: float = 1.0) -> Tensor:
+    losses = nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses.view(labels.shape) ** power * (1 if weight is None else weight)).mean()
+
+
+def compile_sequential(loss_fn: Any, **inputs: Any) -> autoptd.CompiledProgram:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40))
+    given = {"input": torch.zeros(1, 8, dtype=torch.long), **inputs}
+    return autoptd.compile(model, (1, 1, 1), num_microbatches=2, example_inputs=given, loss_fn=loss_fn)
+
+
+def test_a_loss_may_have_more_than_it_must() -> None:
+    labels = torch.zeros(1, 8, dtype=torch.long)
+    program = compile_sequential(weighted, labels=labels, weight=torch.ones(1, 8), power=2.0)
+    assert program.verify().passed
+    ids, weight = torch.randint(40, (2, 8)), torch.rand(2, 8)
+    model: Any = program.model
+    expected = weighted(model(ids), ids, weight, 2.0)
+    assert torch.isclose(program.bind()(ids, labels=ids, weight=weight), expected)
+
+
+def test_a_name_that_the_loss_shares_with_forward_is_refused() -> None:
+    with pytest.raises(ValueError, match="loss_fn and forward both take input"):
+        compile_sequential(lambda output, input: output.sum() * input.sum())

@@ -345,7 +345,7 @@ def test_an_operator_without_a_rule_is_refused_with_the_way_to_give_one() -> Non
         prepare(Scaled(), 2, SCALED_INPUTS)
 
 
-@pytest.mark.parametrize("key", [torch.ops.autoptd_test.scale_rows, "autoptd_test::scale_rows"])
+@pytest.mark.parametrize("key", [torch.ops.autoptd_test.scale_rows, scale_rows, "autoptd_test::scale_rows"])
 def test_a_users_rule_divides_a_custom_operator(key: Any) -> None:
     torch.manual_seed(0)
     model = Scaled().double()
@@ -398,6 +398,7 @@ def test_a_rule_that_keeps_an_axis_whole_is_obeyed() -> None:
         ({"autoptd_test::scale_rows": "b s f"}, ValueError, "found 'b s f', without one \"->\""),
         ({"autoptd_test::scale_rows": "b f, f -> b f"}, ValueError, "does not fit the call at"),
         ({"autoptd_test::scale_rows": 3}, TypeError, "must be a text such as"),
+        (["b s f, f -> b s f"], TypeError, "expected a dict from an operator, or its name, to a text"),
     ],
 )
 def test_a_rule_that_is_no_rule_is_refused(rules: Any, error: type[Exception], message: str) -> None:
