@@ -93,6 +93,9 @@ def _initialize(
         return _build(model)
     try:
         twin, writes, how = _build(model)
+        for own, other in zip(model.modules(), twin.modules(), strict=True):
+            given = {k: v for k, v in vars(own).items() if not k.startswith("_") and not _holds_tensors(v)}
+            vars(other).update(given)  # what was set after building too
     except UnknownError:
         writes = Writes()
         twin, how = _copy_on_meta(model, writes), ""

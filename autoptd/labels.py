@@ -71,8 +71,21 @@ def find_counts(program: Program) -> tuple[str, ...]:
         for node in stage.graph.nodes:
             count = node.args[1] if node.target is aten.div.Tensor and node in trained else None
             if isinstance(count, fx.Node) and not count.meta["val"].shape and count not in trained:
-                found |= dict.fromkeys(name for name, _ in _sources(count))
+                found |= dict.fromkeys(name for name, _ in _sources(count) if _is_summed(count))
     return tuple(found)
+
+
+def _is_summed(count: fx.Node) -> bool:
+    """Whether a sum is taken on the way to `count`, as of labels that are counted."""
+    pending, seen = [count], {count}
+    while pending:
+        node = pending.pop()
+        if getattr(node.target, "overloadpacket", None) in (aten.sum, aten.count_nonzero, aten.mean):
+            return True
+        fresh = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return False
 
 
 def _find_places(

@@ -101,7 +101,10 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
                 f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
                 "program: numbers of a quantized model are no weights without its scales; give them dequantized"
             )
-        _check_tied(tensors, [other for other in all_names(manifest, name) if other in tensors])
+        names = [
+            other for other in all_names(manifest, name) if other in tensors and not tensors.is_meta(other)
+        ]
+        _check_tied(tensors, names, manifest.parameters[name].dtype)
     own = {known for name in manifest.parameters for known in all_names(manifest, name)}
     others = [name for name in tensors if name not in own]
     if others and os.environ.get("RANK", "0") == "0":
@@ -112,12 +115,18 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
         )
 
 
-def _check_tied(tensors: Stored, names: list[str]) -> None:
+def _check_tied(tensors: Stored, names: list[str], dtype: torch.dtype) -> None:
+    """Whole where they are in memory, else some rows, in the program's `dtype`."""
     first = tensors.shape(names[0])
     for other in names[1:]:
         same = first == tensors.shape(other)
+        pair = [tensors.in_memory(name) for name in (names[0], other)]
+        if same and pair[0] is not None and pair[1] is not None:
+            one, two = pair[0], pair[1]
+            same = one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))
+            first = ()
         for row in {0, first[0] // 2, first[0] - 1} if same and first and first[0] else ():
-            rows = [torch.empty((1, *first[1:]), dtype=torch.float64) for _ in range(2)]
+            rows = [torch.empty((1, *first[1:]), dtype=dtype) for _ in range(2)]
             for name, into in zip((names[0], other), rows, strict=True):
                 tensors.copy_rows(name, 0, row, row + 1, into)
             same = same and torch.equal(*rows)
@@ -131,16 +140,19 @@ def _check_tied(tensors: Stored, names: list[str]) -> None:
 def check_model(manifest: Manifest, model: nn.Module) -> None:
     """Raise ValueError where `model` has other parameters than the program, or others of them are trained."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    tied = manifest.aliases.items()
+    for other, name in manifest.aliases.items():
+        if other in found and name in found and found[other] is not found[name]:
+            raise ValueError(
+                f"{other} is one tensor with {name} in the program, and another in the model: tie them"
+            )
     more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
-    more += [other for other, name in tied if other in found and found[other] is not found.get(name)]
     fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
     if more or fewer:
         text = (
             f"has {more[0]}, which the program lacks" if more else f"lacks {fewer[0]}, which the program has"
         )
         raise ValueError(
-            f"the model {text} ({len(more)} parameters more, {len(fewer)} fewer): give the model that was compiled, or "
+            f"the model {text} ({len(more)} more, {len(fewer)} fewer): give the model that was compiled, or "
             "compile this one"
         )
     check_frozen(manifest, model)

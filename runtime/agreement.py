@@ -73,7 +73,7 @@ def describe_modes(connection: Connection) -> str:
         for training, call in (found[others[0]], common)
     ]
     return (
-        f"rank {others[0]} {words[0]}, where most {words[1].replace('is', 'are', 1)}; ranks {others} differ, and "
+        f"rank {others[0]} {words[0]}, where the others {words[1].replace('is', 'are', 1)}; ranks {others} differ, and "
         "would draw other dropout masks: call parallel.train() and parallel.eval() on every rank alike"
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,12 +39,13 @@ def bind_batch(
 
 def call_signature(manifest: Manifest) -> inspect.Signature:
     """What a call takes, by the names of the model's own forward: those too that must be None."""
-    captured = [*(value.name for value in manifest.inputs), *(argument.name for argument in manifest.fixed)]
-    names = dict.fromkeys((*manifest.arguments, *captured))
+    values = dict.fromkeys((*manifest.arguments, *(value.name for value in manifest.inputs)))
+    values |= {argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    given = [inspect.Parameter(name, kind, default=None) for name in names]
-    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD)
-    return inspect.Signature([inspect.Parameter("self", kind), *given, others])
+    given = [inspect.Parameter(name, kind, default=value) for name, value in values.items()]
+    own, others = (f"{name}{'_' * (name in values)}" for name in ("self", "others"))
+    rest = inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)
+    return inspect.Signature([inspect.Parameter(own, kind), *given, rest])
 
 
 def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +90,7 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
     for argument in manifest.fixed:
         name, value = argument.name, given.get(argument.name)
         try:
-            # As text, in which 1, 1.0 and True differ.
-            same = name not in given or json.dumps(encode_value(value, name)) == json.dumps(argument.value)
+            same = name not in given or _is_alike(encode_value(value, name), argument.value)
         except TypeError:
             same = False
         if not same:
@@ -100,6 +99,15 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
                 f"argument {name} is {show(value)}, but the program was compiled with {show(compiled)}, which is a "
                 "part of it: leave it out, or compile with example_inputs that have the other value"
             )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal, True and 1 not being so."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_alike(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:

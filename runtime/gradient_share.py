@@ -14,6 +14,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.clipping import check_norm_type
@@ -29,18 +30,16 @@ ABOUT = frozenset(
         *("nelement", "numel", "size", "storage_offset", "stride", "type", "untyped_storage"),
     ]
 )
+VIEWS = (Tensor.view, Tensor.flatten, Tensor.reshape)
 # What changes each element by itself, in place, and what does so to each of a list.
 EACH_ELEMENT = (
     *(Tensor.zero_, Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_),
-    *(Tensor.nan_to_num_, torch.nan_to_num_),
+    *(Tensor.nan_to_num_, torch.nan_to_num_, torch.clamp_),
 )
-OF_EACH: dict[Any, Any] = {
-    torch._foreach_zero_: Tensor.zero_,
-    torch._foreach_mul_: Tensor.mul_,
-    torch._foreach_div_: Tensor.div_,
-    torch._foreach_clamp_min_: Tensor.clamp_min_,
-    torch._foreach_clamp_max_: Tensor.clamp_max_,
-}
+OF_EACH = (
+    *(torch._foreach_zero_, torch._foreach_mul_, torch._foreach_div_),
+    *(torch._foreach_clamp_min_, torch._foreach_clamp_max_),
+)
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
@@ -84,15 +83,17 @@ class ShareNorm(Tensor):
             result = func(*args, **(kwargs or {}))
             if func is Tensor.to:
                 return tag(result, args[0].whole, args[0].of, args[0].norm_type)
-            if func is torch.stack:
+            if func is torch.stack and args:
                 return _join(result, args[0])
         name = getattr(func, "__name__", "")
-        if (norm_type := find_norm_type(func, args, kwargs or {})) is not None:
+        norm_type = find_norm_type(func, args, kwargs or {})
+        if norm_type is not None and args and isinstance(args[0], cls):
             return _whole_norm(args[0], norm_type, result)
-        if name in ABOUT or name == "__repr__":
+        if name == "__repr__" or (name in ABOUT and not isinstance(result, Tensor) and len(args) < 2):
             return result
+        share = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
         raise ValueError(
-            f"{name} of the norm of this rank's share of the gradient of {args[0].of[0]}, as if it were that of "
+            f"{name} of the norm of this rank's share of the gradient of {share.of[0]}, as if it were that of "
             f"the whole: for the norm of the whole model's {CALL}, with max_norm=float('inf') to leave it as it is"
         )
 
@@ -114,7 +115,8 @@ class GradientShare(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         share = args[0] if args else None
-        if isinstance(share, cls) and (func is Tensor.detach or _gets_data(func)):
+        kept = func in VIEWS and isinstance(share, cls) and result.data_ptr() == share.data_ptr()
+        if isinstance(share, cls) and (kept or func is Tensor.detach or _gets_data(func)):
             alias = result.as_subclass(type(share))
             vars(alias).update(vars(share))
             return alias
@@ -144,12 +146,15 @@ class Elsewhere(GradientShare):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args[1:], *(kwargs or {}).values()]
-        if (func in EACH_ELEMENT or func in OF_EACH) and all(map(_is_scalar, given)):
-            change = OF_EACH.get(func, func)
-            for gradient in args[0] if func in OF_EACH else args[:1]:
-                part = gradient._here() if isinstance(gradient, cls) else gradient
-                if part is not None:
-                    change(part, *args[1:], **(kwargs or {}))
+        if func in EACH_ELEMENT and isinstance(args[0], cls) and all(map(_is_scalar, given)):
+            part = args[0]._here()
+            if part is not None:
+                func(part, *args[1:], **(kwargs or {}))
+            return args[0]
+        if func in OF_EACH and all(map(_is_scalar, given)):
+            parts = [gradient._here() if isinstance(gradient, cls) else gradient for gradient in args[0]]
+            with torch._C.DisableTorchFunctionSubclass():
+                func([part for part in parts if part is not None], *args[1:], **(kwargs or {}))
             return args[0]
         # Asked before it is called: what writes would change one zero that stands for all.
         unread = func in (Tensor.detach, Tensor.requires_grad_) or _gets_data(func)
@@ -177,8 +182,11 @@ def find_norm_type(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     order = args[1] if len(args) == 2 else kwargs.get("ord", kwargs.get("p"))
     if order is None or order == "fro":
         return 2.0
-    # With an order torch.linalg.norm takes that of a matrix.
-    return float(order) if func is not torch.linalg.norm and not isinstance(order, str) else None
+    # With an order torch.linalg.norm takes that of a matrix, where it is given one.
+    of_matrix = func is torch.linalg.norm and not (
+        args and isinstance(args[0], Tensor) and args[0].dim() == 1
+    )
+    return None if of_matrix or isinstance(order, str) else float(order)
 
 
 def _gets_data(func: Any) -> bool:
@@ -186,9 +194,9 @@ def _gets_data(func: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    return (
-        value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    )
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not isinstance(value, GradientShare)
+    return value is None or isinstance(value, int | float)
 
 
 def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: float) -> ShareNorm:
@@ -213,10 +221,11 @@ def share_gradients(leaves: Leaves, whole: Whole) -> list[RemovableHandle]:
     return [leaf.register_post_accumulate_grad_hook(partial(mark, name)) for name, leaf in leaves.items()]
 
 
-def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole) -> None:
-    """After every backward, let each of the `shard`'s `parameters` have a gradient elsewhere.
+def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole) -> list[RemovableHandle]:
+    """After every backward, let each of the `shard`'s `parameters` have a gradient elsewhere, and no other.
 
-    Where all of them have been cleared by then, so is the shard's: the backward's gradient is added to none.
+    Where all of them have been cleared by then, so is the shard's: the backward's gradient is added to none. Gives the
+    handles of what refuses other gradients.
     """
     own, held = shard.own, shard.ranges()
     kept: dict[str, Elsewhere] = {}
@@ -232,6 +241,24 @@ def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole)
 
     own.register_hook(lambda _: clear_with(own, parameters))  # before the gradient is added
     own.register_post_accumulate_grad_hook(give)
+    return [p.register_hook(partial(_refuse_gradient, name)) for name, p in parameters.items()]
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> None:
+    raise ValueError(
+        f"a gradient comes to {name} that is not of the call: a sharded optimizer would not see it. Add what it is of "
+        "to the loss that the model returns, or train without shard_optimizer"
+    )
+
+
+def check_elsewhere(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError where the gradient of one of `parameters`, which is elsewhere, was replaced."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and not isinstance(parameter.grad, Elsewhere):
+            raise ValueError(
+                f"the gradient of {name} was replaced by another tensor, which a sharded optimizer does not step by: "
+                "change it in place (p.grad.mul_, p.grad.zero_), or train without shard_optimizer"
+            )
 
 
 def clear_with(own: nn.Parameter, parameters: Mapping[str, nn.Parameter]) -> None:

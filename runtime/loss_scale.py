@@ -25,19 +25,20 @@ class LossScale:
         self.value = INITIAL
         self.finite_steps = 0
 
-    def unscale(self, rank: Rank, gradients: Sequence[Tensor]) -> bool:
-        """Divide `gradients` by the factor, in place; whether those of all ranks are finite. A collective of all.
+    def unscale(self, rank: Rank, gradients: Sequence[Tensor], loss: Tensor) -> bool:
+        """Divide `gradients` by the factor, in place; whether a smaller one may help: a collective of all ranks.
 
-        Raises RuntimeError where no factor makes them so.
+        That is where some rank's gradients are not finite, and every rank's `loss` is; the factor is halved then.
         """
-        flag = (~are_finite(gradients, rank.device)).to(torch.float32).view(1)
+        flags = torch.stack([~are_finite(gradients, rank.device), ~loss.isfinite()]).to(torch.float32)
         for gradient in gradients:
             gradient.mul_(1 / self.value)
         for group in (rank.tensor, rank.pipeline, rank.data):
-            flag = group.all_reduce(flag, "max")
-        finite = flag.item() == 0
-        self._update(finite)
-        return finite
+            flags = group.all_reduce(flags, "max")
+        broken, lost = (bool(flag) for flag in flags.tolist())
+        if not lost:
+            self._update(finite=not broken)
+        return broken and not lost
 
     def _update(self, finite: bool) -> None:
         self.finite_steps = self.finite_steps + 1 if finite else 0
@@ -45,8 +46,8 @@ class LossScale:
             self.value /= 2
         elif self.finite_steps % GROWTH_INTERVAL == 0:
             self.value *= 2
-        if self.value < LEAST:
-            raise RuntimeError(
-                f"the gradients are not finite even with a loss scaled by {2 * self.value:g}: it is not the range of "
-                "float16 that is too small; look for the operator in bfloat16 or float32"
-            )
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no factor makes the gradients finite: it is not the range of float16 that is too small."""
+        return self.value < LEAST

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,7 @@ from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
-from autoptd.runtime.gradient_share import Whole, clear_with, share_gradients, stand_in
-from autoptd.runtime.gradient_sums import GradientSums
+from autoptd.runtime.gradient_share import Whole, check_elsewhere, clear_with, share_gradients, stand_in
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.label_count import NAME as ITEMS
 from autoptd.runtime.label_count import weigh_items
@@ -29,6 +29,7 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
+from autoptd.runtime.part import Part
 from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
@@ -80,7 +81,7 @@ class Parallel(Persistent):
         at = connection.rank.coordinates
         # Tensor ranks have the same labels: one of them says it.
         self._watches_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
-        self._warns_precision = True
+        self._warns_precision = at == manifest.mesh.coordinates(0)  # until it has
         self._loss_scale = LossScale() if manifest.scales_loss else None
         self._saving: Saving | None = None
         slices = take_slices(manifest, self._rank, constants, weights, drawn)
@@ -97,6 +98,10 @@ class Parallel(Persistent):
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
         hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
+        for part in self.modules():
+            if isinstance(part, Part):
+                part.arrive = WeakMethod(self._await_gathers)
+        self._buffer_versions: list[tuple[int, int]] | None = None
         self._loss = self._norm = None
         self._hooks: list[RemovableHandle] = []
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
@@ -118,8 +123,8 @@ class Parallel(Persistent):
             for hook in self._hooks:
                 hook.remove()
             self._hooks = share_gradients(self._stepped(), whole)
-            for shard in shards:
-                stand_in(shard, self._named(shard), whole)
+            stood = [handle for s in shards for handle in stand_in(s, self._named(s), whole)]
+            self._watch.hooks = frozenset(handle.id for handle in stood)
         self._versions = self._read_versions()
 
     @property
@@ -134,8 +139,14 @@ class Parallel(Persistent):
         for steps of several calls, whose counts of labels differ.
         """
         self._watch.check(self)
+        self._check_unwritten()
+        self._check_optimizers_own()
         if self._is_rebound():
             self._adopt_writes()
+        if self._buffer_versions != self._read_buffer_versions():
+            if self._buffer_versions is not None:
+                self._refresh_constants()
+            self._buffer_versions = self._read_buffer_versions()
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         items = None if known else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._device)
@@ -153,7 +164,12 @@ class Parallel(Persistent):
             leaves = self._stepped()
             loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
-            with self._connection.position.call(training=False, shape=number):
+            # What is made now is there for later steps, which inference tensors are not.
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                self._connection.position.call(training=False, shape=number),
+            ):
                 loss = self._run(number, batch, gradients=False)
         if items is not None:
             loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
@@ -206,16 +222,20 @@ class Parallel(Persistent):
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in executor.stages}
         divisors = self._find_divisors(shape, batch)
         pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
-        while gradients and self._is_scaled_too_far(pair[0], sums):
+        scale = self._loss_scale
+        before = None if scale is None else (scale.value, scale.finite_steps)
+        judged = scale is not None
+        while scale is not None and gradients and scale.unscale(rank, sums.gradients(), pair[0]):
+            if before is not None and scale.is_exhausted:
+                judged, (scale.value, scale.finite_steps) = False, before
+                break
             pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
-        if self.training:
-            rank.randomness.call += 1
         executor.measured.finish()
         self._connection.position.phase("agreement")
-        # Of a scaled loss the scale has judged the gradients.
-        summed = sums.gradients() if self._loss_scale is None and gradients else []
+        # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
+        summed = sums.gradients() if gradients and not judged else []
         nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed)
         if nonfinite and gradients:
             sums.clear()
@@ -223,6 +243,8 @@ class Parallel(Persistent):
             raise FloatingPointError(
                 explain_nonfinite(manifest, self._connection, batch, pair[0], summed, unlabelled, repeat)
             )
+        if self.training:
+            rank.randomness.call += 1
         self._loss, self._norm = pair[0], None
         return pair[0].to(self._loss_dtype)
 
@@ -262,10 +284,9 @@ class Parallel(Persistent):
             shape.sums.finish()
         return pair, partial(run, lambda _: None)
 
-    def _is_scaled_too_far(self, loss: Tensor, sums: GradientSums) -> bool:
-        """Whether the finite `loss` was scaled so far that gradients are not; if not, divide these by the scale."""
-        scale = self._loss_scale
-        return scale is not None and bool(loss.isfinite()) and not scale.unscale(self._rank, sums.gradients())
+    def _read_buffer_versions(self) -> list[tuple[int, int]]:
+        """Which tensors the buffers are, and counts of the writes into them."""
+        return [(id(b), 0 if b.is_inference() else b._version) for b in self._watch.buffers().values()]
 
     def _find_divisors(self, shape: BoundShape, batch: Batch) -> Tensor:
         """Those of the runtime's `weighting`, on the last pipeline rank, which has the labels; else of no use."""
@@ -280,6 +301,7 @@ class Parallel(Persistent):
     def _prepare_step(self) -> None:
         """A sharded optimizer is about to step: let it have what was done to the model's parameters."""
         for shard in self._shards:
+            check_elsewhere(self._named(shard))
             clear_with(shard.own, self._named(shard))
         self._adopt_writes()
 

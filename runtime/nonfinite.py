@@ -69,12 +69,8 @@ def explain_nonfinite(
     and count nothing in a step that has some.
     """
     inspector = Inspector(connection.position, len(manifest.stages) - 1, unlabelled)
-    randomness = connection.rank.randomness
-    call = randomness.call
-    randomness.call -= randomness.training  # for the same masks
     with inspector, torch.compiler.set_stance("force_eager"):  # a compiled stage does not show its operators
         repeat()
-    randomness.call = call
     connection.position.phase("search for the first operator")
     order, text = _judge(manifest, connection, batch, gradients, unlabelled, inspector)
     orders = connection.world.all_gather(torch.tensor(order, device=connection.rank.device))

@@ -48,6 +48,8 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
 def watch_divided(parallel: nn.Module) -> None:
     """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
 
+    Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone.
+
     Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
     parameters together, is refused: its step raises ValueError.
     """
@@ -55,9 +57,11 @@ def watch_divided(parallel: nn.Module) -> None:
     judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        module = own()
+        if module is not None:
+            _refuse_replaced(optimizer, module)
         if optimizer in judged:
             return
-        module = own()
         if type(optimizer) not in ELEMENTWISE and module is not None and _steps_any(optimizer, module):
             reason = (
                 f"{type(optimizer).__name__} is not known to step each element by itself, and on this mesh a rank has "
@@ -72,6 +76,17 @@ def watch_divided(parallel: nn.Module) -> None:
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(parallel, handle.remove)
+
+
+def _refuse_replaced(optimizer: Optimizer, module: nn.Module) -> None:
+    replaced = [p for g in optimizer.param_groups for p in g["params"] if type(p.grad) is Tensor]
+    own = {id(p): name for name, p in nn.Module.named_parameters(module)} if replaced else {}
+    name = next((own[id(p)] for p in replaced if id(p) in own), None)
+    if name is not None:
+        raise ValueError(
+            f"the gradient of {name} was replaced by another tensor, of which torch's norm and clipping would see this "
+            "rank's slice alone: change it in place (p.grad.div_, p.grad.copy_, torch.nan_to_num_)"
+        )
 
 
 def _steps_any(optimizer: Optimizer, module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ class ParameterWatch:
     def __init__(self, manifest: Manifest, module: nn.Module, sharded: Iterable[str]) -> None:
         """With a sharded optimizer those it has, `sharded`, stay trained."""
         self._sharded = frozenset(sharded)
+        self.hooks: frozenset[int] = frozenset()  # the runtime's own, on these
         self.parameters = dict(nn.Module.named_parameters(module))
         self._bound = {name: (p, p.shape, p.dtype, p.device) for name, p in self.parameters.items()}
         self._look_through(module)
@@ -65,7 +66,7 @@ class ParameterWatch:
                     "compile the model with it unfrozen (and freeze it on the parallel model for as long as you like)"
                 )
             if name in self._sharded:
-                refuse_hooks(name, parameter)
+                refuse_hooks(name, parameter, self.hooks)
                 if not found.requires_grad:
                     raise ValueError(
                         f"the parameter {name} was frozen after its optimizer was sharded, which steps it with "

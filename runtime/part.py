@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 from torch import nn
 
@@ -15,6 +16,7 @@ class Part(nn.Module):
     """A place for slices and further parts."""
 
     sparse = False  # DDP asks embeddings, before a call in it is refused
+    arrive: WeakMethod[Callable[[], None]] | None = None  # waits for new weights on their way
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # of a layer's own there is nothing but its name
@@ -32,8 +34,30 @@ class Part(nn.Module):
             "compiled, or give bind the weights"
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """As of every module; a parameter once all replicas' steps have arrived."""
+        if name in self.__dict__.get("_parameters", ()):
+            self._await()
+        return super().__getattr__(name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module, once all replicas' steps have arrived."""
+        self._await()
+        return super().named_parameters(*args, **kwargs)
+
+    def _await(self) -> None:
+        wait = self.arrive() if self.arrive is not None else None
+        if wait is not None:
+            wait()
+
+    # A layer's own would look at what is not here.
+    _apply = nn.Module._apply
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    __repr__ = nn.Module.__repr__
+    __setattr__ = nn.Module.__setattr__
+
     def extra_repr(self) -> str:
-        """Nothing: the layer's own would read what is not here."""
+        """Nothing."""
         return ""
 
 

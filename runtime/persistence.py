@@ -82,7 +82,10 @@ class Persistent(Trained):
             for name, own in self._slices().items():
                 if name in whole:
                     parameter = replace(manifest.parameters[name], dtype=own.dtype)
-                    own.copy_(take_slice(parameter, whole[name], self._rank))
+                    value = take_slice(parameter, whole[name], self._rank)
+                    # What it was rounded to, as full_state_dict gives it, is no other value.
+                    rounded = own.to(whole[name].dtype).to(own.dtype)
+                    own.copy_(torch.where(rounded == value, own, value))
         self._take_over()
 
     def load_state_dict(
@@ -195,6 +198,15 @@ class Persistent(Trained):
             for shard in self._shards:
                 shard.adopt()
 
+    def _check_unwritten(self) -> None:
+        """Raise ValueError where a parameter was written while its new values were on their way, which it now gets."""
+        if self._gathering and self._read_versions() != self._versions:
+            self._versions = self._read_versions()
+            raise ValueError(
+                "a parameter was written right after a sharded optimizer's step, before the other replicas' new "
+                "weights had come, and would lose that: take it anew from parallel.parameters(), which waits for them"
+            )
+
     def _is_rebound(self) -> bool:
         """Whether parameters that a sharded optimizer steps have memory that it does not send new weights to."""
         return any(shard.rebound(self._watch.parameters) for shard in self._shards)
@@ -213,10 +225,21 @@ class Persistent(Trained):
             for shard in self._shards
             for name in shard.rebound(parameters)
         }
+        for shard in {shard for shard, _ in values.values()}:
+            shard.renew()  # what is bound to again later may be a view of what there was
         for name, (shard, value) in values.items():
             shard.write(name, value)
         for shard in self._shards:
             shard.bind(parameters)
+
+    def _check_optimizers_own(self) -> None:
+        """Raise ValueError where what a sharded optimizer steps was written, which the stages do not read."""
+        for shard in self._shards:
+            if shard.is_own_written():
+                raise ValueError(
+                    f"the part of {shard.names[0]}, or of one stepped with it, that a sharded optimizer has was "
+                    "written outside of its step, where no stage sees it: write parallel.parameters() instead"
+                )
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._adopt_writes()
@@ -227,6 +250,7 @@ class Persistent(Trained):
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def _await_gathers(self) -> None:
+        self._check_unwritten()
         for posted in self._gathering.values():
             posted.wait()
         self._gathering = {}

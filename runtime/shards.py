@@ -25,7 +25,6 @@ ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.ASGD,
 )
-SEEN = 8  # elements of a parameter that are looked at for writes
 
 
 class Shard:
@@ -45,7 +44,7 @@ class Shard:
         self.flat = wide.to(dtype)
         self._views = self.split(self.flat)
         self.own = nn.Parameter(self.part(wide).clone())
-        self._seen = _spread(self.ranges(), self.own.device)
+        self._version = self.own._version
 
     def part(self, flat: Tensor) -> Tensor:
         """This replica's elements of a row of all, as a view."""
@@ -81,20 +80,38 @@ class Shard:
         """Let the parameter `name` be `value`, shaped as it; `own` has that after `adopt`."""
         self._views[name].copy_(value)
 
-    def is_written(self) -> Tensor:
-        """Whether some elements of each parameter are not what `own` was narrowed to: a bool.
+    def renew(self) -> None:
+        """Take other memory for `flat`, and leave what there was to those who kept views of it; then `bind`."""
+        self.flat = self.flat.clone()
+        self._views = self.split(self.flat)
 
-        As ``p.data.mul_(...)`` leaves them, which no version counts.
+    def is_own_written(self) -> bool:
+        """Whether somebody has written into `own` since it was shared, or taken over."""
+        return self.own._version != self._version
+
+    def is_written(self) -> Tensor:
+        """Whether the parameters are not what `own` was narrowed to, as ``p.data.mul_(...)`` leaves them: a bool.
+
+        No version counts that. Not asked of an `own` that was written itself.
         """
-        seen = self.part(self.flat)[self._seen]
-        return (self.own.detach()[self._seen].to(seen.dtype) != seen).any()
+        part, own = self.part(self.flat), self.own.detach()
+        return (own.to(part.dtype) != part).any() & (not self.is_own_written())
 
     def adopt(self) -> None:
-        """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written."""
+        """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written.
+
+        ValueError where `own` was written too, so that nobody knows which counts.
+        """
+        if self.is_own_written():
+            raise ValueError(
+                f"{self.names[0]}, or one stepped with it, was written in the model and in the optimizer's parameter "
+                "groups: write one of them, parallel.parameters()"
+            )
         part = self.part(self.flat)
         with torch.no_grad():
             written = self.own.to(part.dtype) != part
             self.own.copy_(torch.where(written, part.to(self.own.dtype), self.own))
+        self._version = self.own._version
 
     def ranges(self) -> dict[str, tuple[slice, slice]]:
         """Where `own` holds a parameter, and which elements of that (row-major), for those that it has any of."""
@@ -110,20 +127,13 @@ class Shard:
 
     def post_gather(self) -> Posted:
         """Begin to bring every replica's part, as it has been stepped, into the parameters."""
+        self._version = self.own._version
         return self._group.post_all_gather(self.own.detach().to(self.flat.dtype), self.flat)
 
     def gather(self, own: Tensor) -> dict[str, Tensor]:
         """What all replicas hold in tensors like `own`, by parameter. A collective of the data group."""
         flat = own.new_empty(own.numel() * self._group.size)
         return self.split(self._group.post_all_gather(own.detach(), flat).wait())
-
-
-def _spread(ranges: Mapping[str, tuple[slice, slice]], device: torch.device) -> Tensor:
-    """Where `SEEN` elements of each parameter are, of those in a part that has these `ranges`."""
-    spread = [
-        torch.linspace(inside.start, inside.stop - 1, SEEN).round().long() for inside, _ in ranges.values()
-    ]
-    return torch.cat([*spread, torch.zeros(0, dtype=torch.long)]).to(device)
 
 
 def list_elementwise() -> str:

@@ -313,6 +313,72 @@ def test_the_call_has_the_signature_of_the_models_own() -> None:
     assert isinstance(parallel, Parallel)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2), (1, 2, 2)])
+def test_inference_mode_before_training(mesh: Mesh) -> None:
+    program = compile_model(make_model(), mesh)
+
+    def work(rank: int) -> tuple[float, float]:
+        parallel = program.bind()
+        batch = next(iter(load(mesh[2], parallel.coordinates.data)))
+        with torch.inference_mode():
+            before = parallel(*batch)[1].item()
+        loss = parallel(*batch)[1]
+        loss.backward()
+        return before, loss.item()
+
+    for before, loss in run_ranks(work, program.mesh.size):
+        assert before == loss
+
+
+def test_buffers_that_are_written_count() -> None:
+    class Scaled(nn.Module):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+            self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            return self.model(idx, targets)[1] * (self.scale * 2).exp()  # type: ignore[no-any-return]
+
+    model = Scaled()
+    example = tuple(x[:1].clone() for x in make_data(1).tensors)
+    parallel = autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=ROWS).bind()
+    batch = next(iter(load()))
+    for _ in range(3):
+        assert torch.isclose(parallel(*batch), model(*batch), rtol=1e-12)
+        model.scale.mul_(1.5)
+        parallel.get_buffer("scale").mul_(1.5)
+
+
+def test_a_forward_that_takes_others_and_a_number() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model()
+
+        def forward(
+            self, idx: Tensor, targets: Tensor, others: Tensor | None = None, scale: float = 1.0
+        ) -> Tensor:
+            loss: Tensor = self.model(idx, targets)[1]
+            return loss * scale
+
+    example = dict(zip(("idx", "targets"), (x[:1].clone() for x in make_data(1).tensors), strict=True))
+    program = autoptd.compile(
+        Named(), (1, 1, 1), example_inputs={**example, "scale": 2.0}, num_microbatches=ROWS
+    )
+    parallel = program.bind()
+    signature = inspect.signature(parallel.forward)
+    assert list(signature.parameters) == ["idx", "targets", "others", "scale", "others_"]
+    batch = next(iter(load()))
+    assert torch.equal(
+        parallel(*batch, scale=signature.parameters["scale"].default), parallel(*batch, scale=2)
+    )
+    with pytest.raises(ValueError, match="scale is True, but the program was compiled with 2"):
+        parallel(*batch, scale=True)
+
+
 def test_a_numbered_cpu_is_the_cpu() -> None:
     parallel = compile_model(make_model(), (1, 1, 1)).bind("cpu:0")
     assert parallel(*next(iter(load())))[1].isfinite()

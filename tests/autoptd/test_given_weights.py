@@ -88,11 +88,11 @@ def shorten(model: GPT) -> None:
     ("change", "message"),
     [
         (freeze, r"h\.0\.ln_1\.weight requires no gradient now"),
-        (extend, r"the model has extra, which the program lacks \(1 parameters more, 0 fewer\)"),
-        (untie, r"the model has lm_head\.weight, which the program lacks"),
+        (extend, r"the model has extra, which the program lacks \(1 more, 0 fewer\)"),
+        (untie, r"lm_head\.weight is one tensor with wte\.weight in the program, and another in the model"),
         (
             shorten,
-            r"the model lacks h\.1\.ln_1\.weight, which the program has \(0 parameters more, 12 fewer\)",
+            r"the model lacks h\.1\.ln_1\.weight, which the program has \(0 more, 12 fewer\)",
         ),
     ],
 )

@@ -238,6 +238,19 @@ def test_an_initializer_goes_on_from_what_the_constructor_writes() -> None:
     assert initial(built)["table.weight"] == (Draw("normal", std=0.5),)
 
 
+def test_an_initializer_sees_what_was_set_after_building() -> None:
+    def build() -> nn.Module:
+        model = Configured(TinyConfig(std=0.125), 3.0)
+        model.later = 0.75  # type: ignore[assignment]
+        return model
+
+    def write(model: nn.Module) -> None:
+        nn.init.normal_(model.get_parameter("table.weight"), std=float(model.later))  # type: ignore[arg-type]
+
+    found = initial(compile_tiny(on_meta(build), initializer=write))
+    assert found["table.weight"][-1] == Draw("normal", std=0.75)
+
+
 def test_an_initializer_writes_all_where_the_constructor_is_not_known() -> None:
     def write_table(model: nn.Module) -> None:
         assert isinstance(model, UnkeptAndMore)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.gradient_share import GradientShare
+from autoptd.runtime.gradient_share import GradientShare, ShareNorm
 from autoptd.runtime.module import Parallel
+from autoptd.runtime.optimizer_watch import watch_divided
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import Plain
 
@@ -120,6 +121,53 @@ def test_a_norm_by_other_words_is_of_the_whole_model_or_refused(spelling: str, s
 
     for found, expected in run_threads(chain.manifest, ask):
         assert torch.equal(found, expected)
+
+
+REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda gradient: gradient / 2,
+    "cleaned": torch.nan_to_num,
+    "cloned": torch.clone,
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
+def test_a_gradient_that_was_replaced_is_not_stepped(name: str, mesh: tuple[int, int, int]) -> None:
+    chain = Chain(mesh, "1f1b", 1, 2)
+
+    def ask(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        watch_divided(parallel)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        parallel(**chain.batch())["loss"].backward()
+        optimizer.step()
+        before = [p.detach().clone() for p in parallel.parameters()]
+        for p in parallel.parameters():
+            p.grad = None if p.grad is None else REPLACED[name](p.grad)
+        with pytest.raises(ValueError, match=r"the gradient of .* was replaced .* change it in place"):
+            optimizer.step()
+        assert all(map(torch.equal, parallel.parameters(), before))
+
+    run_threads(chain.manifest, ask)
+
+
+def test_a_norm_is_refused_wherever_it_stands() -> None:
+    chain = Chain((2, 1, 1), "gpipe", 1, 1)
+
+    def ask(parallel: Parallel) -> None:
+        p = parallel.get_parameter("layer.0.row.weight")
+        assert p.grad is not None
+        norm = p.grad.norm()
+        assert type(p.grad.view(-1).norm()) is ShareNorm
+        for use in (
+            lambda: torch.zeros(()) + norm,
+            lambda: norm.data + 1,
+            lambda: torch.hstack([norm, norm]),
+        ):
+            with pytest.raises(ValueError, match="as if it were that of the whole"):
+                use()
+
+    run(chain, ask)
 
 
 def test_shares_are_tensors_else() -> None:

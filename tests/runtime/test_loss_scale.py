@@ -11,7 +11,7 @@ from torch import Tensor
 import autoptd
 from autoptd.runtime import loss_scale
 from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.loss_scale import INITIAL, LEAST, LossScale
+from autoptd.runtime.loss_scale import INITIAL, LossScale
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.rank import Rank
@@ -131,9 +131,9 @@ def test_one_rank_that_overflows_stops_all() -> None:
     def body(connection: Connection) -> tuple[bool, float]:
         scale = LossScale()
         own = torch.full((2,), float("inf") if connection.rank.coordinates.data else 1.0)
-        return scale.unscale(connection.rank, [own]), scale.value
+        return scale.unscale(connection.rank, [own], torch.ones(())), scale.value
 
-    assert run_threads(chain.manifest, body) == [(False, INITIAL / 2)] * mesh.size
+    assert run_threads(chain.manifest, body) == [(True, INITIAL / 2)] * mesh.size
 
 
 def test_the_factor_grows_after_steps_that_were_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,18 +141,44 @@ def test_the_factor_grows_after_steps_that_were_finite(monkeypatch: pytest.Monke
     rank, scale, values = Rank.local(Mesh(1, 1, 1)), LossScale(), []
     for finite in [True, True, False, True, True, True, True, True, True]:
         gradient = torch.tensor([scale.value if finite else float("nan")])
-        assert scale.unscale(rank, [gradient]) is finite
+        assert scale.unscale(rank, [gradient], torch.ones(())) is not finite
         values.append(scale.value / INITIAL)
         assert not finite or gradient.item() == 1
     assert values == [1, 1, 0.5, 0.5, 0.5, 1, 1, 1, 2]
 
 
-def test_where_no_factor_helps_it_is_refused() -> None:
-    rank, scale = Rank.local(Mesh(1, 1, 1)), LossScale()
-    while scale.value > LEAST:
-        assert not scale.unscale(rank, [torch.tensor([float("inf")])])
-    with pytest.raises(RuntimeError, match=r"not finite even with a loss scaled by 6\.10352e-05"):
-        scale.unscale(rank, [torch.tensor([float("inf")])])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+def test_where_no_factor_helps_the_step_is_refused_and_the_factor_as_it_was(
+    mesh: tuple[int, int, int],
+) -> None:
+    chain = Chain(mesh, "1f1b", 1, 2, dtype=torch.float32)
+
+    def body(connection: Connection) -> tuple[float, bool]:
+        parallel = chain.parallel(connection)
+        parallel._loss_scale = LossScale()
+        batch = chain.batch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel._shape.sums, "gradients", lambda: [torch.tensor([torch.nan])])
+            with pytest.raises(FloatingPointError, match="a gradient is not finite"):
+                parallel(**batch)
+        parallel(**batch)["loss"].backward()
+        return parallel._loss_scale.value, any(p.grad is not None for p in parallel.parameters())
+
+    assert [value for value, _ in run_threads(chain.manifest, body)] == [INITIAL] * chain.mesh.size
+
+
+def test_tensor_ranks_that_disagree_are_told_so() -> None:
+    chain = Chain((2, 1, 1), "gpipe", 1, 2, dtype=torch.float32)
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        parallel._loss_scale = LossScale()
+        batch = chain.batch()
+        batch["target"].fill_(torch.inf if connection.world.index else 1.0)
+        with pytest.raises(ValueError, match="argument target differs inside replica 0"):
+            parallel(**batch)
+
+    run_threads(chain.manifest, body)
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0**7, 2.0**10])

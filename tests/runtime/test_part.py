@@ -37,6 +37,24 @@ def test_a_layer_is_named_by_its_class_in_torch(module: nn.Module, layer: str) -
     assert name_layer(module) == layer
 
 
+LAYERS = sorted(
+    name
+    for name, kind in vars(nn).items()
+    if isinstance(kind, type) and issubclass(kind, nn.Module) and kind is not nn.Module
+)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_part_of_any_class_is_moved_shown_and_loaded(layer: str) -> None:
+    part = make_part(layer)
+    part.register_parameter("weight", nn.Parameter(torch.ones(2)))
+    assert isinstance(part, getattr(nn, layer))
+    assert part.to(torch.float64).weight.dtype is torch.float64
+    assert layer in repr(part)
+    part.load_state_dict({"weight": torch.zeros(2)})
+    assert not part.state_dict()["weight"].any()
+
+
 @pytest.mark.parametrize("layer", ["", "init", "NoSuchLayer", "Tensor"])
 def test_what_is_no_layer_is_a_plain_part(layer: str) -> None:
     assert type(make_part(layer)) is Part

@@ -343,6 +343,135 @@ def test_what_is_written_into_parameters_is_stepped_from(dtype: torch.dtype) -> 
     run_threads(chain.manifest, write)
 
 
+def train_around(
+    chain: Chain, shard: bool, around: Callable[[Parallel, str], None]
+) -> list[dict[str, Tensor]]:
+    """The parameters after steps with something done "before" the call, "between" backward and step, and "after"."""
+
+    def run(connection: Connection) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        optimizer = parallel.shard_optimizer(optimizer) if shard else optimizer
+        for step in range(3):
+            around(parallel, "before")
+            parallel(**chain.batch(connection.rank.coordinates.data + 10 * step))["loss"].backward()
+            around(parallel, "between")
+            optimizer.step()
+            around(parallel, "after")
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in parallel.named_parameters()}
+
+    return run_threads(chain.manifest, run)
+
+
+def swap_average(parallel: Parallel, when: str) -> None:
+    """An average of the weights is put in their place by ``p.data = ...``, evaluated, and taken out again."""
+    if when != "after":
+        return
+    batch = Chain((1, 2, 2), "1f1b", 1, 2).batch(parallel.coordinates.data)
+    kept = {name: p.data for name, p in parallel.named_parameters()}
+    for p in parallel.parameters():
+        p.data = p.data * 0.5
+    with torch.no_grad():
+        parallel(**batch)
+    for name, p in parallel.named_parameters():
+        p.data = kept[name]
+
+
+def write_row(parallel: Parallel, when: str) -> None:
+    """One element, past all versions."""
+    if when == "before" and "layer.0.row.weight" in parallel._watch.parameters:
+        parallel.get_parameter("layer.0.row.weight").data[1, 3] = 0.25
+
+
+def write_through_modules(parallel: Parallel, when: str) -> None:
+    if when == "after":
+        for module in list(parallel.modules())[1:]:
+            for name in module._parameters:
+                with torch.no_grad():
+                    getattr(module, name).mul_(0.9)
+
+
+@pytest.mark.parametrize("around", [swap_average, write_row, write_through_modules])
+def test_what_is_done_around_the_steps_counts(around: Callable[[Parallel, str], None]) -> None:
+    chain = Chain((1, 2, 2), "1f1b", 1, 2)
+    whole, parts = (train_around(chain, shard, around) for shard in (False, True))
+    for found, expected in zip(parts, whole, strict=True):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=0)
+
+
+def test_a_write_while_new_weights_come_is_refused() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def write(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        kept = list(parallel.parameters())
+        optimizer = parallel.shard_optimizer(torch.optim.AdamW(parallel.parameters(), lr=1e-2))
+        parallel(**chain.batch(connection.rank.coordinates.data))["loss"].backward()
+        optimizer.step()
+        with torch.no_grad():
+            kept[0].clamp_(-0.1, 0.1)
+        with pytest.raises(
+            ValueError, match=r"written right after a sharded optimizer's step.* take it anew"
+        ):
+            parallel(**chain.batch(connection.rank.coordinates.data))
+
+    run_threads(chain.manifest, write)
+
+
+def test_a_write_into_what_the_optimizer_has_counts_before_its_step_and_is_refused_else() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def write(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.0))
+        before = {name: p.detach().clone() for name, p in parallel.named_parameters()}
+        used = {name for shard in parallel._shards for name in shard.names}
+        batch = chain.batch(connection.rank.coordinates.data)
+        parallel(**batch)["loss"].backward()
+        with torch.no_grad():
+            for shard in parallel._shards:
+                shard.own.mul_(0.5)
+        optimizer.step()
+        for name, p in parallel.named_parameters():
+            assert torch.equal(p, before[name] * 0.5 if name in used else before[name])
+        with torch.no_grad():
+            parallel._shards[0].own.mul_(0.5)
+        with pytest.raises(ValueError, match="was written outside of its step, where no stage sees it"):
+            parallel(**batch)
+
+    run_threads(chain.manifest, write)
+
+
+@pytest.mark.parametrize("form", ["another loss", "assigned"])
+def test_a_gradient_that_is_not_the_calls_is_refused(form: str) -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def add(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        loss = parallel(**chain.batch(connection.rank.coordinates.data))["loss"]
+        if form == "another loss":
+            with pytest.raises(ValueError, match=r"a gradient comes to .* that is not of the call"):
+                (loss + 0.1 * parallel.get_parameter("layer.0.row.bias").square().sum()).backward()
+            return
+        loss.backward()
+        p = parallel.get_parameter("layer.0.row.bias")
+        p.grad = torch.zeros_like(p)
+        with pytest.raises(ValueError, match=r"gradient of layer.0.row.bias was replaced .* in place"):
+            optimizer.step()
+
+    run_threads(chain.manifest, add)
+
+
+def test_a_large_part_is_looked_at_to_its_end() -> None:
+    shard = Shard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, LocalGroup(1, 0))
+    assert not shard.is_written()
+    shard.flat[-1] = 1
+    assert shard.is_written()
+
+
 def move(parallel: Parallel) -> None:
     """As the Trainer does."""
     parallel.to(torch.device("cpu", 0))
