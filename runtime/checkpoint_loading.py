@@ -158,7 +158,7 @@ def _take_over(training: Training, loaded: Loaded) -> None:
             training.slices[name].copy_(tensor)
         for shard in training.shards:
             if set(shard.names) <= set(loaded.tensors):
-                shard.own.copy_(shard.part(shard.flatten(loaded.tensors)))
+                shard.restore(loaded.tensors)
     if training.optimizer is not None:
         put_states(training.slices, training.optimizer, loaded.states, loaded.parts)
         put_groups(training.optimizer, loaded.groups)

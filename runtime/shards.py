@@ -97,6 +97,12 @@ class Shard:
         part, own = self.part(self.flat), self.own.detach()
         return (own.to(part.dtype) != part).any() & (not self.is_own_written())
 
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Step from these `tensors` of its parameters, which may have more digits than `flat` has."""
+        with torch.no_grad():
+            self.own.copy_(self.part(self.flatten(tensors)))
+        self._version = self.own._version
+
     def adopt(self) -> None:
         """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written.
 
