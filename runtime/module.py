@@ -38,6 +38,7 @@ from autoptd.runtime.step import Step
 from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import (
     Constants,
+    check_proved,
     hang_up,
     take_slices,
 )
@@ -101,12 +102,12 @@ class Parallel(Persistent):
         for part in self.modules():
             if isinstance(part, Part):
                 part.arrive = WeakMethod(self._await_gathers)
-        self._buffer_versions: list[tuple[int, int]] | None = None
         self._loss = self._norm = None
         self._hooks: list[RemovableHandle] = []
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
+        self._buffer_versions = self._read_buffer_versions()
 
     def _share_steps(self, shards: Sequence[Shard]) -> None:
         """From now on the optimizer steps `shards`, and no parameter that is in one."""
@@ -144,9 +145,7 @@ class Parallel(Persistent):
         if self._is_rebound():
             self._adopt_writes()
         if self._buffer_versions != self._read_buffer_versions():
-            if self._buffer_versions is not None:
-                self._refresh_constants()
-            self._buffer_versions = self._read_buffer_versions()
+            self._take_buffers()
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         items = None if known else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._device)
@@ -283,6 +282,16 @@ class Parallel(Persistent):
             position.phase("sum of gradients")
             shape.sums.finish()
         return pair, partial(run, lambda _: None)
+
+    def _take_buffers(self) -> None:
+        """Buffers were written, or are others: compute anew what is of them; ValueError where they are compiled in."""
+        known = self._manifest.parameters
+        found = {
+            n: b for n, b in self._watch.buffers().items() if n in known and tuple(b.shape) == known[n].shape
+        }
+        check_proved(self._manifest, found)
+        self._refresh_constants()
+        self._buffer_versions = self._read_buffer_versions()
 
     def _read_buffer_versions(self) -> list[tuple[int, int]]:
         """Which tensors the buffers are, and counts of the writes into them."""
