@@ -11,6 +11,11 @@ from torch import nn
 # What holds other modules' parameters, or any.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
+UNCOPIED = (
+    "a parallel model is bound to its process, and is neither copied nor pickled: save_checkpoint and full_state_dict "
+    "save it; for an average of its weights keep {name: p.detach().clone() for name, p in parallel.named_parameters()}"
+)
+
 
 class Part(nn.Module):
     """A place for slices and further parts."""
@@ -33,6 +38,10 @@ class Part(nn.Module):
             "apply of a parallel model, whose modules hold this rank's slices only: initialise the model before it is "
             "compiled, or give bind the weights"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, for copies as for pickles: what runs the step is of this process."""
+        raise TypeError(UNCOPIED)
 
     def __getattr__(self, name: str) -> Any:
         """As of every module; a parameter once all replicas' steps have arrived."""

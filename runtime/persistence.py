@@ -15,6 +15,7 @@ from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.parameter_watch import ParameterWatch
+from autoptd.runtime.part import UNCOPIED
 from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
@@ -40,11 +41,7 @@ class Persistent(Trained):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refused, for copies as for pickles: what runs the step is of this process."""
-        raise TypeError(
-            "a parallel model is bound to its process, and is neither copied nor pickled: save_checkpoint and "
-            "full_state_dict save it; for an average of its weights keep {name: p.detach().clone() for name, p in "
-            "parallel.named_parameters()}"
-        )
+        raise TypeError(UNCOPIED)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.

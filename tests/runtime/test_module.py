@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -361,8 +361,15 @@ def test_outputs_are_rebuilt_round_the_loss() -> None:
         output_builder(Output("dataclass", "loss", f"{__name__}:Missing", ("loss",)))
 
 
-def test_accelerate_loop_accumulates_clips_and_schedules() -> None:
-    accelerate = pytest.importorskip("accelerate")
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """The package, whose state is not left to what this process tests next."""
+    package = pytest.importorskip("accelerate")
+    yield package
+    package.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_loop_accumulates_clips_and_schedules(accelerate: Any) -> None:
     chain, parallel = alone(dtype=torch.float32)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)

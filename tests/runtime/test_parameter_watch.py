@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoptd.runtime.connection import connect
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
@@ -35,7 +36,7 @@ def test_changed_parameters_are_named() -> None:
         parallel(**chain.batch())
     del parallel.adapter
     parallel(**chain.batch())
-    layer.row = deepcopy(row)
+    layer.row = nn.Linear(2, 2, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"layer.0.row.\w+ was replaced after bind"):
         parallel(**chain.batch())
     layer.row = row
@@ -47,6 +48,23 @@ def test_changed_parameters_are_named() -> None:
     parallel.float()
     with pytest.raises(ValueError, match=r"is torch.float32\[.*\], but was torch.float64"):
         parallel(**chain.batch())
+
+
+def test_no_part_is_copied() -> None:
+    _, parallel = alone()
+    for duplicate in (copy, deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"bound to its process, and is neither copied nor pickled"):
+            duplicate(parallel.get_submodule("layer.0"))
+
+
+class Share(Tensor):
+    """As gradients are where a rank has a slice of the model."""
+
+
+def share_gradients(parallel: nn.Module) -> None:
+    for parameter in parallel.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.as_subclass(Share)
 
 
 def test_buffers_are_read_as_they_are() -> None:
@@ -108,6 +126,7 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
     chain, parallel = alone()
     watch_divided(parallel)
     parallel(**chain.batch())["loss"].backward()
+    share_gradients(parallel)
     optimizer = torch.optim.Adafactor(parallel.parameters())
     with pytest.warns(
         UserWarning, match=r"Adafactor is not known .* Known to be right are Adam, AdamW"
@@ -127,6 +146,7 @@ def test_an_optimizer_of_all_parameters_is_refused() -> None:
     chain, parallel = alone()
     watch_divided(parallel)
     parallel(**chain.batch())["loss"].backward()
+    share_gradients(parallel)
     optimizer = torch.optim.LBFGS(parallel.parameters())
     before = [p.detach().clone() for p in parallel.parameters()]
     for _ in range(2):
