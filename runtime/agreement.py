@@ -1,7 +1,7 @@
-"""Small reductions of a step, over all ranks: whether they agree on batch and mode, and nothing is non-finite.
+"""Small reductions of a step, over all ranks: whether they agree on batch, mode and weights, and nothing is non-finite.
 
 After the step what is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they
-differ where one rank's h does. Positions are hashed with the elements, and one changed element always changes h.
+differ where one rank's h does. So for what else is to be alike.
 """
 
 from __future__ import annotations
@@ -16,28 +16,34 @@ from torch.nn.utils import get_total_norm
 from autoptd.runtime.call import check_rows, describe_batch
 from autoptd.runtime.communicator import Group
 from autoptd.runtime.connection import Connection
+from autoptd.runtime.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.weight_agreement import Copies
 
-# Odd, of random bits: the constants of splitmix64.
-_STEP, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _LOWEST = torch.iinfo(torch.int64).min
-BLOCK = 1 << 20  # elements hashed at once
 PIECES = 64  # that a tensor is cut into to find where two differ
 
 Batch = Mapping[str, Tensor]
 
 
 def compare_ranks(
-    manifest: Manifest, connection: Connection, batch: Batch, loss: Tensor, gradients: Sequence[Tensor]
+    manifest: Manifest,
+    connection: Connection,
+    batch: Batch,
+    loss: Tensor,
+    gradients: Sequence[Tensor],
+    copies: Copies,
 ) -> bool:
     """Whether the `loss`, or a gradient of any rank, is not finite: the same answer on every rank.
 
     Every rank must call it; without `gradients` only the loss counts. Raises ValueError on every rank where the
-    tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks, or
-    ranks are in different modes. On a GPU it waits for the step.
+    tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks,
+    ranks are in different modes, or what they hold alike of one tensor, another one in every call, is not. On a GPU
+    it waits for the step.
     """
     rank, mesh = connection.rank, manifest.mesh
+    compared = copies.fingerprint()
     row = torch.full((2 * mesh.data + 4,), _LOWEST, device=rank.device)
     row[-4] = mode = 2 * rank.randomness.call + rank.randomness.training
     row[-3] = ~mode
@@ -47,18 +53,24 @@ def compare_ranks(
         row[2 * rank.coordinates.data + 1] = ~own
     row[-2] = has_unknown_rows(manifest, batch)
     row[-1] = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
-    *hashes, mode, inverse, unknown, nonfinite = connection.world.all_reduce(row, "max").tolist()
-    differing = [
-        i for i in range(mesh.data) if hashes[2 * i] != ~hashes[2 * i + 1] and hashes[2 * i] != _LOWEST
-    ]
-    if differing:
-        raise ValueError(describe_difference(mesh, connection.world, batch, differing[0]))
+    found = connection.world.all_reduce(torch.cat([compared, row]), "max").tolist()
+    (*hashes, mode, inverse, unknown, nonfinite), found = found[len(compared) :], found[: len(compared)]
+    if (replica := find_unlike(hashes)) is not None:
+        raise ValueError(describe_difference(mesh, connection.world, batch, replica))
     if mode != ~inverse:
         raise ValueError(describe_modes(connection))
+    if (place := find_unlike(found)) is not None:
+        raise ValueError(copies.describe(connection.world, place))
     if unknown:
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
     return bool(nonfinite)
+
+
+def find_unlike(maxima: Sequence[int]) -> int | None:
+    """The first place of `maxima`, of h and of ~h in turn, where ranks had another h; None where none did."""
+    pairs = enumerate(zip(maxima[::2], maxima[1::2], strict=True))
+    return next((i for i, (h, inverse) in pairs if h != ~inverse and h != _LOWEST), None)
 
 
 def describe_modes(connection: Connection) -> str:
@@ -121,40 +133,6 @@ def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
             wrong = (values < 0) | (values >= expected.rows)
             found = found | (wrong & (values != expected.exempt)).any()
     return found
-
-
-def hash_batch(batch: Batch, device: torch.device) -> Tensor:
-    """A hash of all tensors of `batch`, their order included: an int64 on `device`."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for tensor in batch.values():
-        total = total * _FIRST + hash_words(read_words(tensor))
-    return total
-
-
-def read_words(tensor: Tensor) -> Tensor:
-    """The bits of each element as an int64, flat."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    if flat.is_floating_point():
-        flat = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
-    return flat.to(torch.int64)
-
-
-def hash_words(words: Tensor) -> Tensor:
-    """The sum of every element mixed with its position, modulo 2**64: an int64."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for begin in range(0, words.numel(), BLOCK):
-        block = words[begin : begin + BLOCK]
-        places = torch.arange(begin + 1, begin + block.numel() + 1, device=words.device)
-        # Every operation is one to one in 64 bits, so an element of another value has another summand.
-        mixed = places.mul_(_STEP).add_(block)
-        mixed ^= (mixed >> 30) & 0x3FFFFFFFF
-        mixed *= _FIRST
-        mixed ^= (mixed >> 27) & 0x1FFFFFFFFF
-        mixed *= _SECOND
-        total += (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)).sum()
-    return total
 
 
 def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) -> str:

@@ -35,6 +35,7 @@ from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
 from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.step import Step
+from autoptd.runtime.weight_agreement import Copies
 from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import (
     Constants,
@@ -99,6 +100,7 @@ class Parallel(Persistent):
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
         hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
+        self._copies = Copies(manifest, self._rank, dict(nn.Module.named_parameters(self)))
         for part in self.modules():
             if isinstance(part, Part):
                 part.arrive = WeakMethod(self._await_gathers)
@@ -235,7 +237,7 @@ class Parallel(Persistent):
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and not judged else []
-        nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed)
+        nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed, self._copies)
         if nonfinite and gradients:
             sums.clear()
             unlabelled = divisors.isinf().nonzero().flatten().tolist()

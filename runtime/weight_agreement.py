@@ -1,20 +1,23 @@
-"""Whether all ranks were given the same weights: compared at bind, by a few elements of each tensor.
+"""Whether ranks have the same weights: at bind all that they were given, in a step one of what they hold alike.
 
-Ranks that were not would train in silence: replicas, tensor ranks and the owners of a tied parameter would keep parts
-of different models.
+By a few elements of each tensor. Ranks that had not would train in silence: replicas, tensor ranks and the owners of a
+tied parameter would keep parts of different models, and drift apart where one left out a step or took another.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.agreement import hash_words, read_words
 from autoptd.runtime.communicator import Group
 from autoptd.runtime.connection import Connection
+from autoptd.runtime.hashing import hash_words, read_words
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.mesh import Coordinates
+from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import Stored, all_names
 
 SAMPLED = 256  # elements of a tensor, evenly over it
@@ -50,11 +53,16 @@ def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
     whole = tensors.in_memory(known)
     if whole is None:
         return torch.tensor(_UNREAD)
-    flat = whole.detach().reshape(-1)
+    return hash_words(read_words(_sample(whole).to(manifest.parameters[name].dtype)))
+
+
+def _sample(tensor: Tensor, shift: int = 0) -> Tensor:
+    """Some elements, evenly over the tensor, and further on by `shift`."""
+    flat = tensor.detach().reshape(-1)
     count = min(len(flat), SAMPLED)
     # The last one too: a step that divides the rows would sample one column.
     places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
-    return hash_words(read_words(flat[places].to(manifest.parameters[name].dtype)))
+    return flat[(places + shift) % max(len(flat), 1)]
 
 
 def _describe_difference(world: Group, name: str, own: Tensor) -> str:
@@ -70,3 +78,64 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
         "same: call torch.manual_seed before the model is built, load one checkpoint on every rank, or "
         "bind(weights=folder)"
     )
+
+
+class Copies:
+    """The parameters of which several ranks hold the same slice; they are compared in turn, one in each step."""
+
+    def __init__(self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor]) -> None:
+        """This `rank` has its slices of `parameters`."""
+        mesh, self._rank, self._parameters = manifest.mesh, rank, parameters
+        trained = [name for name, p in manifest.parameters.items() if p.kind == "parameter"]
+        self._divided = {name for name in trained if manifest.parameters[name].placement.dim is not None}
+        copied = [n for n in trained if mesh.data > 1 or (mesh.tensor > 1 and n not in self._divided)]
+        self._names = [[n for n in copied if at in manifest.owners(n)] for at in range(mesh.pipeline)]
+        self._turn = -1
+
+    def fingerprint(self) -> Tensor:
+        """For every place where a slice can be, [h, ~h]: the next parameter's in the own place, else the lowest int64.
+
+        An int64 on the rank's device, empty without copies. Its maxima over all ranks are complements where every
+        copy of a slice has the same h.
+        """
+        self._turn += 1
+        mesh = self._rank.mesh
+        places = mesh.pipeline * mesh.tensor if any(self._names) else 0
+        found = torch.full((places, 2), _UNREAD, device=self._rank.device)
+        if name := self._next(self._rank.coordinates.pipeline):
+            own = self._hash(name)
+            found[self._place(self._rank.coordinates, name)] = torch.stack([own, ~own])
+        return found.flatten()
+
+    def describe(self, world: Group, place: int) -> str:
+        """Which ranks at `place` of the last fingerprint have others than the rest. Every rank must call it."""
+        mesh = self._rank.mesh
+        name, mine = self._next(place // mesh.tensor), self._next(self._rank.coordinates.pipeline)
+        own = self._hash(mine) if mine else torch.zeros((), dtype=torch.int64, device=self._rank.device)
+        table = [int(each) for each in world.all_gather(own.view(1))]
+        at = map(mesh.coordinates, range(mesh.size))
+        alike = [
+            r
+            for r, c in enumerate(at)
+            if c.pipeline == place // mesh.tensor and self._place(c, name) == place
+        ]
+        common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
+        others = [rank for rank in alike if table[rank] != common]
+        like = next(rank for rank in alike if table[rank] == common)
+        return (
+            f"{name} has other values on rank {others[0]} than on rank {like}, which hold the same part of the model; "
+            f"of ranks {alike} {others} differ. Each step must be the same on all: call optimizer.step() on every rank "
+            "or on none, with the same learning rate, leave gradients alone or change them alike, and write weights on "
+            "every rank; then bind again, or load a checkpoint"
+        )
+
+    def _next(self, pipeline: int) -> str:
+        """The parameter whose turn it is on the pipeline rank; "" where it has no copies."""
+        names = self._names[pipeline]
+        return names[self._turn % len(names)] if names else ""
+
+    def _place(self, at: Coordinates, name: str) -> int:
+        return at.pipeline * self._rank.mesh.tensor + at.tensor * (name in self._divided)
+
+    def _hash(self, name: str) -> Tensor:
+        return hash_words(read_words(_sample(self._parameters[name], self._turn)))

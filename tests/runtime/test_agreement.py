@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,14 +10,20 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd.runtime.agreement import are_finite, compare_ranks, hash_batch, hash_words, read_words
+from autoptd.runtime.agreement import are_finite, compare_ranks
 from autoptd.runtime.connection import Connection, run_threads
+from autoptd.runtime.hashing import hash_batch, hash_words, read_words
+from autoptd.runtime.weight_agreement import Copies
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import loss_of
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 
 CPU = torch.device("cpu")
+
+
+def copies(chain: Chain, connection: Connection) -> Copies:
+    return Copies(chain.manifest, connection.rank, dict(chain.parallel(connection).named_parameters()))
 
 
 def draw(dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -68,15 +75,16 @@ def test_a_hundred_perturbations_are_caught_and_named() -> None:
 
     def body(connection: Connection) -> list[str]:
         at = connection.rank.coordinates
+        own = copies(chain, connection)
         caught = []
         for rank, name, place in cases:
             batch = chain.batch(at.data)
             if connection.world.index == rank:
                 batch[name].view(-1)[place] += 1
             with pytest.raises(ValueError, match="differs inside replica") as error:
-                compare_ranks(chain.manifest, connection, batch, torch.ones(()), [])
+                compare_ranks(chain.manifest, connection, batch, torch.ones(()), [], own)
             caught.append(str(error.value))
-        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), [])
+        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), [], own)
         return caught
 
     messages = run_threads(chain.manifest, body)
@@ -142,12 +150,69 @@ def test_a_rank_in_another_mode_is_refused(mesh: tuple[int, int, int]) -> None:
         assert "rank 1 is in training mode after 3 steps in training mode, where the others" in steps
 
 
+def leave_out(optimizer: torch.optim.Optimizer) -> None:
+    """No step."""
+
+
+def step_faster(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 1.001
+    optimizer.step()
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def write(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    with torch.no_grad():
+        torch._foreach_mul_(optimizer.param_groups[0]["params"], 2)
+
+
+@pytest.mark.parametrize("act", [leave_out, step_faster, write])
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2), (2, 1, 1), (2, 2, 2)])
+def test_a_rank_that_steps_otherwise_is_refused(
+    mesh: tuple[int, int, int], act: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    """Once it is the turn of a parameter that differs, of those that others have too; and no other training is."""
+    chain = Chain(mesh, "gpipe", 1, 2)
+    turns = len(chain.manifest.stages[0].parameters)
+
+    def body(connection: Connection) -> str:
+        parallel = chain.parallel(connection)
+        batch = chain.batch(connection.rank.coordinates.data)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+
+        def train(act: Callable[[torch.optim.Optimizer], None]) -> None:
+            parallel(**batch)["loss"].backward()
+            act(optimizer)
+            optimizer.zero_grad()
+
+        def evaluate() -> None:  # where turns go on
+            for _ in range(turns):
+                parallel.eval()(**batch)
+
+        for _ in range(turns):
+            train(step)
+        train(act if connection.world.index == 0 else step)
+        with pytest.raises(ValueError, match="hold the same part of the model") as refused:
+            evaluate()
+        return str(refused.value)
+
+    (text,) = set(run_threads(chain.manifest, body))
+    ranks = [r for r in range(chain.manifest.mesh.size) if chain.manifest.mesh.coordinates(r).pipeline == 0]
+    assert "has other values on rank" in text
+    assert "call optimizer.step() on every rank or on none" in text
+    # A part that is divided over the tensor ranks only replicas have too.
+    assert f"of ranks {ranks} " in text or "column" in text or "row.weight" in text
+
+
 def test_replicas_have_batches_of_their_own() -> None:
     chain = Chain((1, 2, 2))
 
     def body(connection: Connection) -> bool:
         batch = chain.batch(connection.rank.coordinates.data)
-        return compare_ranks(chain.manifest, connection, batch, torch.ones(()), [])
+        return compare_ranks(chain.manifest, connection, batch, torch.ones(()), [], copies(chain, connection))
 
     assert run_threads(chain.manifest, body) == [False] * 4
 
@@ -160,8 +225,9 @@ def test_one_rank_with_a_broken_gradient_tells_all(value: float) -> None:
         rank = connection.world.index
         gradient = torch.tensor([1e30, value if rank == 2 else -1e30])
         batch = chain.batch(connection.rank.coordinates.data)
-        whole = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [torch.ones(2)])
-        broken = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [gradient])
+        own = copies(chain, connection)
+        whole = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [torch.ones(2)], own)
+        broken = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [gradient], own)
         return whole, broken
 
     assert run_threads(chain.manifest, body) == [(False, True)] * 4
