@@ -21,7 +21,7 @@ from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_t
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
 from autoptd.initialization import read_initial
-from autoptd.labels import describe_labels, find_counts, find_uncounted
+from autoptd.labels import describe_labels, describe_means
 from autoptd.options import (
     Options,
     check_counts,
@@ -185,16 +185,9 @@ class _Job:
             autocast=None if program.autocast is None else program.autocast.dtype,
             shape=shape,
         )
-        uncounted = tuple(dict.fromkeys((*find_uncounted(program), *find_counts(divided))))
-        if uncounted and shape == 0 and manifest.num_microbatches * manifest.mesh.data > 1:
-            warnings.warn(
-                f"{' and '.join(uncounted)} comes to its loss changed, with class weights, or counted by the model for "
-                "a mean of its own, so that which labels count is not known: a step's loss is the mean of the "
-                "microbatches' losses, each of which counts alike. That is another one than over the whole batch where "
-                "they have unequal counts; change labels in the data, before the call, and leave the mean to "
-                "cross_entropy, which leaves out its ignore_index",
-                stacklevel=2,
-            )
+        if shape == 0 and manifest.num_microbatches * manifest.mesh.data > 1:
+            for text in describe_means(program, divided):
+                warnings.warn(text, stacklevel=2)
         return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ MOVING = frozenset(
         *("slice", "narrow", "select", "pad", "constant_pad_nd"),
     ]
 )
-SCALING = frozenset(["mul", "div"])
+SIGNS = frozenset(["neg"])
+SCALING = SIGNS | {"mul", "div"}
 
 
 class Loss(NamedTuple):
@@ -57,6 +58,27 @@ def describe_labels(program: Program) -> tuple[Input, ...]:
     )
 
 
+def describe_means(program: Program, divided: Program) -> Iterator[str]:
+    """What is said of a loss that is another one as the mean of microbatches' losses than over the whole batch.
+
+    `divided` is the `program` before operators are fused.
+    """
+    if uncounted := tuple(dict.fromkeys((*find_uncounted(program), *find_counts(divided)))):
+        yield (
+            f"{' and '.join(uncounted)} comes to its loss changed, with class weights, or counted by the model for "
+            "a mean of its own, so that which labels count is not known: a step's loss is the mean of the "
+            "microbatches' losses, each of which counts alike. That is another one than over the whole batch where "
+            "they have unequal counts; change labels in the data, before the call, and leave the mean to "
+            "cross_entropy, which leaves out its ignore_index"
+        )
+    if is_sum(program):
+        yield (
+            "the loss is a sum over its batch, and a step's loss is the mean of the microbatches' losses over all "
+            "replicas: their number times smaller than the sum over the whole batch, and the gradients with it. Return "
+            "a mean, or scale the loss that the call returns"
+        )
+
+
 def find_uncounted(program: Program) -> tuple[str, ...]:
     """Inputs that come to the mean of a cross-entropy changed, or weighted: which of them count is not known."""
     places = _find_places(program, means=True)
@@ -64,15 +86,37 @@ def find_uncounted(program: Program) -> tuple[str, ...]:
 
 
 def find_counts(program: Program) -> tuple[str, ...]:
-    """Inputs that a count is made of, by which something trained is divided: a mean over them that is written out."""
+    """Inputs that a count is made of, by which something trained is divided: a mean over them that is written out.
+
+    Or multiplied, by what is one over the count.
+    """
     found: dict[str, None] = {}
     for stage in program.stages:
         trained = find_trained(stage)
         for node in stage.graph.nodes:
-            count = node.args[1] if node.target is aten.div.Tensor and node in trained else None
-            if isinstance(count, fx.Node) and not count.meta["val"].shape and count not in trained:
-                found |= dict.fromkeys(name for name, _ in _sources(count) if _is_summed(count))
+            if node.target in (aten.div.Tensor, aten.mul.Tensor) and node in trained:
+                counts = [x for x in node.all_input_nodes if not x.meta["val"].shape and x not in trained]
+                for count in filter(_is_summed, counts):
+                    found |= dict.fromkeys(name for name, _ in _sources(count))
     return tuple(found)
+
+
+def is_sum(program: Program) -> bool:
+    """Whether the loss is a sum over the microbatch, by which it grows: nothing divides it."""
+    node = _find_whole_loss(program, SIGNS)
+    if node is None:
+        return False
+    if getattr(node.target, "overloadpacket", None) is aten.sum:
+        return not _holds_scalars(node.all_input_nodes[0])
+    loss = _read_loss(node)
+    return loss is not None and not loss.mean
+
+
+def _holds_scalars(node: fx.Node) -> bool:
+    """Whether `node` is one number, or put together from such, as losses of several kinds are."""
+    joins = (aten.stack.default, aten.cat.default, aten.unsqueeze.default)
+    joined = node.target in joins and all(map(_holds_scalars, node.all_input_nodes))
+    return joined or node.meta["val"].dim() == 0
 
 
 def _is_summed(count: fx.Node) -> bool:
@@ -105,12 +149,12 @@ def _find_places(
     return found
 
 
-def _find_whole_loss(program: Program) -> fx.Node | None:
-    """The node that the model's loss is, but for factors, casts and moves."""
+def _find_whole_loss(program: Program, scaling: Container[str] = SCALING) -> fx.Node | None:
+    """The node that the model's loss is, but for factors by operators of `scaling`, casts and moves."""
     node: Any = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
         name = node.target._schema.name.removeprefix("aten::")
-        scaled = name in SCALING and not isinstance(node.args[1], fx.Node)
+        scaled = name in scaling and len(node.all_input_nodes) == 1
         if not scaled and name not in MOVING:
             break
         node = node.args[0]

@@ -59,7 +59,17 @@ LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
     "written out": (write_out, (None, 0)),
     "sum by its count": (lambda x, y: mean(x, y, reduction="sum") / (y != -100).sum(), (None, 0)),
     "sum by at least one": (lambda x, y: mean(x, y, reduction="sum") / (y > 0).sum().clamp(min=1), (None, 0)),
+    "sum times one by its count": (
+        lambda x, y: mean(x, y, reduction="sum") * (1 / (y != -100).sum()),
+        (None, 0),
+    ),
     "of samples' means": (mean_of_samples, (None, 0)),
+    "of all elements": (lambda x, y: x.square().sum(), (None, 0)),
+    "of all labels": (lambda x, y: mean(x, y, reduction="none").sum(), (None, 0)),
+    "likelihood's sum": (lambda x, y: -x.log_softmax(-1).gather(-1, y.unsqueeze(-1)).sum(), (None, 0)),
+    "sum by the size": (lambda x, y: mean(x, y, reduction="sum") / y.numel(), (None, 0)),
+    "of two means": (lambda x, y: torch.stack([mean(x, y), x.square().mean()]).sum(), (-100, 0)),
+    "sum and mean": (lambda x, y: mean(x, y) + 0.01 * x.square().sum(), (-100, 0)),
 }
 
 
@@ -68,9 +78,14 @@ def compile_small(loss: Loss, mesh: tuple[int, int, int] = (1, 1, 1)) -> autoptd
     return autoptd.compile(Small(loss), mesh, example_inputs=example, num_microbatches=2)
 
 
-UNCOUNTED = ("weighted", "changed", "written out", "sum by its count", "sum by at least one")
+UNCOUNTED = (
+    *("weighted", "changed", "written out"),
+    *("sum by its count", "sum by at least one", "sum times one by its count"),
+)
+SUMS = ("sum", "of all elements", "of all labels", "likelihood's sum")
 
 
+@pytest.mark.filterwarnings("ignore:the loss is a sum over its batch")
 @pytest.mark.filterwarnings("ignore:labels comes to its loss changed")
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
@@ -88,7 +103,9 @@ def test_a_mean_that_cannot_count_its_labels_is_said(name: str, mesh: tuple[int,
         warnings.simplefilter("always")
         compile_small(LOSSES[name][0], mesh)
     said = [str(warning.message) for warning in caught]
-    assert [text.split(",")[0] for text in said] == ["labels comes to its loss changed"] * (name in UNCOUNTED)
+    expected = ["labels comes to its loss changed"] * (name in UNCOUNTED)
+    expected += ["the loss is a sum over its batch"] * (name in SUMS)
+    assert [text.split(",")[0] for text in said] == expected
 
 
 @pytest.mark.parametrize(
