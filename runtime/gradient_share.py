@@ -31,6 +31,11 @@ ABOUT = frozenset(
     ]
 )
 VIEWS = (Tensor.view, Tensor.flatten, Tensor.reshape)
+CASTS = (Tensor.float, Tensor.double, Tensor.to)
+# What norms are written out with: the elements' powers, and what is made of all of these.
+POWERS = (Tensor.pow, Tensor.__pow__, torch.pow, Tensor.square, torch.square, Tensor.abs, torch.abs)
+PRODUCTS = (Tensor.mul, torch.mul)
+SUMS = (Tensor.sum, torch.sum, Tensor.mean, torch.mean, Tensor.max, torch.max, Tensor.amax, torch.amax)
 # What changes each element by itself, in place, and what does so to each of a list.
 EACH_ELEMENT = (
     *(Tensor.zero_, Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_),
@@ -92,10 +97,7 @@ class ShareNorm(Tensor):
         if name == "__repr__" or (name in ABOUT and not isinstance(result, Tensor) and len(args) < 2):
             return result
         share = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
-        raise ValueError(
-            f"{name} of the norm of this rank's share of the gradient of {share.of[0]}, as if it were that of "
-            f"the whole: for the norm of the whole model's {CALL}, with max_norm=float('inf') to leave it as it is"
-        )
+        raise ValueError(_describe_part(f"{name} of the norm", share.of[0]))
 
 
 class GradientShare(Tensor):
@@ -115,11 +117,18 @@ class GradientShare(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         share = args[0] if args else None
-        kept = func in VIEWS and isinstance(share, cls) and result.data_ptr() == share.data_ptr()
-        if isinstance(share, cls) and (kept or func is Tensor.detach or _gets_data(func)):
-            alias = result.as_subclass(type(share))
-            vars(alias).update(vars(share))
-            return alias
+        if isinstance(share, cls):
+            if result is share:
+                return share
+            kept = func in VIEWS and result.data_ptr() == share.data_ptr()
+            if kept or func in CASTS or func is Tensor.detach or _gets_data(func):
+                alias = result.as_subclass(type(share))
+                vars(alias).update(vars(share))
+                return alias
+            if func in POWERS or (func in PRODUCTS and args[-1] is share):
+                powers = result.as_subclass(SharePowers)
+                powers.of = share.of
+                return powers
         # A norm along a dimension, or the like, is the caller's own affair.
         if (norm_type := find_norm_type(func, args, kwargs or {})) is None:
             return result
@@ -129,6 +138,19 @@ class GradientShare(Tensor):
             tag(norm, share.whole, (share.of,), norm_type) if isinstance(share, cls) else norm
             for norm, share in zip(result, args[0], strict=True)
         ]
+
+
+class SharePowers(Tensor):
+    """Powers of each element of this rank's share of the gradient `of` a parameter, which a norm may be made of."""
+
+    of: str | int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SUMS and len(args) == 1 and (kwargs or {}).get("dim") is None:
+            raise ValueError(_describe_part(f"{func.__name__} of powers", args[0].of))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class Elsewhere(GradientShare):
@@ -157,7 +179,7 @@ class Elsewhere(GradientShare):
                 func([part for part in parts if part is not None], *args[1:], **(kwargs or {}))
             return args[0]
         # Asked before it is called: what writes would change one zero that stands for all.
-        unread = func in (Tensor.detach, Tensor.requires_grad_) or _gets_data(func)
+        unread = func in (Tensor.detach, Tensor.requires_grad_, *CASTS) or _gets_data(func)
         if unread or find_norm_type(func, args, kwargs or {}) is not None:
             return super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", str(func))
@@ -173,6 +195,13 @@ class Elsewhere(GradientShare):
     def _here(self) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             return None if self.own.grad is None else self.own.grad[self.elements]
+
+
+def _describe_part(what: str, name: str | int) -> str:
+    return (
+        f"{what} of this rank's share of the gradient of {name}, as if it were that of the whole: for the norm of the "
+        f"whole model's {CALL}, with max_norm=float('inf') to leave it as it is"
+    )
 
 
 def find_norm_type(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:

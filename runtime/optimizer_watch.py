@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
 
 SHOWN = 3  # parameters
@@ -79,7 +80,8 @@ def watch_divided(parallel: nn.Module) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, module: nn.Module) -> None:
-    replaced = [p for g in optimizer.param_groups for p in g["params"] if type(p.grad) is Tensor]
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    replaced = [p for p in held if not isinstance(p.grad, GradientShare)]
     own = {id(p): name for name, p in nn.Module.named_parameters(module)} if replaced else {}
     name = next((own[id(p)] for p in replaced if id(p) in own), None)
     if name is not None:

@@ -97,6 +97,7 @@ SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of detached": lambda gradient: torch.norm(gradient.detach(), p=2),
     "linalg.norm": lambda gradient: torch.linalg.norm(gradient),
     "vector_norm": lambda gradient: torch.linalg.vector_norm(gradient, ord=2),
+    "norm of a cast": lambda gradient: gradient.double().norm(),
 }
 
 
@@ -168,6 +169,33 @@ def test_a_norm_is_refused_wherever_it_stands() -> None:
                 use()
 
     run(chain, ask)
+
+
+WRITTEN_OUT: dict[str, Callable[[Tensor], object]] = {
+    "pow": lambda gradient: gradient.pow(2).sum(),
+    "**": lambda gradient: (gradient**2).sum().sqrt(),
+    "product": lambda gradient: torch.sum(gradient * gradient),
+    "square": lambda gradient: gradient.detach().float().square().mean(),
+    "largest": lambda gradient: gradient.data.abs().max(),
+}
+
+
+@pytest.mark.parametrize("way", WRITTEN_OUT)
+def test_a_norm_that_is_written_out_is_refused(way: str) -> None:
+    def ask(parallel: Parallel) -> None:
+        p = parallel.get_parameter("layer.0.row.weight")
+        assert p.grad is not None
+        with pytest.raises(
+            ValueError, match=r"of powers of this rank's share of the gradient of layer\.0\.row"
+        ):
+            WRITTEN_OUT[way](p.grad)
+        # What optimizers make of them.
+        square = p.grad.square()
+        for other in (square.sum(0), square.mean(dim=0), square.clone(), p.grad * 2, square * 2, square + 1):
+            assert type(other) is Tensor
+        assert type(p.grad * p.detach()) is Tensor
+
+    run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
 
 
 def test_shares_are_tensors_else() -> None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autoptd.runtime.connection import connect
+from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.parameter_watch import ParameterWatch
 from tests.runtime.chain import Chain
@@ -57,8 +58,10 @@ def test_no_part_is_copied() -> None:
             duplicate(parallel.get_submodule("layer.0"))
 
 
-class Share(Tensor):
+class Share(GradientShare):
     """As gradients are where a rank has a slice of the model."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def share_gradients(parallel: nn.Module) -> None:
