@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,18 @@ class Trained(nn.Module):
     @abstractmethod
     def _stepped(self) -> Mapping[str | int, nn.Parameter]:
         """What the optimizer steps: parameters by name, this replica's parts of shards by their position."""
+
+    def __getattr__(self, name: str) -> Any:
+        """As of every module; where there is none of this `name`, what there is instead."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error}: a parallel model has parameters and modules as the one that was compiled, but not its methods "
+                "(that one can load full_state_dict; activations are recomputed by compile(recompute=...))",
+                name=name,
+                obj=self,
+            ) from None
 
     @property
     def coordinates(self) -> Coordinates:

@@ -388,3 +388,13 @@ def test_accelerate_loop_accumulates_clips_and_schedules(accelerate: Any) -> Non
         losses.append(loss.item())
     assert losses[0] == losses[1]
     assert losses[-1] < losses[0]
+
+
+def test_methods_of_the_model_are_not_there() -> None:
+    _, parallel = alone()
+    assert not hasattr(parallel, "generate")
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'gradient_checkpointing_enable': .*compile.recompute="
+    ) as found:
+        parallel.gradient_checkpointing_enable()
+    assert found.value.name == "gradient_checkpointing_enable"
