@@ -49,7 +49,7 @@ class Trained(nn.Module):
             return super().__getattr__(name)
         except AttributeError as error:
             raise AttributeError(
-                f"{error}: a parallel model has parameters and modules as the one that was compiled, but not its methods "
+                f"{error}: a parallel model has parameters and modules as the compiled one has, but not its methods "
                 "(that one can load full_state_dict; activations are recomputed by compile(recompute=...))",
                 name=name,
                 obj=self,
