@@ -32,10 +32,10 @@ ABOUT = frozenset(
 )
 VIEWS = (Tensor.view, Tensor.flatten, Tensor.reshape)
 CASTS = (Tensor.float, Tensor.double, Tensor.to)
-# What norms are written out with: the elements' powers, and what is made of all of these.
-POWERS = (Tensor.pow, Tensor.__pow__, torch.pow, Tensor.square, torch.square, Tensor.abs, torch.abs)
+# What the 2-norm is written out with: the elements' squares, and what is made of all of these.
+POWERS = (Tensor.pow, Tensor.__pow__, torch.pow, Tensor.square, torch.square)
 PRODUCTS = (Tensor.mul, torch.mul)
-SUMS = (Tensor.sum, torch.sum, Tensor.mean, torch.mean, Tensor.max, torch.max, Tensor.amax, torch.amax)
+SUMS = (Tensor.sum, torch.sum, Tensor.mean, torch.mean)
 # What changes each element by itself, in place, and what does so to each of a list.
 EACH_ELEMENT = (
     *(Tensor.zero_, Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_),
