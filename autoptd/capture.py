@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from autoptd.example_inputs import Examples, read_examples
 from autoptd.objective import DataDependentError, LossError, Objective
 from autoptd.passes.calls import where
 from autoptd.passes.program import Program, Stage
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.part import name_layer
@@ -146,10 +146,9 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
         noisy.disabled = before
     if place:
         line = f"in evaluation the model computes something else, from {place}"
-        warnings.warn(
+        warn_caller(
             f"{line}: a program computes what training does, in evaluation too, only without dropout. Evaluate with "
-            "the model itself, which takes full_state_dict(), or compute in forward what evaluation has too",
-            stacklevel=2,
+            "the model itself, which takes full_state_dict(), or compute in forward what evaluation has too"
         )
         yield line
 

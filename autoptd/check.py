@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.program import Stage
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Action, make_schedule, peak_in_flight
@@ -81,10 +81,9 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
                 f"schedule: rank {rank} has up to {found} microbatches in flight, {manifest.schedule} has "
                 f"{expected}"
             )
-        warnings.warn(
+        warn_caller(
             f"the edited schedule of pipeline rank {rank} has up to {found} microbatches in flight, where "
-            f"{manifest.schedule} has {expected}: its memory grows with them",
-            stacklevel=3,
+            f"{manifest.schedule} has {expected}: its memory grows with them"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from autoptd.passes.stages import boundaries, count_units, cut_at, find_cut
 from autoptd.passes.work import forward_work
 from autoptd.planner import plan
 from autoptd.row_numbers import describe_rows
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Manifest, Proved, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
@@ -187,7 +187,7 @@ class _Job:
         )
         if shape == 0 and manifest.num_microbatches * manifest.mesh.data > 1:
             for text in describe_means(program, divided):
-                warnings.warn(text, stacklevel=2)
+                warn_caller(text)
         return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
 
 

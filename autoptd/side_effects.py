@@ -6,13 +6,13 @@ import pickle
 import random
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from autoptd.runtime.caller import warn_caller
 from autoptd.source_lines import user_line
 
 REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -64,10 +64,9 @@ def refuse_side_effects(model: nn.Module) -> Iterator[None]:
             )
     for place, number in _list_numbers(model).items():
         if number != counts.get(place, number):
-            warnings.warn(
+            warn_caller(
                 f"forward changes {place} from {counts[place]} to {number}: a program has what it was at its capture "
-                "in every step",
-                stacklevel=2,
+                "in every step"
             )
 
 

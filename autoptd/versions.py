@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+
+from autoptd.runtime.caller import warn_caller
 
 # From the first to the last version, (major, minor).
 TESTED = {"torch": ((2, 13), (2, 13)), "triton": ((3, 9), (3, 9))}
@@ -30,11 +31,10 @@ def warn_untested(versions: Mapping[str, str]) -> None:
         if number and first <= (int(number[1]), int(number[2])) <= last:
             continue
         tested = f"{_write(first)} to {_write(last)}" if first != last else _write(first)
-        warnings.warn(
+        warn_caller(
             f"{name} {found} is not among the versions autoptd is tested with ({tested}): install "
             f'"{name}=={_write(last)}.*", or run autoptd\'s tests and program.verify() here before you trust a long '
-            "run to it",
-            stacklevel=2,
+            "run to it"
         )
 
 

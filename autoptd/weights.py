@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.weights import Stored, all_names, has_values
@@ -108,10 +108,9 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
     own = {known for name in manifest.parameters for known in all_names(manifest, name)}
     others = [name for name in tensors if name not in own]
     if others and os.environ.get("RANK", "0") == "0":
-        warnings.warn(
+        warn_caller(
             f"{len(others)} of the tensors given are none of the program's, and are left out: "
-            f"{', '.join(others[:SHOWN])}{', ...' * (len(others) > SHOWN)}. Are they of the model that was compiled?",
-            stacklevel=4,
+            f"{', '.join(others[:SHOWN])}{', ...' * (len(others) > SHOWN)}. Are they of the model that was compiled?"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.checkpoint_error import CheckpointError
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.rank import Rank
@@ -48,7 +48,7 @@ def read_foreign(
 
     CheckpointError where names, shapes or types are not the model's.
     """
-    warnings.warn(f"reading the pickle {folder / _INDEX}, as trust_pickle=True allows", stacklevel=2)
+    warn_caller(f"reading the pickle {folder / _INDEX}, as trust_pickle=True allows")
     try:
         stored = FileSystemReader(folder).read_metadata().state_dict_metadata
         prefix = _find_prefix(manifest, stored, folder)

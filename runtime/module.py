@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from autoptd.runtime.agreement import compare_ranks, compare_shapes
 from autoptd.runtime.ambient_precision import describe_unheeded
 from autoptd.runtime.call import bind_batch, call_signature, output_builder, split_batch, unequal_counts
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
@@ -154,11 +154,11 @@ class Parallel(Persistent):
         manifest = self._manifests[number]
         if self._warns_precision and (warning := describe_unheeded(self._manifest, self._device)):
             self._warns_precision = False  # once is enough
-            warnings.warn(warning, stacklevel=2)
+            warn_caller(warning)
         warning = unequal_counts(manifest, batch) if self._watches_labels else ""
         if warning:
             self._watches_labels = False
-            warnings.warn(warning, stacklevel=2)
+            warn_caller(warning)
         if torch.is_grad_enabled():
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._device, requires_grad=True)

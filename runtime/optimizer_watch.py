@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
 
@@ -72,7 +72,7 @@ def watch_divided(parallel: nn.Module) -> None:
             )
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(reason)
-            warnings.warn(reason, stacklevel=3)
+            warn_caller(reason)
         judged.add(optimizer)
 
     handle = register_optimizer_step_pre_hook(check)

@@ -102,6 +102,7 @@ def test_a_mean_that_cannot_count_its_labels_is_said(name: str, mesh: tuple[int,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compile_small(LOSSES[name][0], mesh)
+    assert all(warning.filename == __file__ for warning in caught)
     said = [str(warning.message) for warning in caught]
     expected = ["labels comes to its loss changed"] * (name in UNCOUNTED)
     expected += ["the loss is a sum over its batch"] * (name in SUMS)

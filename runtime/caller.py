@@ -1,0 +1,30 @@
+"""The user's own line of code, at which warnings are shown."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+# What stands between it and the library's: this, torch that calls hooks, and what runs context managers and imports.
+INNER = frozenset(
+    ["autoptd", "torch", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external"]
+)
+
+
+def warn_caller(text: str) -> None:
+    """Warn of `text` at the line outside of the library and torch that led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package(frame.f_globals) in INNER:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        text,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=str(frame.f_globals.get("__name__", "")),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _package(names: dict[str, object]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]
