@@ -39,8 +39,7 @@ def compare_ranks(
 
     Every rank must call it; without `gradients` only the loss counts. Raises ValueError on every rank where the
     tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks,
-    ranks are in different modes, or what they hold alike of one tensor, another one in every call, is not. On a GPU
-    it waits for the step.
+    ranks are in different modes, or replicas have different values of one of `copies`. On a GPU it waits for the step.
     """
     rank, mesh = connection.rank, manifest.mesh
     compared = copies.fingerprint()

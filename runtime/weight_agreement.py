@@ -1,4 +1,4 @@
-"""Whether ranks have the same weights: at bind all that they were given, in a step one of what they hold alike.
+"""Whether ranks have the same weights: at bind all that they were given, in a step one of what replicas have alike.
 
 By a few elements of each tensor. Ranks that had not would train in silence: replicas, tensor ranks and the owners of a
 tied parameter would keep parts of different models, and drift apart where one left out a step or took another.
@@ -16,7 +16,6 @@ from autoptd.runtime.communicator import Group
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.hashing import hash_words, read_words
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.mesh import Coordinates
 from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import Stored, all_names
 
@@ -81,61 +80,56 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
 
 
 class Copies:
-    """The parameters of which several ranks hold the same slice; they are compared in turn, one in each step."""
+    """The parameters of which every replica has the same slice; they are compared in turn, one in each step.
+
+    Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
+    any order may give each rank other last bits.
+    """
 
     def __init__(self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor]) -> None:
         """This `rank` has its slices of `parameters`."""
-        mesh, self._rank, self._parameters = manifest.mesh, rank, parameters
+        self._rank, self._parameters, self._turn = rank, parameters, -1
         trained = [name for name, p in manifest.parameters.items() if p.kind == "parameter"]
-        self._divided = {name for name in trained if manifest.parameters[name].placement.dim is not None}
-        copied = [n for n in trained if mesh.data > 1 or (mesh.tensor > 1 and n not in self._divided)]
-        self._names = [[n for n in copied if at in manifest.owners(n)] for at in range(mesh.pipeline)]
-        self._turn = -1
+        stages = range(manifest.mesh.pipeline if manifest.mesh.data > 1 else 0)
+        self._names = [[name for name in trained if at in manifest.owners(name)] for at in stages]
 
     def fingerprint(self) -> Tensor:
-        """For every place where a slice can be, [h, ~h]: the next parameter's in the own place, else the lowest int64.
+        """For each (pipeline, tensor) coordinate [h, ~h]: of the next parameter for the own one, else the lowest int64.
 
-        An int64 on the rank's device, empty without copies. Its maxima over all ranks are complements where every
-        copy of a slice has the same h.
+        An int64 on the rank's device, empty where there is one replica. Its maxima over all ranks are complements where
+        every replica has the same h.
         """
         self._turn += 1
-        mesh = self._rank.mesh
-        places = mesh.pipeline * mesh.tensor if any(self._names) else 0
-        found = torch.full((places, 2), _UNREAD, device=self._rank.device)
-        if name := self._next(self._rank.coordinates.pipeline):
+        found = torch.full((len(self._names) * self._rank.mesh.tensor, 2), _UNREAD, device=self._rank.device)
+        at = self._rank.coordinates
+        if self._names and (name := self._next(at.pipeline)):
             own = self._hash(name)
-            found[self._place(self._rank.coordinates, name)] = torch.stack([own, ~own])
+            found[at.pipeline * self._rank.mesh.tensor + at.tensor] = torch.stack([own, ~own])
         return found.flatten()
 
     def describe(self, world: Group, place: int) -> str:
-        """Which ranks at `place` of the last fingerprint have others than the rest. Every rank must call it."""
+        """Which replicas have others than the rest at `place` of the last fingerprint. Every rank must call it."""
         mesh = self._rank.mesh
-        name, mine = self._next(place // mesh.tensor), self._next(self._rank.coordinates.pipeline)
+        pipeline, tensor = divmod(place, mesh.tensor)
+        mine = self._next(self._rank.coordinates.pipeline)
         own = self._hash(mine) if mine else torch.zeros((), dtype=torch.int64, device=self._rank.device)
         table = [int(each) for each in world.all_gather(own.view(1))]
         at = map(mesh.coordinates, range(mesh.size))
-        alike = [
-            r
-            for r, c in enumerate(at)
-            if c.pipeline == place // mesh.tensor and self._place(c, name) == place
-        ]
+        alike = [r for r, c in enumerate(at) if (c.pipeline, c.tensor) == (pipeline, tensor)]
         common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
         others = [rank for rank in alike if table[rank] != common]
         like = next(rank for rank in alike if table[rank] == common)
         return (
-            f"{name} has other values on rank {others[0]} than on rank {like}, which hold the same part of the model; "
-            f"of ranks {alike} {others} differ. Each step must be the same on all: call optimizer.step() on every rank "
-            "or on none, with the same learning rate, leave gradients alone or change them alike, and write weights on "
-            "every rank; then bind again, or load a checkpoint"
+            f"{self._next(pipeline)} has other values on rank {others[0]} than on rank {like}, which hold the same "
+            f"part of the model; of ranks {alike} {others} differ. Each step must be the same on all: call "
+            "optimizer.step() on every rank or on none, with the same learning rate, leave gradients alone or change "
+            "them alike, and write weights on every rank; then bind again, or load a checkpoint"
         )
 
     def _next(self, pipeline: int) -> str:
-        """The parameter whose turn it is on the pipeline rank; "" where it has no copies."""
+        """The parameter whose turn it is on the pipeline rank; "" where it has none."""
         names = self._names[pipeline]
         return names[self._turn % len(names)] if names else ""
-
-    def _place(self, at: Coordinates, name: str) -> int:
-        return at.pipeline * self._rank.mesh.tensor + at.tensor * (name in self._divided)
 
     def _hash(self, name: str) -> Tensor:
         return hash_words(read_words(_sample(self._parameters[name], self._turn)))
