@@ -39,6 +39,13 @@ class Part(nn.Module):
             "compiled, or give bind the weights"
         )
 
+    def __getitem__(self, index: Any) -> NoReturn:
+        """Refused, and so is iteration: the second layer of this rank may be the model's tenth."""
+        raise TypeError(
+            "layers of a parallel model are not taken by number, since a rank may have only some of them: go by the "
+            "names of parallel.named_parameters()"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refused, for copies as for pickles: what runs the step is of this process."""
         raise TypeError(UNCOPIED)

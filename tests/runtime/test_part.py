@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +108,12 @@ def test_a_saved_program_knows_the_layers(tmp_path: object) -> None:
         program.save(str(tmp_path))
         parallel = autoptd.load(str(tmp_path)).bind(weights=model.state_dict())
     assert isinstance(parallel.get_submodule("ln_f"), nn.LayerNorm)
+
+
+def test_layers_are_not_numbered() -> None:
+    part: Any = make_part("")
+    with pytest.raises(TypeError, match="not taken by number"):
+        part[0]
+    with pytest.raises(TypeError, match="not taken by number"):
+        list(part)
+    assert part
