@@ -229,11 +229,12 @@ class CompiledProgram:
 
         The critical rank, what the bubble costs, which communication nothing hides, what the slowest stage's cuts
         would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
-        (see `Estimator`) with the program's own `options` and `simulate`'s defaults, and need the model, which a
-        loaded program does not know. `training` as `simulate` takes it; ValueError as there.
+        (see `Estimator`) with the program's own `options`, and need the model, which a loaded program does not know.
+        `training` as `simulate` takes it; ValueError as there.
         """
         simulation = self.simulate(cluster, dtype, **training)
-        return explain_program(self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options)
+        known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options
+        return explain_program(*known, Training(**training))
 
     def save(self, folder: str | Path) -> None:
         """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`.

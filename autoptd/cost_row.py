@@ -223,7 +223,7 @@ class CostRow:
     def _sequence(self, mesh: Mesh, apart: bool) -> CostSequence:
         """The places worth a cut."""
         if apart not in self._sequences:
-            durations = Durations(self._cluster, mesh, self.precision.dtype)
+            durations = Durations(self._cluster, mesh, self.precision)
             tolls = self._row.tolls(durations)
             work = np.ceil(self._table[self._source, :6].sum(1) * NANOSECONDS).astype(np.int64)
             sequence = fold(work.tolist(), [tolls[i] for i in self._source.tolist()], None, 1, 1)

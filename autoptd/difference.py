@@ -38,7 +38,9 @@ def diff(a: Plan | CompiledProgram, b: Plan | CompiledProgram) -> Difference:
 
 def _describe(given: object) -> dict[str, object]:
     if isinstance(given, Plan):
-        found = {**given.options, "step_seconds": given.step_seconds, "memory_bytes": given.memory_bytes}
+        least = "" if given.simulated else "least "
+        sizes = {f"{least}{name}": getattr(given, name) for name in ("step_seconds", "memory_bytes")}
+        found = {**given.options, **sizes}
         found.update((f"seconds of {name}", seconds) for name, seconds in given.breakdown.items())
     elif isinstance(given, CompiledProgram):
         found = _describe_program(given)

@@ -87,7 +87,8 @@ class Estimator:
         self.cluster = cluster
         self.training = training or Training()
         self._dtype = dtype
-        self._model, self._short = model, shorten_model(model)
+        examples = read_examples(model, example_inputs, loss_fn, None)
+        self._model, self._short = model, shorten_model(model, examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
         self._scatter_gather, self._fuse, self._layout, self._rules = scatter_gather, fuse, layout, rules
         self._captured: dict[int | None, tuple[Program, int]] = {}

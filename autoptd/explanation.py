@@ -17,7 +17,7 @@ from autoptd.passes.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.ledger import find_repeated
 from autoptd.passes.program import Stage
 from autoptd.runtime.manifest import Manifest
-from autoptd.simulation import Simulation
+from autoptd.simulation import Simulation, Training
 
 UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
 
@@ -91,8 +91,12 @@ def explain_program(
     model: nn.Module | None,
     loss_fn: Callable[..., torch.Tensor] | None,
     options: Options | None,
+    training: Training,
 ) -> Explanation:
-    """See `CompiledProgram.explain`. Without the `model` and its `options` no change is estimated, which is said."""
+    """See `CompiledProgram.explain`; the `simulation` is of `training`.
+
+    Without the `model` and its `options` no change is estimated, which is said.
+    """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     work = tuple(
         sum(entry.end - entry.start for entry in row if entry.action.kind in ("F", "B"))
@@ -106,6 +110,7 @@ def explain_program(
             model,
             shared,
             simulation.dtype,
+            training,
             example_inputs=make_example(manifest),
             loss_fn=loss_fn,
             scatter_gather=manifest.scatter_gather,
@@ -120,7 +125,7 @@ def explain_program(
         (p - 1) / (v * m),
         {kind: simulation.breakdown[kind] for kind in kinds},
         work,
-        tuple(_move_cuts(manifest, stages, shared)),
+        tuple(_move_cuts(manifest, stages, shared, simulation.dtype)),
         changes,
     )
 
@@ -133,12 +138,12 @@ def _name_modules(stage: Stage) -> str:
 # The cut
 
 
-def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster) -> Iterator[str]:
+def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, dtype: str) -> Iterator[str]:
     """What the cuts before and behind the slowest rank's longest stage would do one operator further in."""
     p = manifest.mesh.pipeline
     if len(stages) == 1:
         return
-    durations = Durations(cluster, manifest.mesh, Precision.of(stages).dtype)
+    durations = Durations(cluster, manifest.mesh, Precision.of(stages, dtype))
     costs = [list(_time_nodes(stage, durations)) for stage in stages]
     sums = [sum(cost for _, cost in own) for own in costs]
     ranks = [sum(sums[rank::p]) for rank in range(p)]

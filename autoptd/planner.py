@@ -227,8 +227,12 @@ class Search:
         return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
 
     def _need(self, candidate: Candidate) -> float:
-        """Bytes that the first pipeline rank holds, as if the stages were even; at least, if it is not measured."""
-        t, p, v = candidate.tensor, candidate.pipeline, candidate.num_model_chunks
+        """Bytes that the fullest pipeline rank holds at least, however the model is cut.
+
+        A rank that holds h microbatches of all its chunks when its first backward begins has room for 1/h of what they
+        keep, of which the ranks share the sum. It is an extrapolation if the candidate is not measured.
+        """
+        t, p = candidate.tensor, candidate.pipeline
         if self._key(candidate) in self._measured:
             row, share = self._estimator.measure(*self._key(candidate)), 1.0
             kept = row.kept
@@ -236,12 +240,10 @@ class Search:
             row, share = self._whole, 1.0 / t
             kept = row.kept * candidate.microbatch_size / self._size / t
             kept *= candidate.recompute == self._recompute
-        held = candidate.num_microbatches * v
-        if candidate.schedule != "gpipe":
-            held = min(held, p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1)
+        held = [_count_held(candidate, rank) for rank in range(p)]
         wide = self._estimator.training.wide_gradients
-        static = sum(state_bytes(row.owned, row.precision, self._shards(candidate), wide).values())
-        return share * static / p + held * kept / (p * v)
+        static = share * sum(state_bytes(row.owned, row.precision, self._shards(candidate), wide).values())
+        return max((static + min(held) * kept) / p, (static / max(held) + kept) / sum(1 / h for h in held))
 
     def _shards(self, candidate: Candidate) -> int:
         """Replicas that divide the optimizer's states."""
@@ -301,14 +303,15 @@ class Search:
                 seen.add(candidate.mesh)
                 slower = bound / best[1].step_seconds - 1
                 why = (
-                    f"not simulated: at least {slower:.0%} slower, were its stages even and its messages free"
+                    f"not simulated: at least {slower:.0%} slower, were its stages even and its messages free, "
+                    "with these settings or others"
                 )
                 plans.append(replace(make_plan(candidate, bound, round(self._need(candidate))), why=why))
         for mesh, full in self._full.items():
             if mesh not in seen:
                 need, candidate = min(full)
                 over = (need - self._limit) / 1e9
-                why = f"does not fit: about {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
+                why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
                 own = make_plan(candidate, self._bound(candidate), round(need), fits=False)
                 plans.append(replace(own, why=why))
         return tuple(plans)
@@ -357,6 +360,16 @@ class Search:
 
     def _list_refusals(self) -> str:
         return "".join(f"; t={t}, recompute={how!r}: {why}" for (t, how), why in self._refused.items())
+
+
+def _count_held(candidate: Candidate, rank: int) -> int:
+    """Microbatches of which a pipeline rank holds every chunk's activations when its first backward begins."""
+    p, m = candidate.pipeline, candidate.num_microbatches
+    if candidate.schedule == "gpipe":
+        return m
+    if candidate.num_model_chunks == 1:
+        return min(m, p - rank)
+    return min(m, p, 2 * (p - 1 - rank) + 1)  # of the last chunk, which is begun last
 
 
 def _divisors(number: int) -> list[int]:

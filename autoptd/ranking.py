@@ -24,9 +24,10 @@ CAUSES = {
 class Plan:
     """One mesh with what is best on it.
 
-    `step_seconds` is simulated where `breakdown` says what it is made of on the busiest rank (see `Simulation`), and
-    a lower bound where that is empty; `memory_bytes` is what the fullest rank holds at its peak. `why` says why the
-    plan is the best, or what it loses by.
+    Where it is `simulated`, `breakdown` says what `step_seconds` are made of on the busiest rank (see `Simulation`),
+    and `memory_bytes` is what the fullest rank holds at its peak. Else both are lower bounds, for the mesh whatever its
+    settings, of which those with the lowest bound stand for the rest. `why` says why the plan is the best, or what it
+    loses by.
     """
 
     mesh: Mesh
@@ -42,17 +43,22 @@ class Plan:
     why: str = ""
 
     @property
+    def simulated(self) -> bool:
+        """Whether the step was simulated; else it is bounded from below."""
+        return bool(self.breakdown)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What `autoptd.compile` is given to follow the plan."""
         names = ("mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches", "recompute")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        at = "" if self.breakdown else "at least "
+        at = "" if self.simulated else "at least "
         return (
             f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
             f"{self.num_model_chunks} chunks, recompute {self.recompute}: {at}{self.step_seconds:.4g} s, "
-            f"{self.memory_bytes / 1e9:.3g} GB; {self.why}"
+            f"{at}{self.memory_bytes / 1e9:.3g} GB; {self.why}"
         )
 
 

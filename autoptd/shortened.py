@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from autoptd.example_inputs import Examples
 from autoptd.skeleton import copy_structure
 
 KEPT = 4  # layers: the first and last, which may differ in the graph, and two like all between
+OWN = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+)  # of a module's attributes, those that are compared by what is in them
 
 
-def shorten_model(model: nn.Module) -> tuple[nn.Module, int]:
+def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]:
     """A copy of `model` on the meta device with all but a few of its equal layers left out, and how many those are.
 
     The layers are the ModuleList with the most parameters, if its modules are equal: in type, settings, and the
-    shapes and dtypes of their tensors, none of which is another's too. Settings that differ by the layer's own
-    number are no difference. A forward that treats equal modules differently is not seen through. Where there is
+    shapes and dtypes of their tensors, none of which is another's too; and if forward, called as in `examples`,
+    multiplies as much with each. Settings that differ by the layer's own number are no difference. Where there is
     nothing to leave out, `model` itself and 0.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > KEPT]
@@ -27,11 +35,13 @@ def shorten_model(model: nn.Module) -> tuple[nn.Module, int]:
     signs = [_sign(layer) for layer in layers]
     if any(sign.keys() != signs[0].keys() for sign in signs):
         return model, 0
-    for key in signs[0]:
+    for key, first in signs[0].items():
         column = [sign[key] for sign in signs]
-        if len(set(column)) > 1 and column != [str(index) for index in range(len(column))]:
+        if not all(_is_same(first, value) for value in column) and column != [*range(len(column))]:
             return model, 0
     copy = copy_structure(model, _twin)
+    if not _uses_alike(copy, [f"{name}.{index}" for index in range(len(layers))], examples):
+        return model, 0
     short = copy.get_submodule(name)
     assert isinstance(short, nn.ModuleList)
     del short[KEPT:]
@@ -49,17 +59,47 @@ def _is_tied(model: nn.Module, layers: nn.ModuleList) -> bool:
     return any(uses[id(tensor)] > 1 for tensor in (*layers.parameters(), *layers.buffers()))
 
 
-def _sign(layer: nn.Module) -> dict[tuple[str, str], str]:
+def _sign(layer: nn.Module) -> dict[tuple[str, str], object]:
     """What makes two layers equal, by place: types, settings, shapes."""
-    found = {}
+    found: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
-        found[path, "type"] = str(type(module))
-        for key, value in vars(module).items():
-            plain = isinstance(value, (bool, int, float, str, type(None), tuple))
-            found[path, key] = str(value) if plain else getattr(value, "__qualname__", str(type(value)))
+        found[path, "type"] = type(module)
+        found.update(((path, key), value) for key, value in vars(module).items() if key not in OWN)
     for path, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        found[path, "tensor"] = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        found[path, "tensor"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two settings are surely the same."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return (one == other) is True
+
+
+def _uses_alike(model: nn.Module, layers: list[str], examples: Examples) -> bool:
+    """Whether forward multiplies as much with each of the `layers` of a `model` without data; False: it is unknown."""
+    given = {
+        i.name: torch.empty(i.shape, dtype=i.dtype, device="meta")
+        for i in examples.inputs
+        if i.name not in examples.targets
+    }
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), torch.device("meta"), counter:
+            model(**given, **examples.constants)
+    except (
+        Exception
+    ):  # the user's code, that looks at values: it is measured whole, and capture says what is wrong
+        return False
+    counts = counter.get_flop_counts()
+    return len({sum(counts.get(f"{type(model).__name__}.{layer}", {}).values()) for layer in layers}) == 1
 
 
 def _twin(tensor: Tensor) -> Tensor:

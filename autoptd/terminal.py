@@ -103,8 +103,10 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
             *(str(n) for n in (plan.mesh.tensor, plan.mesh.pipeline, plan.mesh.data, plan.num_model_chunks)),
             *(str(n) for n in (plan.microbatch_size, plan.num_microbatches)),
             *(plan.schedule, str(plan.recompute)),
-            ("" if plan.breakdown else ">= ") + format_seconds(plan.step_seconds),
-            format_bytes(plan.memory_bytes) + ("" if plan.fits else " (!)"),
+            ("" if plan.simulated else ">= ") + format_seconds(plan.step_seconds),
+            ("" if plan.simulated else ">= ")
+            + format_bytes(plan.memory_bytes)
+            + ("" if plan.fits else " (!)"),
             plan.why,
         ]
         for plan in plans[:shown]

@@ -122,9 +122,10 @@ def _rows(given: Sequence[Any], value: Any) -> int:
 def _product(given: Sequence[Any], value: Any) -> int:
     """``matmul``, ``bmm``: the dimensions before the last two become one batch."""
     x, y = given[:2]
-    if y.dim() == 2 and x.dim() > 2:
+    if x.dim() > 2 >= y.dim():
         return _rows(given, value) + _operand(y, ())
-    return sum(_operand(operand, value.shape[:-2]) for operand in (x, y))
+    batch = value.shape[: -2 if x.dim() > 1 and y.dim() > 1 else -1]
+    return sum(_operand(operand, batch) for operand in (x, y))
 
 
 def _matrices(given: Sequence[Any], value: Any) -> int:

@@ -57,7 +57,7 @@ class Durations:
 
     cluster: Cluster
     mesh: Mesh
-    dtype: str
+    precision: Precision
     _known: dict[Work, int] = field(default_factory=dict, repr=False)
 
     def of_forward(self, node: fx.Node) -> int:
@@ -84,7 +84,7 @@ class Durations:
 
         Of an undivided tensor each tensor rank sends 1/t, all-gathered on arrival (SC21 §4.1).
         """
-        size = tensor_bytes(value)
+        size = tensor_bytes(value) * self.precision.scale
         share = size if divided else size / self.mesh.tensor
         here, there = self._slowest_pair()
         seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)
@@ -97,8 +97,9 @@ class Durations:
             return 0
         if work not in self._known:
             ranks = self.mesh.tensor_group(self.mesh.rank_of(0, 0, 0))
-            seconds = self.cluster.device.seconds(work, self.dtype)
-            seconds += self.cluster.exposed_seconds(work, ranks, self.dtype)
+            dtype, scale = self.precision.dtype, self.precision.scale
+            seconds = self.cluster.device.seconds(work, dtype, scale)
+            seconds += self.cluster.exposed_seconds(work, ranks, dtype, scale)
             self._known[work] = ceil(seconds * NANOSECONDS)
         return self._known[work]
 

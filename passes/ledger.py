@@ -47,11 +47,13 @@ class Ledger:
         """A value from outside, with a storage of its own."""
         if node.meta.get("role") == "rank":
             return self._rank
-        value = node.meta["val"]
-        given = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+        value, boundary = node.meta["val"], node.meta.get("role") == "boundary"
+        received = boundary and self._rank.mesh.pipeline > 1  # packed
+        strides = torch.empty(value.shape, device=META).stride() if received else value.stride()
+        given = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=META)
         if node.op == "get_attr":
             given.requires_grad_(stage.parameters[str(node.target)].requires_grad)
-        elif node.meta["role"] == "boundary":
+        elif boundary:
             given.requires_grad_(bool(node.meta.get("requires_grad", has_gradients(value))))
             return given
         self._held.add(given.untyped_storage())
@@ -104,7 +106,10 @@ class Ledger:
         homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
         for node, value in self._values.items():
             for tensor in value if isinstance(value, (tuple, list)) else [value]:
-                if isinstance(tensor, Tensor) and tensor_bytes(tensor) == tensor.untyped_storage().nbytes():
+                if not isinstance(tensor, Tensor):
+                    continue
+                fills = tensor_bytes(tensor) == tensor.untyped_storage().nbytes()
+                if fills or node.op == "placeholder":
                     homes.setdefault(tensor.untyped_storage(), (node, tensor))
         done = set(self._held)
         for node in self.nodes:

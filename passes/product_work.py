@@ -57,7 +57,10 @@ def _convolution(node: fx.Node, value: Value) -> Iterable[Product]:
 
 
 def _einsum(node: fx.Node, value: Value) -> Iterable[Product]:
-    """Letters of both operands and the result are a batch, of one operand its rows or columns, the others summed."""
+    """Letters of both operands and the result are a batch, of one operand its rows or columns, the others summed.
+
+    What is in one operand alone, and not in the result, is summed before.
+    """
     sides = str(node.args[0]).replace(" ", "").split("->")
     groups, operands = sides[0].split(","), _factors(node)
     exact = [_letters(group, shape_of(x)) for group, x in zip(groups, operands, strict=True)]
@@ -75,8 +78,17 @@ def _einsum(node: fx.Node, value: Value) -> Iterable[Product]:
         size(lambda letter: letter in kept and letter in first and letter in others),
         size(lambda letter: letter in kept and letter not in others),
         size(lambda letter: letter in kept and letter not in first),
-        size(lambda letter: letter not in kept),
+        size(lambda letter: letter not in kept and letter in first and letter in others),
     )
+
+
+def _tensordot(node: fx.Node, value: Value) -> Iterable[Product]:
+    """The first tensor's other dimensions are rows, the second's are columns."""
+    dims: Any = node.args[2:4]
+    (own, other), (x, y) = dims, (value.shape(factor) for factor in _factors(node))
+    rows = [size for dim, size in enumerate(x) if dim not in own and dim - len(x) not in own]
+    columns = [size for dim, size in enumerate(y) if dim not in other and dim - len(y) not in other]
+    yield Product(1, prod(rows), prod(columns), prod(x[dim] for dim in own))
 
 
 def _letters(group: str, shape: Sequence[int]) -> list[Any]:
@@ -114,6 +126,7 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node, Value], Iterable[Product]]] = {
     aten.bmm.default: _matmul,
     aten.baddbmm.default: _matmul,
     aten.einsum.default: _einsum,
+    aten.tensordot.default: _tensordot,
     **dict.fromkeys(
         (
             overload

@@ -102,7 +102,7 @@ class Uncut:
 
     def times(self, cluster: Cluster) -> ItemTimes:
         """Nanoseconds of the items on a cluster."""
-        durations = Durations(cluster, self._program.mesh, Precision.of(self._program.stages).dtype)
+        durations = Durations(cluster, self._program.mesh, Precision.of(self._program.stages))
         repeated = {node for group in self._groups for node in self._ledger.repeated(group)}
         return self.row.times(durations, repeated)
 

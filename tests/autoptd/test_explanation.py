@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,22 @@ def test_estimates_are_with_the_programs_own_options(options: dict[str, object])
         step = larger.simulate(cluster)
         assert more.step_seconds == pytest.approx(step.step_seconds, rel=1e-6)
         assert more.memory_bytes == pytest.approx(max(step.memory_bytes), rel=1e-6)
+
+
+@pytest.mark.parametrize("how", [{"zero": 1}, {"overlap_data": False, "wide_gradients": False}], ids=str)
+def test_estimates_are_of_a_step_that_is_run_alike(how: dict[str, Any]) -> None:
+    program, larger = (compile_gpt((2, 1, 2), num_microbatches=m) for m in (4, 5))
+    (more,) = (c for c in program.explain(**how).changes if "5 microbatches for 4" in c.what)
+    step = larger.simulate("dgx-a100", **how)
+    assert more.step_seconds == pytest.approx(step.step_seconds, rel=1e-6)
+    assert more.memory_bytes == pytest.approx(max(step.memory_bytes), rel=1e-6)
+
+
+def test_moves_are_timed_in_the_dtype_of_the_step() -> None:
+    program = compile_gpt((1, 2, 1))
+    wide, own = program.explain(dtype="fp32").moves, program.explain().moves
+    assert program.explain(dtype="bf16").moves == own
+    assert wide != own
 
 
 def test_a_loaded_program_says_that_estimates_need_the_model(tmp_path: Path) -> None:

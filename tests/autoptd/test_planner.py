@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,13 +13,15 @@ from torch import nn
 import autoptd
 from autoptd import Cluster
 from autoptd.estimation import Candidate, Estimator
-from autoptd.planner import Space
+from autoptd.example_inputs import read_examples
+from autoptd.planner import Search, Space
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
 from autoptd.simulation import Training, simulate_times
 from samples.gpt import GPT, GPTConfig
 
+EXAMPLES = read_examples(GPT(GPTConfig(512, 128, 1, 4, 64)), None, None, 1)
 SELENE = Cluster.load("dgx-a100")
 
 
@@ -69,6 +71,23 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Tr
         of_mesh = [seconds for seconds, c in fitting if c.mesh == own.mesh]
         assert own.step_seconds <= min(of_mesh, default=own.step_seconds) * (1 + 1e-9)
     assert {own.mesh for own in plans} == {c.mesh for _, c in every}
+
+
+def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
+    """It keeps logits, of one microbatch; whatever memory there is, no plan that fits is missed."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(16384, 64, 8, 4, 64))
+    estimator = Estimator(model, SELENE)
+    space = Space(4, 8, SELENE, max_tensor=1, microbatch_size=1, recompute="none")
+    row = estimator.measure(1, 1, "none")
+    every = [(estimator.estimate(c), c) for c in space.candidates(row.layers, row.units)]
+    limits = sorted({max(e.memory_bytes) for e, _ in every})
+    assert len(limits) > 5
+    for limit in limits:
+        plans = Search(estimator, replace(space, cluster=with_memory(limit))).run()
+        fitting = [(e.step_seconds, c.mesh) for e, c in every if max(e.memory_bytes) <= limit]
+        assert plans[0].step_seconds == pytest.approx(min(fitting)[0], rel=1e-9)
+        assert {own.mesh for own in plans if own.fits} >= {mesh for _, mesh in fitting}
 
 
 @pytest.mark.parametrize(
@@ -198,13 +217,13 @@ def test_no_tensor_group_leaves_its_node_unless_asked() -> None:
 def test_every_plan_says_why() -> None:
     plans = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(50e6))
     assert plans[0].why.startswith("the fastest that fits")
-    kinds = [(not own.fits, not own.breakdown) for own in plans]
+    kinds = [(not own.fits, not own.simulated) for own in plans]
     assert kinds == sorted(kinds)
     for own in plans:
         if not own.fits:
             assert own.memory_bytes > 50e6 * 0.95
             assert "does not fit" in own.why
-        elif not own.breakdown:
+        elif not own.simulated:
             assert "not simulated: at least" in own.why
 
 
@@ -267,7 +286,7 @@ def test_auto_is_refused_without_what_it_needs(options: dict[str, Any], message:
 
 def test_equal_layers_are_left_out_and_the_model_stays_whole() -> None:
     model = make_gpt(12)
-    copied, left_out = shorten_model(model)
+    copied, left_out = shorten_model(model, EXAMPLES)
     short: Any = copied
     assert (left_out, len(short.h), len(model.h)) == (8, 4, 12)
     assert short.lm_head.weight is short.wte.weight
@@ -276,10 +295,48 @@ def test_equal_layers_are_left_out_and_the_model_stays_whole() -> None:
 def test_unlike_layers_are_all_measured() -> None:
     model: Any = make_gpt(8)
     model.h[5].mlp.dropout = nn.Dropout(0.5)
-    assert shorten_model(model) == (model, 0)
+    assert shorten_model(model, EXAMPLES) == (model, 0)
     tied: Any = make_gpt(8)
     tied.h[5].mlp.c_fc.weight = tied.h[4].mlp.c_fc.weight
-    assert shorten_model(tied) == (tied, 0)
+    assert shorten_model(tied, EXAMPLES) == (tied, 0)
+
+
+@dataclass
+class Repeated:
+    times: int
+
+
+class Uneven(GPT):
+    """Layers with equal tensors of which forward does not make equal use."""
+
+    def __init__(self, config: GPTConfig, how: str) -> None:
+        super().__init__(config)
+        self.how = how
+        for index, layer in enumerate(self.h):
+            setting: Any = Repeated(1 if how != "settings" or index < 4 else 3)
+            layer.setting = setting
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        assert targets is not None
+        x = self.wte(idx) + self.wpe.weight
+        layers: Any = [*self.h, *(list(self.h)[6:] if self.how == "slice" else [])]
+        for index, layer in enumerate(layers):
+            times = 3 if self.how == "number" and index >= 4 else layer.setting.times
+            for _ in range(times):
+                x = layer(x)
+        return nn.functional.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("how", ["settings", "slice", "number", "alike"])
+def test_layers_that_forward_uses_unlike_are_all_measured(how: str) -> None:
+    with torch.device("meta"):
+        model = Uneven(GPTConfig(512, 128, 8, 4, 64), how)
+    ids = torch.zeros(1, 128, dtype=torch.long)
+    (plan, *_) = autoptd.plan(model, world_size=1, global_batch=2, cluster=SELENE, example_inputs=(ids, ids))
+    assert shorten_model(model, EXAMPLES)[1] == (4 if how == "alike" else 0)
+    step = autoptd.compile(model, example_inputs=(ids, ids), **plan.options).simulate(SELENE)
+    assert plan.step_seconds == pytest.approx(step.step_seconds, rel=1e-6)
+    assert plan.memory_bytes == max(step.memory_bytes)
 
 
 def test_a_forward_that_counts_its_layers_is_measured_whole() -> None:

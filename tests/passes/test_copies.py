@@ -64,6 +64,23 @@ SQUARE = 4 * B * A * S * S
         (lambda c, x: c(aten.contiguous.default, x), 0),
         (lambda c, x: c(aten.contiguous.default, c(aten.transpose.int, x, 0, 1)), WHOLE),
         (lambda c, x: c(aten.matmul.default, heads(c, x), c(aten.transpose.int, heads(c, x), 2, 3)), 0),
+        (lambda c, x: c(aten.matmul.default, x, c(aten.select.int, c(aten.select.int, x, 0, 0), 0, 0)), 0),
+        (
+            lambda c, x: c(
+                aten.matmul.default,
+                c(aten.transpose.int, x, 0, 1),
+                c(aten.select.int, c(aten.select.int, x, 0, 0), 0, 0),
+            ),
+            WHOLE,
+        ),
+        (
+            lambda c, x: c(
+                aten.matmul.default,
+                c(aten.select.int, c(aten.select.int, x, 0, 0), 0, 0),
+                c(aten.transpose.int, x, 1, 2),
+            ),
+            0,
+        ),
         (lambda c, x: c(aten.softmax.int, c(aten.transpose.int, x, 0, 1), -1), WHOLE),
         (lambda c, x: c(aten.add.Tensor, c(aten.transpose.int, x, 0, 1), 1), 0),
         (lambda c, x: c(aten.cat.default, [x, x], 0), 0),

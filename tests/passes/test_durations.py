@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.cluster import Cluster
-from autoptd.passes.durations import Durations
+from autoptd.passes.durations import Durations, Precision
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.mesh import Mesh
 from tests.passes.test_work import X, call, tensor
@@ -19,7 +19,7 @@ QUICK = replace(SELENE, device=replace(SELENE.device, launch_seconds=1e-15))
 
 
 def durations(tensor: int = 1, cluster: Cluster = QUICK) -> Durations:
-    return Durations(cluster, Mesh(tensor, 2, 1), "bf16")
+    return Durations(cluster, Mesh(tensor, 2, 1), Precision("bf16"))
 
 
 def time_node(times: Durations, node: fx.Node) -> int:
@@ -60,7 +60,7 @@ def test_views_are_free_and_copies_are_not() -> None:
 
 def test_an_undivided_tensor_is_scattered_over_the_links() -> None:
     def time(divided: bool, t: int, pipeline: int = 16) -> int:
-        placed = Durations(SELENE, Mesh(t, pipeline, 1), "bf16")
+        placed = Durations(SELENE, Mesh(t, pipeline, 1), Precision("bf16"))
         return placed.of_transfer(tensor(2**24), divided=divided)
 
     assert time(False, 1) == time(True, 8)
