@@ -19,6 +19,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
+from autoptd.fitting import choose_fitting, fit_program
 from autoptd.initialization import read_initial
 from autoptd.labels import describe_labels, describe_means
 from autoptd.options import (
@@ -120,9 +121,9 @@ def compile(
     if isinstance(mesh, str) and mesh == "auto":
         free: Any = {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
         size: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
-        return compile(
-            model, **{**given, **fixed, **own, **plan(model, **size, **given, **fixed, **free)[0].options}
-        )
+        plans = plan(model, **size, **given, **fixed, **free)
+        found = (compile(model, **{**given, **fixed, **own, **one.options}) for one in plans if one.simulated)
+        return choose_fitting(found, Cluster.load(size["cluster"]))
     settled = "interleaved_1f1b" if schedule is None else schedule
     options = Options("none" if recompute is None else recompute, fuse, layout, rules)
     check_modes(schedule=settled, recompute=options.recompute, layout=layout, fuse=fuse)
@@ -202,16 +203,23 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
             chunks = job.num_model_chunks or _default_chunks(divided, job.schedule, job.count)
             # Refuses before the cut is solved.
             actions = make_schedule(job.schedule, job.mesh.pipeline, job.count, chunks)
-            watch.say("cut stages")
-            positions, entry = find_cut(
-                divided,
-                num_stages=job.mesh.pipeline * chunks,
-                schedule=job.schedule,
-                num_microbatches=job.count,
-                recompute=job.options.recompute,
-                cluster=described,
-            )
-            first = job.finish(cut_at(divided, positions, entry), divided, actions, watch)
+
+            def find(memory_limit: int | None) -> tuple[tuple[int, ...], str]:
+                watch.say("cut stages")
+                return find_cut(
+                    divided,
+                    num_stages=job.mesh.pipeline * chunks,
+                    schedule=job.schedule,
+                    num_microbatches=job.count,
+                    recompute=job.options.recompute,
+                    cluster=described,
+                    memory_limit=memory_limit,
+                )
+
+            def finish(cut: tuple[tuple[int, ...], str]) -> CompiledProgram:
+                return job.finish(cut_at(divided, *cut), divided, actions, watch)
+
+            positions, first = fit_program(find, finish, described)
         further = []
         for number, example in enumerate(examples[1:], 1):
             with naming_shape(number, example):
