@@ -35,6 +35,7 @@ from autoptd.runtime.optimizer_state import (
     take_groups,
 )
 from autoptd.runtime.piece_file import DTYPES, PieceFile
+from autoptd.runtime.scheduler_choice import choose_schedulers
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.tagged_json import decode_value, encode_value
 from autoptd.runtime.weights import compiled_in, hash_values
@@ -234,15 +235,15 @@ def _match_groups(training: Training, record: Record, place: str) -> list[Stored
 
 def _match_schedulers(training: Training, record: Record, place: str) -> dict[str, Any]:
     """The saved state of each of this rank's schedulers."""
-    stored = record.schedulers or {}
+    if not training.schedulers:
+        return {}
+    stored = choose_schedulers(training.groups, record.schedulers, place)
     states = {}
     for name, item in training.schedulers.items():
-        entry = stored.get(name) if isinstance(stored, dict) else None
+        entry = stored.get(name)
         kind = type(item).__name__
         if not isinstance(entry, dict) or set(entry) != {"kind", "state"} or entry["kind"] != kind:
-            found = (
-                {key: of.get("kind") for key, of in stored.items()} if isinstance(stored, dict) else stored
-            )
+            found = {key: of.get("kind") if isinstance(of, dict) else of for key, of in stored.items()}
             raise CheckpointError(
                 f"{place}: scheduler {name} is a {kind}; the checkpoint has {found or 'none'}"
             )

@@ -18,7 +18,7 @@ from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.piece_file import TypeName
 from autoptd.runtime.tagged_json import read_json
 
-FORMAT = "autoptd checkpoint 1"
+FORMAT = "autoptd checkpoint 2"
 T = TypeVar("T")
 
 
@@ -57,6 +57,14 @@ class StoredOptimizer:
 
 
 @dataclass(frozen=True)
+class StoredSchedulers:
+    """States (tagged) of one rank's schedulers by their names, and the parameters of each group they schedule."""
+
+    groups: tuple[tuple[str, ...], ...]
+    states: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class StoredScale:
     """The factor of a float16 loss, and how many steps went well in a row."""
 
@@ -68,7 +76,7 @@ class StoredScale:
 class RankRecord:
     """rank_00003.json: what rank 3 wrote. `size` and `header` (a SHA-256) are those of rank_00003.safetensors.
 
-    One rank of each pipeline rank's says what its optimizer and `schedulers` (tagged) hold beside tensors.
+    One rank of each pipeline rank's says what its optimizer and `schedulers` hold beside tensors.
     """
 
     rank: int
@@ -76,7 +84,7 @@ class RankRecord:
     header: str
     pieces: tuple[StoredPiece, ...]
     optimizer: StoredOptimizer | None = None
-    schedulers: Any = None
+    schedulers: StoredSchedulers | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,8 @@ class StoredTensor:
 class Record:
     """checkpoint.json: the whole checkpoint. `ranks` has the SHA-256 of each rank's JSON file.
 
-    `seed` and `call` are what dropout depends on, `data` (tagged) is the user's.
+    `seed` and `call` are what dropout depends on, `schedulers` those of each pipeline rank, and `data` (tagged) is the
+    user's.
     """
 
     number: int
@@ -105,7 +114,7 @@ class Record:
     tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     optimizer: StoredOptimizer | None
-    schedulers: Any
+    schedulers: tuple[StoredSchedulers, ...]
     loss_scale: StoredScale | None
     data: Any
 
@@ -194,7 +203,7 @@ def join_records(manifest: Manifest, own: Record, ranks: Sequence[RankRecord]) -
                     f"{name} has {prod(parameter.shape)} elements, and the ranks wrote {elements[name, state]} of its "
                     f"{state or 'values'}: ranks that hold the same have different states"
                 )
-    schedulers = next((rank.schedulers for rank in ranks if rank.schedulers is not None), None)
+    schedulers = tuple(rank.schedulers for rank in ranks if rank.schedulers is not None)
     optimizer = _join_optimizers([rank.optimizer for rank in ranks if rank.optimizer is not None])
     return replace(own, tensors=tensors, optimizer=optimizer, schedulers=schedulers)
 

@@ -31,6 +31,7 @@ from autoptd.runtime.checkpoint_record import (
     StoredOptimizer,
     StoredPiece,
     StoredScale,
+    StoredSchedulers,
     join_records,
     piece_key,
     rank_file,
@@ -77,6 +78,13 @@ class Training:
     loss_scale: LossScale | None
 
     @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each group of the optimizer, in its order; none without one."""
+        if self.optimizer is None:
+            return ()
+        return tuple(group.params for group in take_groups(self.slices, self.optimizer, self.shards))
+
+    @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """What each slice is stored in: the type that it is stepped in."""
         stepped = {name: shard.own.dtype for shard in self.shards for name in shard.names}
@@ -89,7 +97,7 @@ class Draft:
 
     tensors: Mapping[tuple[Piece, str], Tensor]
     optimizer: StoredOptimizer | None
-    schedulers: Any
+    schedulers: StoredSchedulers | None
     whole: Record
 
 
@@ -118,12 +126,11 @@ def make_record(training: Training, data: Any, keep: int | None) -> Record:
         raise CheckpointError(
             f"keep is {keep!r}, expected a number of checkpoints from 1 on, or None for all"
         )
-    if training.optimizer is not None:
-        take_groups(training.slices, training.optimizer, training.shards)
-    schedulers = {
+    states = {
         name: {"kind": type(item).__name__, "state": encode_value(item.state_dict(), f"scheduler {name}")}
         for name, item in training.schedulers.items()
     }
+    schedulers = StoredSchedulers(training.groups, states)
     scale = training.loss_scale
     return Record(
         number=0,
@@ -134,7 +141,7 @@ def make_record(training: Training, data: Any, keep: int | None) -> Record:
         tensors={},
         aliases=training.manifest.aliases,
         optimizer=None,
-        schedulers=schedulers or None,
+        schedulers=(schedulers,) if states else (),
         loss_scale=None if scale is None else StoredScale(scale.value, scale.finite_steps),
         data=encode_value(data, "data"),
     )
@@ -161,7 +168,8 @@ def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
             tensors[piece, state] = view.to("cpu", copy=True) if asynchronous else view
     # One rank of each pipeline rank's: the others' are the same.
     speaks = rank.coordinates.tensor == rank.coordinates.data == 0
-    return Draft(tensors, optimizer if speaks else None, whole.schedulers if speaks else None, whole)
+    schedulers = next(iter(whole.schedulers), None)
+    return Draft(tensors, optimizer if speaks else None, schedulers if speaks else None, whole)
 
 
 def save_step(training: Training, folder: Path, data: Any, keep: int | None, asynchronous: bool) -> Saving:
