@@ -285,9 +285,10 @@ class CompiledProgram:
         watch(self.manifest, connection, compiles=backend is not None)
         for program, own in zip(self.shapes, tensors, strict=True):
             compare_weights(program.manifest, connection, own)
-        at = connection.rank.coordinates.pipeline
+        pipeline = connection.rank.coordinates.pipeline
         first, *further = (
-            program._read_rank(at, own, backend) for program, own in zip(self.shapes, tensors, strict=True)
+            program._read_rank(pipeline, own, backend)
+            for program, own in zip(self.shapes, tensors, strict=True)
         )
         parallel = signed(self.manifest)(
             self.manifest,
@@ -304,7 +305,8 @@ class CompiledProgram:
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())
         if self.mesh.tensor * self.mesh.pipeline > 1:
-            watch_divided(parallel)
+            at = parallel.coordinates
+            watch_divided(parallel, (at.tensor, at.pipeline))
         return parallel
 
     def _read_rank(

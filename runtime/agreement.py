@@ -34,8 +34,12 @@ def compare_ranks(
     loss: Tensor,
     gradients: Sequence[Tensor],
     copies: Copies,
-) -> bool:
-    """Whether the `loss`, or a gradient of any rank, is not finite: the same answer on every rank.
+    *,
+    trains: bool,
+) -> tuple[bool, bool]:
+    """Whether the `loss`, or a gradient of any rank, is not finite; and whether any rank does not train.
+
+    The same answers on every rank.
 
     Every rank must call it; without `gradients` only the loss counts. Raises ValueError on every rank where the
     tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks,
@@ -43,17 +47,21 @@ def compare_ranks(
     """
     rank, mesh = connection.rank, manifest.mesh
     compared = copies.fingerprint()
-    row = torch.full((2 * mesh.data + 4,), _LOWEST, device=rank.device)
-    row[-4] = mode = 2 * rank.randomness.call + rank.randomness.training
-    row[-3] = ~mode
+    row = torch.full((2 * mesh.data + 5,), _LOWEST, device=rank.device)
+    row[-5] = mode = 2 * rank.randomness.call + rank.randomness.training
+    row[-4] = ~mode
     if mesh.tensor * mesh.pipeline > 1:
         own = hash_batch(batch, rank.device)
         row[2 * rank.coordinates.data] = own
         row[2 * rank.coordinates.data + 1] = ~own
-    row[-2] = has_unknown_rows(manifest, batch)
-    row[-1] = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    row[-3] = has_unknown_rows(manifest, batch)
+    row[-2] = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    row[-1] = not trains
     found = connection.world.all_reduce(torch.cat([compared, row]), "max").tolist()
-    (*hashes, mode, inverse, unknown, nonfinite), found = found[len(compared) :], found[: len(compared)]
+    (*hashes, mode, inverse, unknown, nonfinite, lacking), found = (
+        found[len(compared) :],
+        found[: len(compared)],
+    )
     if (replica := find_unlike(hashes)) is not None:
         raise ValueError(describe_difference(mesh, connection.world, batch, replica))
     if mode != ~inverse:
@@ -63,7 +71,7 @@ def compare_ranks(
     if unknown:
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
-    return bool(nonfinite)
+    return bool(nonfinite), bool(lacking)
 
 
 def find_unlike(maxima: Sequence[int]) -> int | None:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.clipping import check_norm_type
-from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.shards import Shard
 
 NORMS = (torch.linalg.vector_norm, torch._foreach_norm, torch.linalg.norm, torch.norm, Tensor.norm)
@@ -57,22 +56,8 @@ class Whole:
 
     norm: WeakMethod[Callable[[float], Tensor]]
     leaves: WeakMethod[Callable[[], Leaves]]  # what this rank's optimizer steps, under the names of gradients
-    everywhere: bool  # whether every rank has parameters to train, and so asks too
+    everywhere: WeakMethod[Callable[[], bool]]  # whether every rank has gradients, and so asks too
     shards: Mapping[int, Sequence[str]]  # the parameters of what a sharded optimizer steps
-
-    @classmethod
-    def of(
-        cls,
-        manifest: Manifest,
-        leaves: Callable[[], Leaves],
-        norm: Callable[[float], Tensor],
-        shards: Mapping[int, Sequence[str]],
-    ) -> Whole:
-        """Of a module with the methods `leaves` and `norm`."""
-        owners = {
-            rank for name, p in manifest.parameters.items() if p.is_trained for rank in manifest.owners(name)
-        }
-        return cls(WeakMethod(norm), WeakMethod(leaves), len(owners) == manifest.mesh.pipeline, shards)
 
 
 class ShareNorm(Tensor):
@@ -320,8 +305,8 @@ def _join(stacked: Tensor, norms: Sequence[Tensor]) -> ShareNorm:
 def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
     """The norm of the whole model's gradient, in the dtype of the sums; `own` is that of this rank's shares."""
     check_norm_type(norm_type)
-    norm, leaves = norms.whole.norm(), norms.whole.leaves()
-    if norm is None or leaves is None:
+    norm, leaves, everywhere = norms.whole.norm(), norms.whole.leaves(), norms.whole.everywhere()
+    if norm is None or leaves is None or everywhere is None:
         raise ValueError(
             "these are gradients of a parallel model that is no more: keep it as long as its parameters"
         )
@@ -330,8 +315,8 @@ def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
     missing = sorted(
         str(name) for name, leaf in leaves().items() if leaf.grad is not None and name not in given
     )
-    if missing or norms.norm_type != norm_type or not norms.whole.everywhere:
-        reason = f"not of {missing[0]}" if missing else "some ranks have no parameters and do not ask for it"
+    if missing or norms.norm_type != norm_type or not everywhere():
+        reason = f"not of {missing[0]}" if missing else "some ranks have no gradients and do not ask for it"
         raise ValueError(
             "torch's norm of a parallel model's gradients is taken over all its ranks where it is of all "
             f"gradients on each; here it is of {len(norms.of)}, {reason}: {CALL}"

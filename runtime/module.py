@@ -27,6 +27,7 @@ from autoptd.runtime.label_count import weigh_items
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
+from autoptd.runtime.optimizer_watch import check_part, mark_states
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.part import Part
@@ -105,6 +106,7 @@ class Parallel(Persistent):
             if isinstance(part, Part):
                 part.arrive = WeakMethod(self._await_gathers)
         self._loss = self._norm = None
+        self._gradients_everywhere = True
         self._hooks: list[RemovableHandle] = []
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
@@ -122,7 +124,12 @@ class Parallel(Persistent):
             shape.share_steps(self._shards)
         if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:
             names = {index: shard.names for index, shard in enumerate(shards)}
-            whole = Whole.of(self._manifest, self._stepped, self._measure_norm, names)
+            whole = Whole(
+                WeakMethod(self._measure_norm),
+                WeakMethod(self._stepped),
+                WeakMethod(self._is_everywhere),
+                names,
+            )
             for hook in self._hooks:
                 hook.remove()
             self._hooks = share_gradients(self._stepped(), whole)
@@ -199,6 +206,10 @@ class Parallel(Persistent):
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name], hooks)
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
+        at = self._rank.coordinates
+        part = at.tensor, at.pipeline, at.data
+        mark_states(optimizer, part)
+        optimizer.register_step_pre_hook(lambda *_: check_part(optimizer, part))
         optimizer.register_step_pre_hook(lambda *_: self._prepare_step())
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
         return optimizer
@@ -237,7 +248,12 @@ class Parallel(Persistent):
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and not judged else []
-        nonfinite = compare_ranks(manifest, self._connection, batch, pair[0], summed, self._copies)
+        trains = not gradients or bool(sums.gradients())
+        nonfinite, lacking = compare_ranks(
+            manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains
+        )
+        if gradients:
+            self._gradients_everywhere = not lacking
         if nonfinite and gradients:
             sums.clear()
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
@@ -248,6 +264,10 @@ class Parallel(Persistent):
             rank.randomness.call += 1
         self._loss, self._norm = pair[0], None
         return pair[0].to(self._loss_dtype)
+
+    def _is_everywhere(self) -> bool:
+        """Whether the last training call gave every rank gradients."""
+        return self._gradients_everywhere
 
     def _run_schedule(
         self,

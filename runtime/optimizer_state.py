@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint_error import CheckpointError
+from autoptd.runtime.optimizer_watch import MARK
 from autoptd.runtime.shards import Shard, join_states, split_states
 
 States = dict[str, dict[str, Any]]
-_OWN_KEYS = ("params", "param_names")  # of a group: what is a rank's own
+_OWN_KEYS = ("params", "param_names", MARK)  # of a group: what is a rank's own
 
 
 @dataclass(frozen=True)

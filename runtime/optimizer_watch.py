@@ -15,6 +15,7 @@ from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
 
 SHOWN = 3  # parameters
+MARK = "autoptd_part"  # of a group in a state_dict: which part of the model it is of
 
 
 def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -> None:
@@ -46,10 +47,11 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
     weakref.finalize(parallel, handle.remove)
 
 
-def watch_divided(parallel: nn.Module) -> None:
+def watch_divided(parallel: nn.Module, part: tuple[int, ...]) -> None:
     """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
 
-    Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone.
+    Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone, and
+    where the optimizer's state was loaded from that of another `part` of the model.
 
     Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
     parameters together, is refused: its step raises ValueError.
@@ -59,11 +61,16 @@ def watch_divided(parallel: nn.Module) -> None:
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         module = own()
-        if module is not None:
-            _refuse_replaced(optimizer, module)
+        if module is None:
+            return
+        _refuse_replaced(optimizer, module)
+        if not _steps_any(optimizer, module):
+            return
+        check_part(optimizer, part)
         if optimizer in judged:
             return
-        if type(optimizer) not in ELEMENTWISE and module is not None and _steps_any(optimizer, module):
+        mark_states(optimizer, part)
+        if type(optimizer) not in ELEMENTWISE:
             reason = (
                 f"{type(optimizer).__name__} is not known to step each element by itself, and on this mesh a rank has "
                 "only slices of tensors, or some of the layers: what the optimizer computes of a whole tensor, or of "
@@ -77,6 +84,29 @@ def watch_divided(parallel: nn.Module) -> None:
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(parallel, handle.remove)
+
+
+def mark_states(optimizer: Optimizer, part: tuple[int, ...]) -> None:
+    """From now on, let the ``state_dict`` of an `optimizer` say that it is of this `part` of the model."""
+
+    def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group[MARK] = list(part)
+
+    optimizer.register_state_dict_post_hook(mark)
+
+
+def check_part(optimizer: Optimizer, part: tuple[int, ...]) -> None:
+    """Raise ValueError where a state was loaded into `optimizer` that says that it is of another part of the model."""
+    for group in optimizer.param_groups:
+        found = group.get(MARK)
+        if found is not None and tuple(found) != part:
+            names = dict(zip(("tensor", "pipeline", "data"), found, strict=False))
+            raise ValueError(
+                f"the optimizer's state was loaded from what another rank saved ({names}): an optimizer's state_dict "
+                "is of its rank's slices alone. Save one file a rank, or use parallel.save_checkpoint and "
+                "load_checkpoint"
+            )
 
 
 def _refuse_replaced(optimizer: Optimizer, module: nn.Module) -> None:

@@ -29,13 +29,21 @@ class ParameterWatch:
     def check(self, module: nn.Module) -> None:
         """Raise ValueError, naming a parameter, where one was replaced, unfrozen or hooked, or is shaped otherwise.
 
-        Or of another dtype or device. And where DDP is round the module, which gives all ranks the first one's tensors.
+        Or of another dtype or device. And where a module below is in another mode than `module`, or DDP is round it,
+        which gives all ranks the first one's tensors.
         """
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise ValueError(
                 "the parallel model is called inside DistributedDataParallel, which gave every rank the first one's "
                 "share of the weights; it sums gradients over the replicas itself: bind again, and use it as it is "
                 "(Lightning: strategy=SingleDeviceStrategy(device=...))"
+            )
+        if any(part.training != module.training for part in self._parts):
+            name = next(name for name, part in module.named_modules() if part.training != module.training)
+            raise ValueError(
+                f"the module {name} is in {'evaluation' if module.training else 'training'} mode, and the parallel "
+                "model is not: modules below it do not run, so call parallel.train() or parallel.eval(); what is to "
+                "stay in evaluation mode is put there before the model is compiled"
             )
         now = self.parameters
         changed = [_list_contents(part) for part in (module, *self._parts)] != self._contents

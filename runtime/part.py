@@ -39,6 +39,15 @@ class Part(nn.Module):
             "compiled, or give bind the weights"
         )
 
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(
+            "a module of a parallel model computes nothing, and a hook on it would never run: hook the parallel model, "
+            "or a parameter's gradient (parameter.register_hook)"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
+
     def __getitem__(self, index: Any) -> NoReturn:
         """Refused, and so is iteration: the second layer of this rank may be the model's tenth."""
         raise TypeError(

@@ -34,6 +34,11 @@ class Step(torch.autograd.Function):
                 "the gradients of this step were handed to .grad by an earlier backward: "
                 "call the parallel model again, or scale the loss before its one backward"
             )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: the gradients of a parallel model's step were computed in its call, and have no "
+                "graph of their own to be differentiated by; leave it out, or compute the second order in forward"
+            )
         kept, ctx.kept = ctx.kept, None
         # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
         if not (scale.is_cpu and scale.item() == 1):

@@ -7,7 +7,7 @@ tied parameter would keep parts of different models, and drift apart where one l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
 
 
 class Copies:
-    """The parameters of which every replica has the same slice; they are compared in turn, one in each step.
+    """The parameters of which every replica has the same slice, and tied ones; they are compared in turn, in each step.
 
     Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
     any order may give each rank other last bits.
@@ -89,47 +89,52 @@ class Copies:
     def __init__(self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor]) -> None:
         """This `rank` has its slices of `parameters`."""
         self._rank, self._parameters, self._turn = rank, parameters, -1
-        trained = [name for name, p in manifest.parameters.items() if p.kind == "parameter"]
+        owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         stages = range(manifest.mesh.pipeline if manifest.mesh.data > 1 else 0)
-        self._names = [[name for name in trained if at in manifest.owners(name)] for at in stages]
+        tied = [name for name, ranks in owners.items() if len(ranks) > 1]
+        self._columns: list[tuple[tuple[int, ...], list[str]]] = [
+            ((at,), [name for name, ranks in owners.items() if at in ranks]) for at in stages
+        ]
+        for ranks in {owners[name]: None for name in tied}:
+            self._columns.append((ranks, [name for name in tied if owners[name] == ranks]))
 
     def fingerprint(self) -> Tensor:
-        """For each (pipeline, tensor) coordinate [h, ~h]: of the next parameter for the own one, else the lowest int64.
+        """For each place [h, ~h] of the parameter in turn, where this rank is not there the lowest int64.
 
-        An int64 on the rank's device, empty where there is one replica. Its maxima over all ranks are complements where
-        every replica has the same h.
+        A place is a column of pipeline ranks that hold the same, and a tensor coordinate.
+
+        An int64 on the rank's device, empty where nothing is held twice. Its maxima over all ranks are complements
+        where all that are at a place have the same h.
         """
         self._turn += 1
-        found = torch.full((len(self._names) * self._rank.mesh.tensor, 2), _UNREAD, device=self._rank.device)
-        at = self._rank.coordinates
-        if self._names and (name := self._next(at.pipeline)):
-            own = self._hash(name)
-            found[at.pipeline * self._rank.mesh.tensor + at.tensor] = torch.stack([own, ~own])
+        found = torch.full((len(self._columns), self._rank.mesh.tensor, 2), _UNREAD, device=self._rank.device)
+        for number, own in self._own():
+            found[number, self._rank.coordinates.tensor] = torch.stack([own, ~own])
         return found.flatten()
 
     def describe(self, world: Group, place: int) -> str:
-        """Which replicas have others than the rest at `place` of the last fingerprint. Every rank must call it."""
+        """Which ranks have others than the rest at `place` of the last fingerprint. Every rank must call it."""
         mesh = self._rank.mesh
-        pipeline, tensor = divmod(place, mesh.tensor)
-        mine = self._next(self._rank.coordinates.pipeline)
-        own = self._hash(mine) if mine else torch.zeros((), dtype=torch.int64, device=self._rank.device)
+        number, tensor = divmod(place, mesh.tensor)
+        nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
+        own = dict(self._own()).get(number, nothing)
         table = [int(each) for each in world.all_gather(own.view(1))]
+        ranks, names = self._columns[number]
         at = map(mesh.coordinates, range(mesh.size))
-        alike = [r for r, c in enumerate(at) if (c.pipeline, c.tensor) == (pipeline, tensor)]
+        alike = [r for r, c in enumerate(at) if c.pipeline in ranks and c.tensor == tensor]
         common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
         others = [rank for rank in alike if table[rank] != common]
         like = next(rank for rank in alike if table[rank] == common)
         return (
-            f"{self._next(pipeline)} has other values on rank {others[0]} than on rank {like}, which hold the same "
-            f"part of the model; of ranks {alike} {others} differ. Each step must be the same on all: call "
+            f"{names[self._turn % len(names)]} has other values on rank {others[0]} than on rank {like}, which hold "
+            f"the same part of the model; of ranks {alike} {others} differ. Each step must be the same on all: call "
             "optimizer.step() on every rank or on none, with the same learning rate, leave gradients alone or change "
             "them alike, and write weights on every rank; then bind again, or load a checkpoint"
         )
 
-    def _next(self, pipeline: int) -> str:
-        """The parameter whose turn it is on the pipeline rank; "" where it has none."""
-        names = self._names[pipeline]
-        return names[self._turn % len(names)] if names else ""
-
-    def _hash(self, name: str) -> Tensor:
-        return hash_words(read_words(_sample(self._parameters[name], self._turn)))
+    def _own(self) -> Iterator[tuple[int, Tensor]]:
+        """The columns that this rank is in, with the hash of this turn's parameter."""
+        for number, (ranks, names) in enumerate(self._columns):
+            if self._rank.coordinates.pipeline in ranks and names:
+                name = names[self._turn % len(names)]
+                yield number, hash_words(read_words(_sample(self._parameters[name], self._turn)))

@@ -82,9 +82,9 @@ def test_a_hundred_perturbations_are_caught_and_named() -> None:
             if connection.world.index == rank:
                 batch[name].view(-1)[place] += 1
             with pytest.raises(ValueError, match="differs inside replica") as error:
-                compare_ranks(chain.manifest, connection, batch, torch.ones(()), [], own)
+                compare_ranks(chain.manifest, connection, batch, torch.ones(()), [], own, trains=True)
             caught.append(str(error.value))
-        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), [], own)
+        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), [], own, trains=True)
         return caught
 
     messages = run_threads(chain.manifest, body)
@@ -205,14 +205,36 @@ def test_a_replica_that_steps_otherwise_is_refused(
     assert "call optimizer.step() on every rank or on none" in text
 
 
+def test_owners_of_a_tied_parameter_keep_it_alike() -> None:
+    chain = Chain((2, 2, 1), "gpipe", 1, 2, tied=True)
+
+    def body(connection: Connection) -> str:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for rate in (0.1, 0.1, 0.2 if connection.rank.coordinates.pipeline == 0 else 0.1):
+            parallel(**chain.batch())["loss"].backward()
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(ValueError, match=r"scale has other values on rank . than on rank .") as refused:
+            parallel(**chain.batch())
+        return str(refused.value)
+
+    (text,) = set(run_threads(chain.manifest, body))
+    assert "of ranks [0, 2] [2] differ" in text
+
+
 def test_replicas_have_batches_of_their_own() -> None:
     chain = Chain((1, 2, 2))
 
-    def body(connection: Connection) -> bool:
+    def body(connection: Connection) -> tuple[bool, bool]:
         batch = chain.batch(connection.rank.coordinates.data)
-        return compare_ranks(chain.manifest, connection, batch, torch.ones(()), [], copies(chain, connection))
+        own, loss = copies(chain, connection), torch.ones(())
+        return compare_ranks(
+            chain.manifest, connection, batch, loss, [], own, trains=connection.world.index < 3
+        )
 
-    assert run_threads(chain.manifest, body) == [False] * 4
+    assert run_threads(chain.manifest, body) == [(False, True)] * 4
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
@@ -223,12 +245,12 @@ def test_one_rank_with_a_broken_gradient_tells_all(value: float) -> None:
         rank = connection.world.index
         gradient = torch.tensor([1e30, value if rank == 2 else -1e30])
         batch = chain.batch(connection.rank.coordinates.data)
-        own = copies(chain, connection)
-        whole = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [torch.ones(2)], own)
-        broken = compare_ranks(chain.manifest, connection, batch, torch.ones(()), [gradient], own)
+        own, loss = copies(chain, connection), torch.ones(())
+        whole = compare_ranks(chain.manifest, connection, batch, loss, [torch.ones(2)], own, trains=True)
+        broken = compare_ranks(chain.manifest, connection, batch, loss, [gradient], own, trains=True)
         return whole, broken
 
-    assert run_threads(chain.manifest, body) == [(False, True)] * 4
+    assert run_threads(chain.manifest, body) == [((False, False), (True, False))] * 4
 
 
 def test_large_and_empty_gradients_are_finite() -> None:

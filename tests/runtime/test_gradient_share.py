@@ -138,7 +138,7 @@ def test_a_gradient_that_was_replaced_is_not_stepped(name: str, mesh: tuple[int,
 
     def ask(connection: Connection) -> None:
         parallel = chain.parallel(connection)
-        watch_divided(parallel)
+        watch_divided(parallel, (0, 0))
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
         parallel(**chain.batch())["loss"].backward()
         optimizer.step()
@@ -148,6 +148,29 @@ def test_a_gradient_that_was_replaced_is_not_stepped(name: str, mesh: tuple[int,
         with pytest.raises(ValueError, match=r"the gradient of .* was replaced .* change it in place"):
             optimizer.step()
         assert all(map(torch.equal, parallel.parameters(), before))
+
+    run_threads(chain.manifest, ask)
+
+
+def test_a_norm_that_a_rank_does_not_ask_for_is_refused() -> None:
+    """Where what it has is frozen; `clip_grad_norm_` of the parallel model is asked by all."""
+    chain = Chain((1, 2, 1), "1f1b", 1, 2)
+
+    def ask(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        for name, parameter in parallel.named_parameters():
+            parameter.requires_grad_(name.startswith("layer.1"))
+        parallel(**chain.batch())["loss"].backward()
+        if connection.rank.coordinates.pipeline == 1:
+            with pytest.raises(ValueError, match="some ranks have no gradients and do not ask for it"):
+                clip_grad_norm_(parallel.parameters(), 0.1)
+        else:
+            assert clip_grad_norm_(parallel.parameters(), 0.1) == 0
+        assert parallel.clip_grad_norm_(0.1) > 0
+        for parameter in parallel.parameters():
+            parameter.requires_grad_()
+        parallel(**chain.batch())["loss"].backward()
+        assert clip_grad_norm_(parallel.parameters(), 0.1) > 0
 
     run_threads(chain.manifest, ask)
 

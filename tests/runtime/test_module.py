@@ -398,3 +398,16 @@ def test_methods_of_the_model_are_not_there() -> None:
     ) as found:
         parallel.gradient_checkpointing_enable()
     assert found.value.name == "gradient_checkpointing_enable"
+
+
+def test_second_order_gradients_are_refused() -> None:
+    chain, parallel = alone()
+    with pytest.raises(RuntimeError, match=r"create_graph=True: .* compute the second order in forward"):
+        parallel(**chain.batch())["loss"].backward(create_graph=True)
+    loss = parallel(**chain.batch())["loss"]
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, list(parallel.parameters()), create_graph=True, allow_unused=True)
+    assert all(p.grad is None for p in parallel.parameters())
+    parallel(**chain.batch())["loss"].backward(retain_graph=True)
+    with torch.enable_grad():
+        parallel(**chain.batch())["loss"].backward()

@@ -117,3 +117,15 @@ def test_layers_are_not_numbered() -> None:
     with pytest.raises(TypeError, match="not taken by number"):
         list(part)
     assert part
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("register_forward_hook", "register_forward_pre_hook", "register_backward_hook"),
+        *("register_full_backward_hook", "register_full_backward_pre_hook"),
+    ],
+)
+def test_hooks_on_parts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="a hook on it would never run: hook the parallel model"):
+        getattr(make_part("Linear"), name)(print)
