@@ -107,6 +107,7 @@ class Parallel(Persistent):
                 part.arrive = WeakMethod(self._await_gathers)
         self._loss = self._norm = None
         self._gradients_everywhere = True
+        self._broken = False  # whether a schedule broke off
         self._hooks: list[RemovableHandle] = []
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
@@ -148,6 +149,11 @@ class Parallel(Persistent):
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
         """
+        if self._broken:
+            raise RuntimeError(
+                "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
+                "taken for this one's: begin again in new processes, from the last checkpoint"
+            )
         self._watch.check(self)
         self._check_unwritten()
         self._check_optimizers_own()
@@ -296,13 +302,15 @@ class Parallel(Persistent):
             scale = 1.0 if self._loss_scale is None else self._loss_scale.value
             seeds = (scale / divisors).unbind()
         run = partial(shape.executor.run, weights, inputs, seeds, self._await_stage)
-        losses = run(shape.sums.end_stage)
         position = self._connection.position
+        self._broken = True  # until it has run, its messages may be under way
+        losses = run(shape.sums.end_stage)
         position.phase("loss")
         pair = share_loss(self._rank, losses, divisors)
         if gradients:
             position.phase("sum of gradients")
             shape.sums.finish()
+        self._broken = False
         return pair, partial(run, lambda _: None)
 
     def _take_buffers(self) -> None:

@@ -411,3 +411,21 @@ def test_second_order_gradients_are_refused() -> None:
     parallel(**chain.batch())["loss"].backward(retain_graph=True)
     with torch.enable_grad():
         parallel(**chain.batch())["loss"].backward()
+
+
+def test_a_call_after_one_that_broke_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, parallel = alone()
+    run = parallel._shape.executor.run
+
+    def interrupt(*args: Any) -> Any:
+        run(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel._shape.executor, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        parallel(**chain.batch())
+    monkeypatch.undo()
+    with pytest.raises(
+        RuntimeError, match=r"broke off in the middle of its schedule, .* from the last checkpoint"
+    ):
+        parallel(**chain.batch())
