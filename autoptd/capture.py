@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import fake_tensor  # private: a device, but no data
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -30,7 +28,7 @@ from autoptd.runtime.module import Parallel
 from autoptd.runtime.part import name_layer
 from autoptd.runtime.placement import Parameter
 from autoptd.side_effects import SideEffectError, refuse_hooks
-from autoptd.skeleton import make_mode, make_skeleton
+from autoptd.skeleton import make_mode, make_skeleton, run_without_data
 from autoptd.source_lines import short_line, user_line
 
 
@@ -132,18 +130,14 @@ def _export(
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
     """Warn, and give a log line, where evaluation is not training without dropout."""
     training = tuple(objective.calls.made)
-    noisy = logging.getLogger(fake_tensor.__name__)  # has a traceback for operators that only a trace takes
-    before, noisy.disabled = noisy.disabled, True
     try:
-        with mode, Functions().watch():
+        with run_without_data(mode), Functions().watch():
             place = compare_evaluation(objective, lambda: objective(*values), training)
     except SideEffectError:
         raise
     except Exception as error:  # the trace takes operators that nothing else does without data
         yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
         return
-    finally:
-        noisy.disabled = before
     if place:
         line = f"in evaluation the model computes something else, from {place}"
         warn_caller(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_flatten
 
 from autoptd.example_inputs import Examples
-from autoptd.skeleton import copy_structure
+from autoptd.skeleton import copy_structure, make_mode, make_skeleton, run_without_data
 
 KEPT = 4  # layers: the first and last, which may differ in the graph, and two like all between
 OWN = (
@@ -24,8 +26,8 @@ def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]
     """A copy of `model` on the meta device with all but a few of its equal layers left out, and how many those are.
 
     The layers are the ModuleList with the most parameters, if its modules are equal: in type, settings, and the
-    shapes and dtypes of their tensors, none of which is another's too; and if forward, called as in `examples`,
-    multiplies as much with each. Settings that differ by the layer's own number are no difference. Where there is
+    shapes and dtypes of their tensors, none of which is another's too; and if forward, called as in `examples`, calls
+    each alike. Settings that differ by the layer's own number are no difference. Where there is
     nothing to leave out, `model` itself and 0.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > KEPT]
@@ -39,9 +41,9 @@ def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]
         column = [sign[key] for sign in signs]
         if not all(_is_same(first, value) for value in column) and column != [*range(len(column))]:
             return model, 0
-    copy = copy_structure(model, _twin)
-    if not _uses_alike(copy, [f"{name}.{index}" for index in range(len(layers))], examples):
+    if not _uses_alike(model, name, examples):
         return model, 0
+    copy = copy_structure(model, _twin)
     short = copy.get_submodule(name)
     assert isinstance(short, nn.ModuleList)
     del short[KEPT:]
@@ -83,23 +85,42 @@ def _is_same(one: object, other: object) -> bool:
     return (one == other) is True
 
 
-def _uses_alike(model: nn.Module, layers: list[str], examples: Examples) -> bool:
-    """Whether forward multiplies as much with each of the `layers` of a `model` without data; False: it is unknown."""
-    given = {
-        i.name: torch.empty(i.shape, dtype=i.dtype, device="meta")
-        for i in examples.inputs
-        if i.name not in examples.targets
-    }
-    counter = FlopCounterMode(display=False)
+def _uses_alike(model: nn.Module, name: str, examples: Examples) -> bool:
+    """Whether forward calls each of the equal layers in `name` alike, without data; False where it is not known."""
+    skeleton = make_skeleton(model, mode := make_mode())
+    layers = skeleton.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    calls: list[list[object]] = [[] for _ in layers]
+    results: list[tuple[object, Any]] = []
+    for layer, own in zip(layers, calls, strict=True):
+        layer.forward = partial(_call, layer.forward, own, results)
+    inputs = [i for i in examples.inputs if i.name not in examples.targets]
     try:
-        with torch.no_grad(), torch.device("meta"), counter:
-            model(**given, **examples.constants)
+        with torch.no_grad(), run_without_data(mode):
+            skeleton(**{i.name: torch.empty(i.shape, dtype=i.dtype) for i in inputs}, **examples.constants)
     except (
         Exception
     ):  # the user's code, that looks at values: it is measured whole, and capture says what is wrong
         return False
-    counts = counter.get_flop_counts()
-    return len({sum(counts.get(f"{type(model).__name__}.{layer}", {}).values()) for layer in layers}) == 1
+    return bool(calls[0]) and all(_is_same(calls[0], own) for own in calls)
+
+
+def _call(
+    forward: Callable[..., Any],
+    calls: list[object],
+    results: list[tuple[object, Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Note a layer's call; its result is that of the first call of any layer with arguments like these."""
+    leaves, form = tree_flatten((args, kwargs))
+    given = [form, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)]
+    calls.append(given)
+    for known, result in results:
+        if _is_same(known, given):
+            return result
+    results.append((given, forward(*args, **kwargs)))
+    return results[-1][1]
 
 
 def _twin(tensor: Tensor) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: a device, but no data
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -23,6 +26,18 @@ def make_mode() -> FakeTensorMode:
     device traces wherever its weights are.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def run_without_data(mode: FakeTensorMode) -> Iterator[None]:
+    """Run what is called in `mode`; torch does not log a traceback for operators that only a trace takes."""
+    noisy = logging.getLogger(fake_tensor.__name__)
+    before, noisy.disabled = noisy.disabled, True
+    try:
+        with mode:
+            yield
+    finally:
+        noisy.disabled = before
 
 
 def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
