@@ -70,7 +70,7 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "n
             f"bias_gelu was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
         )
     _check_approximation("bias_gelu", approximate)
-    result: Tensor = torch.ops.autoptd.bias_gelu(x, bias, KINDS[approximate])
+    result: Tensor = _bias_gelu(x, bias, KINDS[approximate])
     return result
 
 
@@ -92,7 +92,7 @@ def gated_product(
         raise ValueError(
             f"gated_product was given activation={activation!r}, expected 'silu', 'gelu' or 'gelu_tanh'"
         )
-    result: Tensor = torch.ops.autoptd.gated_product(gate, up, activation)
+    result: Tensor = _gated_product(gate, up, activation)
     return result
 
 
@@ -164,11 +164,11 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
 
 
 def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.autoptd.bias_gelu_backward(gradient, *ctx.saved_tensors, ctx.kind), None
+    return *_bias_gelu_backward(gradient, *ctx.saved_tensors, ctx.kind), None
 
 
 def _differentiate_gated_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *torch.ops.autoptd.gated_product_backward(gradient, *ctx.saved_tensors, ctx.kind), None
+    return *_gated_product_backward(gradient, *ctx.saved_tensors, ctx.kind), None
 
 
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_save)

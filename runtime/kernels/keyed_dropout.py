@@ -66,12 +66,12 @@ def bias_dropout_add(
         return total if residual is None else residual + total
     if bias is None and residual is None and not key:
         return x
-    result: Tensor = torch.ops.autoptd.bias_dropout_add(x, bias, residual, p, key)
+    result: Tensor = bias_dropout_add_operator(x, bias, residual, p, key)
     return result
 
 
 @define_operator("bias_dropout_add")
-def _bias_dropout_add(
+def bias_dropout_add_operator(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -108,11 +108,11 @@ def _bias_dropout_add_backward(
         gradients: tuple[Tensor, Tensor]
         gradients = kernels.bias_dropout_add_backward(gradient, p, key, x_dtype, bias_dtype)
         return gradients
-    of_total = torch.ops.autoptd.bias_dropout_add(gradient, None, None, p, key)
+    of_total = bias_dropout_add_operator(gradient, None, None, p, key)
     return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
 
 
-@_bias_dropout_add.register_fake
+@bias_dropout_add_operator.register_fake
 def _(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=_promote(x, bias, residual))
 
@@ -140,9 +140,9 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     drawn = ctx.p, ctx.key
     of_bias = None
     if ctx.key and bias_dtype is not None:
-        of_x, of_bias = torch.ops.autoptd.bias_dropout_add_backward(gradient, *drawn, x_dtype, bias_dtype)
+        of_x, of_bias = _bias_dropout_add_backward(gradient, *drawn, x_dtype, bias_dtype)
     elif ctx.key:
-        of_x = torch.ops.autoptd.bias_dropout_add(gradient, None, None, *drawn).to(x_dtype)
+        of_x = bias_dropout_add_operator(gradient, None, None, *drawn).to(x_dtype)
     else:
         of_x = gradient.to(x_dtype)
         of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
@@ -150,10 +150,10 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_bias, of_residual, None, None
 
 
-_bias_dropout_add.register_autograd(_differentiate, setup_context=_save)
+bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
 
 
-@_bias_dropout_add.register_autocast
+@bias_dropout_add_operator.register_autocast
 def _(x: Tensor, bias: Tensor | None, *others: Any) -> tuple[Any, ...]:
     return x, None if bias is None else bias.to(x.dtype), *others
 

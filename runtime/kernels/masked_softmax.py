@@ -41,7 +41,7 @@ def scaled_softmax(
     """
     _check(scores, mask, is_causal)
     key = find_key(rank, scores, p, operator, sample, divided, shape)
-    weights: Tensor = torch.ops.autoptd.scaled_softmax(scores, mask, is_causal, scale, p, key)[0]
+    weights: Tensor = _scaled_softmax(scores, mask, is_causal, scale, p, key)[0]
     return weights
 
 
@@ -173,8 +173,8 @@ def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None
     is_causal, scale, p, key = ctx.arguments
     operands = (gradient, *ctx.saved_tensors, is_causal)
     if not ctx.needs_input_grad[1]:
-        return torch.ops.autoptd.scaled_softmax_backward(*operands, scale, p, key), None, *rest
-    unscaled = torch.ops.autoptd.scaled_softmax_backward(*operands, 1.0, p, key)
+        return _scaled_softmax_backward(*operands, scale, p, key), None, *rest
+    unscaled = _scaled_softmax_backward(*operands, 1.0, p, key)
     shape, dtype = ctx.mask
     return unscaled * scale, unscaled.sum_to_size(shape).to(dtype), *rest
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator
 from autoptd.runtime.kernels.masking import find_key
 from autoptd.runtime.kernels.operands import sum_rows
 from autoptd.runtime.kernels.precision import cast_widely, widen
@@ -28,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     weight has x's dtype. `eps` None is x's machine epsilon, as torch's.
     """
     _check("rms_norm", x, None, weight=weight)
-    normed: Tensor = torch.ops.autoptd.rms_norm(x, weight, _epsilon(x, eps))[0]
+    normed: Tensor = _rms_norm(x, weight, _epsilon(x, eps))[0]
     return normed
 
 
@@ -61,7 +62,7 @@ def add_layer_norm(
     if bias is None and residual is None and not key:
         return x, functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
     arguments = (x, weight, norm_bias, eps, bias, residual, p, key)
-    added, normed, _, _ = torch.ops.autoptd.add_layer_norm(*arguments)
+    added, normed, _, _ = _add_layer_norm(*arguments)
     return added, normed
 
 
@@ -84,7 +85,7 @@ def add_rms_norm(
     if bias is None and residual is None and not key:
         return x, rms_norm(x, weight, eps)
     arguments = (x, weight, _epsilon(x, eps), bias, residual, p, key)
-    added, normed, _ = torch.ops.autoptd.add_rms_norm(*arguments)
+    added, normed, _ = _add_rms_norm(*arguments)
     return added, normed
 
 
@@ -210,7 +211,7 @@ def _allocate_added_layer(
 
 def _add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: list[int]) -> Tensor:
     """Bit for bit what a sum gives that stands alone: at the end of a stage, say, or of a recomputed layer."""
-    added: Tensor = torch.ops.autoptd.bias_dropout_add(x, bias, residual, p, key)
+    added: Tensor = bias_dropout_add_operator(x, bias, residual, p, key)
     return added.contiguous()
 
 
@@ -282,15 +283,14 @@ def _differentiate(
 ) -> list[Tensor]:
     x, outer, gain = (tensor.to(scale.dtype) for tensor in (added, d_normed, weight))
     if mean is None:
-        unit, inner = x * scale, outer * gain
-        total = (inner - unit * (inner * unit).mean(-1, keepdim=True)) * scale
-        vectors = [sum_rows(outer * unit, scale.dtype), None]
+        total, of_weight = _differentiate_rms(outer, x, gain, scale)
+        vectors = [of_weight, None]
     else:
         arguments = (outer, x, x.shape[-1:], mean, scale, gain, gain, [True, wanted[2], wanted[3]])
         total, *vectors = torch.ops.aten.native_layer_norm_backward(*arguments)
     if d_added is not None:
         total.add_(d_added)
-    own = torch.ops.autoptd.bias_dropout_add(total, None, None, p, key) if key else total
+    own = bias_dropout_add_operator(total, None, None, p, key) if key else total
     gradients = [
         total.to(added.dtype),
         own.to(added.dtype),
@@ -301,6 +301,16 @@ def _differentiate(
         gradient if want and gradient is not None else added.new_empty(0)
         for gradient, want in zip(gradients, wanted, strict=True)
     ]
+
+
+def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weight, in two tensors as large as `x`: memory is what this waits for."""
+    unit = x * scale
+    product = outer * unit
+    of_weight = sum_rows(product, scale.dtype)
+    level = product.mul_(weight).mean(-1, keepdim=True)
+    inner = torch.mul(outer, weight, out=product)
+    return inner.addcmul_(unit, level, value=-1).mul_(scale), of_weight
 
 
 def _save(
@@ -324,9 +334,7 @@ def _backward(ctx: Any, d_added: Tensor | None, d_normed: Tensor | None) -> tupl
     dropped = bool(ctx.key)
     total = "residual" in needs or ("x" in needs and not dropped)
     wanted = [total, "x" in needs and dropped, "weight" in needs, "norm_bias" in needs, "bias" in needs]
-    results = torch.ops.autoptd.add_norm_backward(
-        d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, wanted
-    )
+    results = _add_norm_backward(d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, wanted)
     gradients = dict(zip(("residual", "x", "weight", "norm_bias", "bias"), results, strict=True))
     if not dropped:
         gradients["x"] = gradients["residual"]

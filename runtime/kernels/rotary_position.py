@@ -31,7 +31,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         )
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("rotary_embedding was given tables that require a gradient; detach them")
-    result: Tensor = torch.ops.autoptd.rotary_embedding(x, cos, sin, interleaved, False)
+    result: Tensor = _rotary_embedding(x, cos, sin, interleaved, False)
     return result
 
 
@@ -72,7 +72,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    of_x = torch.ops.autoptd.rotary_embedding(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.backward)
+    of_x = _rotary_embedding(gradient, *ctx.saved_tensors, ctx.interleaved, not ctx.backward)
     return of_x.to(ctx.dtype), None, None, None, None
 
 

@@ -63,13 +63,13 @@ def cross_entropy(
 
     constant = logits.detach()
     trains = torch.is_grad_enabled() and logits.requires_grad
-    statistics, softmax = torch.ops.autoptd.cross_entropy_statistics(constant, own, trains)
+    statistics, softmax = _statistics(constant, own, trains)
     largest, part = _align(rank, *statistics.unbind())
     aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.tensor.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
     column = column.masked_fill(~here, -1)
-    losses: Tensor = torch.ops.autoptd.cross_entropy_rows(logits, softmax, column, rows, own)
+    losses: Tensor = _losses(logits, softmax, column, rows, own)
     loss = losses.masked_fill(~kept, 0).sum()
     if reduction == "mean":
         loss = loss / kept.sum()
@@ -232,7 +232,7 @@ def _backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         gradient = _subtract_targets(softmax, factor, column, share)
     else:
         logits, column, rows = ctx.saved_tensors
-        gradient = torch.ops.autoptd.cross_entropy_rows_backward(factor, logits, column, rows, ctx.own)
+        gradient = _gradient(factor, logits, column, rows, ctx.own)
     return gradient, None, None, None, None
 
 

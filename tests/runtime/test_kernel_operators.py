@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime import kernels
 from tests.masks import keep_mask
 from tests.runtime.elementwise_cases import CASES, OPERATOR, make_rank
+from tests.runtime.test_kernels_rows import differentiate
 
 CPU = torch.device("cpu")
 RANK = make_rank()
@@ -63,6 +65,35 @@ def test_compilers_take_them(name: str) -> None:
     for one, other in zip(eager, compiled, strict=True):
         if one.requires_grad:
             torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
+
+
+class Listener(TorchDispatchMode):
+    """The names of the operators called under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(operator.name().partition(".")[0])
+        return operator(*args, **(kwargs or {}))
+
+
+def listen(kernel: Callable[..., Any], plain: list[Tensor], heard: list[Tensor]) -> set[str]:
+    """The operators that a dispatch mode hears of a kernel and its backward, which is the plain call bit for bit."""
+    expected = differentiate(kernel, plain)
+    with Listener() as listener:
+        found = differentiate(kernel, heard)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    return {name for name in listener.names if name.startswith("autoptd::")}
+
+
+@some_cases
+def test_dispatch_modes_hear_them(name: str) -> None:
+    case = CASES[name]
+    plain, heard = (case.make((2, 3, 8), torch.float32, CPU) for _ in range(2))
+    assert listen(lambda *operands: (case.kernel(*operands),), plain, heard)
 
 
 class Wrapped(nn.Module):

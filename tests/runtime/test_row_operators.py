@@ -14,7 +14,7 @@ from autoptd.runtime import kernels
 from tests.masks import keep_mask
 from tests.runtime.elementwise_cases import OPERATOR, make_rank
 from tests.runtime.row_cases import CASES, EPS, RANK
-from tests.runtime.test_kernel_operators import Wrapped
+from tests.runtime.test_kernel_operators import Wrapped, listen
 from tests.runtime.test_kernels_rows import differentiate, error
 
 CPU = torch.device("cpu")
@@ -74,6 +74,13 @@ def test_compilers_take_them(name: str) -> None:
         differentiate(function, compiled), differentiate(case.kernel, eager), strict=True
     ):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer, all", "rms, all", "softmax, causal", "softmax, learnt"])
+def test_dispatch_modes_hear_them(name: str) -> None:
+    case = CASES[name]
+    plain, heard = (case.make((2, 3, 8), torch.float32, CPU) for _ in range(2))
+    assert listen(case.kernel, plain, heard)
 
 
 @some_cases
