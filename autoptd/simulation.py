@@ -268,16 +268,12 @@ def _finish(
     overlap = training.overlap_data and cluster.device.multiprocessors > 1 and crowding <= 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
-    ends, gathers = [], []
+    ends, joined, gathers = [], [], []
     for rank, own in enumerate(owned):
         here = mesh.rank_of(0, rank, 0)
         replicas = mesh.data_group(here)
-        start = end = timeline[rank][-1].end
+        end = timeline[rank][-1].end
         end += _reduce(own.partial * each, mesh.tensor_group(here), cluster, crowding)
-        for owners, elements in own.tied.items():
-            ready = max(timeline[owner][-1].end for owner in owners)
-            ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
-            end = max(end, ready) + _reduce(elements * each, ranks, cluster, crowding)
         beside = 0.0
         ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
         for stage in sorted(ended, key=ended.__getitem__):
@@ -287,8 +283,15 @@ def _finish(
         end = max(end, beside) + summed * _reduce(left * each, replicas, cluster, crowding)
         ends.append(end)
         gathers.append(shared * _reduce(own.trained * each, replicas, cluster, crowding))
-        yield Phase(rank, "data", start, end)
-    ready = max(ends)  # the norm of all gradients needs all ranks
+    for rank, own in enumerate(owned):
+        end = ends[rank]
+        for owners, elements in own.tied.items():
+            ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
+            end = max(end, *(ends[owner] for owner in owners))
+            end += _reduce(elements / shards * each, ranks, cluster, crowding)
+        yield Phase(rank, "data", timeline[rank][-1].end, end)
+        joined.append(end)
+    ready = max(joined)  # the norm of all gradients needs all ranks
     for rank, own in enumerate(owned):
         stepping = optimizer_bytes(own, precision, shards, training.wide_gradients) / rate
         yield Phase(rank, "optimizer", ready, ready + stepping + gathers[rank])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.communicator import Posted
+from autoptd.runtime.communicator import Group, Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import fill_buckets, split_rows, sum_over
 from autoptd.runtime.kernels.precision import HALF
@@ -26,30 +26,33 @@ Leaves = Mapping[int, Mapping[str, Tensor]]
 class Completion:
     """When a rank's gradients are whole: `after` a stage's last backward, or `late`, after all of the schedule.
 
-    Late are the parameters that other pipeline ranks own too.
+    Late are the parameters that other pipeline ranks own too, by the ranks.
     """
 
     after: Mapping[int, tuple[str, ...]]
-    late: tuple[str, ...]
+    late: Mapping[tuple[int, ...], tuple[str, ...]]
 
     @classmethod
     def of(cls, manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Completion:
         ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
         after: dict[int, list[str]] = {}
-        late = []
+        late: dict[tuple[int, ...], list[str]] = {}
         for name in manifest.parameters:
             owned = [s.index for s in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
             stages = [index for index in owned if name in manifest.stages[index].parameters]
-            if len(manifest.owners(name)) > 1 and stages:
-                late.append(name)
+            if len(owners := manifest.owners(name)) > 1 and stages:
+                late.setdefault(owners, []).append(name)
             elif stages:
                 after.setdefault(max(stages, key=lambda stage: ends.get(stage, -1)), []).append(name)
-        return cls({stage: tuple(names) for stage, names in after.items()}, tuple(late))
+        return cls(
+            {stage: tuple(names) for stage, names in after.items()},
+            {owners: tuple(names) for owners, names in sorted(late.items())},
+        )
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The parameters in groups that are whole together."""
-        return (*self.after.values(), self.late)
+        return (*self.after.values(), *self.late.values())
 
 
 class WideSum:
@@ -72,10 +75,10 @@ class GradientSums:
     """A step's gradients on their way from the `leaves` of this rank's stages to the optimizer.
 
     Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
-    stages, ascending; over the tensor ranks where each has only a part of the sum; over the pipeline ranks that own a
-    tied parameter; over the replicas, divided by their number. The last runs while later backwards do; in
-    shared memory it runs when it is waited for. A sum that belongs to one of `shards` is kept only as far as this
-    replica steps it.
+    stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
+    number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. That over the
+    replicas runs while later backwards do; in shared memory it runs when it is waited for. A sum that belongs to one
+    of `shards` is kept only as far as this replica steps it.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class GradientSums:
         self._wide: dict[Tensor, WideSum] = {}
         self._measured = measured
         self._begin: Any = None
-        self._posted: list[tuple[Posted, Callable[[Tensor], None]]] = []
+        self._posted: list[tuple[Posted, Group | None, Callable[[Tensor], None]]] = []
         self._summed: dict[str | int, Tensor] = {}
 
     def start(self, leaves: Leaves) -> None:
@@ -114,17 +117,14 @@ class GradientSums:
     def finish(self) -> None:
         """Sum what is left, and wait for all."""
         self._begin = self._begin or self._measured.stopwatch.mark()
-        late = self._collect(self._completion.late)
-        for ranks, group in self._connection.tied.items():
-            names = [name for name in late if self._manifest.owners(name) == ranks]
-            tensors = [late[name] for name in names]
-            sum_over(group, tensors)
-            late.update(zip(names, tensors, strict=True))
-        self._post(late)
+        for owners, names in self._completion.late.items():
+            self._post(self._collect(names), self._connection.tied[owners])
         replicas = self._connection.rank.data.size
-        for posted, keep in self._posted:
+        for posted, group, keep in self._posted:
             summed = posted.wait()
-            keep(summed.div_(replicas) if replicas > 1 else summed)
+            if replicas > 1:
+                summed.div_(replicas)
+            keep(summed if group is None else group.all_reduce(summed))
         self._posted.clear()
         self._leaves, self._wide = {}, {}
         self._measured.add_sums(self._begin)
@@ -180,27 +180,33 @@ class GradientSums:
             if summed is not rows:
                 rows.copy_(summed)
 
-    def _post(self, gradients: dict[str, Tensor]) -> None:
-        """Begin the sums over the replicas of `gradients`, bucket by bucket; what a bucket has is taken out of them."""
+    def _post(self, gradients: dict[str, Tensor], owners: Group | None = None) -> None:
+        """Begin the sums over the replicas of `gradients`, bucket by bucket; what a bucket has is taken out of them.
+
+        When they are there they are summed over their `owners`.
+        """
         data = self._connection.rank.data
         if gradients and self._begin is None:
             self._begin = self._measured.stopwatch.mark()
         for index, shard in enumerate(self._shards):
             if any(name in gradients for name in shard.names):
                 posted = data.post_reduce_scatter(shard.flatten(gradients))
-                self._posted.append((posted, partial(self._summed.__setitem__, index)))
+                self._posted.append((posted, owners, partial(self._summed.__setitem__, index)))
         rest = {name: gradient for name, gradient in gradients.items() if name not in self._sharded}
-        if data.size == 1:
-            self._summed.update(rest)
-            return
         names = list(rest)
+        if data.size == 1:
+            tensors = list(rest.values())
+            if owners is not None:
+                sum_over(owners, tensors)
+            self._summed.update(zip(names, tensors, strict=True))
+            return
         for bucket in list(fill_buckets(list(rest.values()))):
             own = {names[i]: rest.pop(names[i]) for i in bucket}
             flat = torch.cat([gradient.reshape(-1) for gradient in own.values()])
             pieces = {name: gradient.shape for name, gradient in own.items()}
             for name in own:
                 del gradients[name]  # a second copy of all gradients would not fit
-            self._posted.append((data.post_all_reduce(flat), partial(self._keep_pieces, pieces)))
+            self._posted.append((data.post_all_reduce(flat), owners, partial(self._keep_pieces, pieces)))
 
     def _keep_pieces(self, pieces: Mapping[str, torch.Size], summed: Tensor) -> None:
         """Keep the parts of a flat bucket, as views of it."""

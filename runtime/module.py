@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -263,9 +264,11 @@ class Parallel(Persistent):
         if nonfinite and gradients:
             sums.clear()
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
-            raise FloatingPointError(
-                explain_nonfinite(manifest, self._connection, batch, pair[0], summed, unlabelled, repeat)
-            )
+            with self._exchange():
+                why = explain_nonfinite(
+                    manifest, self._connection, batch, pair[0], summed, unlabelled, repeat
+                )
+            raise FloatingPointError(why)
         if self.training:
             rank.randomness.call += 1
         self._loss, self._norm = pair[0], None
@@ -303,15 +306,21 @@ class Parallel(Persistent):
             seeds = (scale / divisors).unbind()
         run = partial(shape.executor.run, weights, inputs, seeds, self._await_stage)
         position = self._connection.position
-        self._broken = True  # until it has run, its messages may be under way
-        losses = run(shape.sums.end_stage)
-        position.phase("loss")
-        pair = share_loss(self._rank, losses, divisors)
-        if gradients:
-            position.phase("sum of gradients")
-            shape.sums.finish()
-        self._broken = False
+        with self._exchange():
+            losses = run(shape.sums.end_stage)
+            position.phase("loss")
+            pair = share_loss(self._rank, losses, divisors)
+            if gradients:
+                position.phase("sum of gradients")
+                shape.sums.finish()
         return pair, partial(run, lambda _: None)
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Messages are under way: where this breaks off, the next call would take them for its own."""
+        self._broken = self._connection.world.size > 1
+        yield
+        self._broken = False
 
     def _take_buffers(self) -> None:
         """Buffers were written, or are others: compute anew what is of them; ValueError where they are compiled in."""

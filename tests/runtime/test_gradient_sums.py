@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
+from autoptd.runtime.communicator import Done
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.gradient_sums import Completion, GradientSums
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.measured import Measured
 from autoptd.runtime.placement import Parameter, Placement, Segment
 from autoptd.runtime.schedule import Action
+from autoptd.runtime.shards import Shard
 from autoptd.runtime.stopwatch import Stopwatch
 from tests.runtime.chain import Chain
 
@@ -26,20 +29,20 @@ def manifest_of(mesh: tuple[int, int, int], *parameters: Parameter) -> Manifest:
 
 
 def sum_gradients(
-    manifest: Manifest, connection: Connection, gradients: Mapping[str, Tensor]
+    manifest: Manifest, connection: Connection, gradients: Mapping[str, Tensor], shards: Sequence[Shard] = ()
 ) -> dict[str, Tensor]:
-    """What the sums make of one stage's `gradients`."""
+    """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
     here = connection.rank.coordinates.pipeline
     measured = Measured(Stopwatch(connection.rank.device))
     completion = Completion.of(manifest, here, [Action(here, "B", 0)])
-    sums = GradientSums(manifest, connection, completion, (), measured)
+    sums = GradientSums(manifest, connection, completion, shards, measured)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
     sums.start({here: leaves})
     for name, leaf in leaves.items():
         (leaf * gradients[name]).sum().backward()
     sums.end_stage(here)
     sums.finish()
-    found = sums.take(list(gradients))
+    found = sums.take([0] if shards else list(gradients))
     return {name: g for name, g in zip(gradients, found, strict=True) if g is not None}
 
 
@@ -84,6 +87,30 @@ def test_tied_parameters_are_summed_by_name_in_whatever_order_their_owners_met_t
         }
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(sharded: bool) -> None:
+    """As rings do, which begin elsewhere for other groups and other places in a bucket."""
+    manifest = manifest_of((1, 2, 3), Parameter("tied", (3,), torch.float64))
+
+    def body(connection: Connection) -> Tensor:
+        at, data = connection.rank.coordinates, connection.rank.data
+        if at.pipeline == 1:
+
+            def add_up(x: Tensor) -> Tensor:
+                third, second, first = data.all_gather(x)
+                return first + second + third
+
+            data.post_all_reduce = lambda x: Done(add_up(x))  # type: ignore[method-assign]
+            data.post_reduce_scatter = lambda x: Done(add_up(x)[at.data, None])  # type: ignore[method-assign]
+        shards = [Shard({"tied": torch.zeros(3).double()}, torch.float64, data)] if sharded else []
+        own = [1e16, -1e16, 1.0][at.data]
+        summed = sum_gradients(manifest, connection, {"tied": torch.full((3,), own).double()}, shards)
+        return summed["tied"]
+
+    found = run_threads(manifest, body)
+    assert len({tuple(gradient.tolist()) for gradient in found}) == 1
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     manifest = manifest_of((1, 1, 1), Parameter("weight", (1,), torch.bfloat16))
     connection = run_threads(manifest, lambda connection: connection)[0]
@@ -113,11 +140,11 @@ def test_gradients_are_whole_after_the_last_stage_that_uses_them() -> None:
     actions = [Action(1, "B", 0), Action(0, "B", 0)]
     completion = Completion.of(manifest, 0, actions)
     assert completion.after == {0: ("shared",), 1: ("own",)}
-    assert completion.late == ()
+    assert completion.late == {}
 
 
 def test_what_other_pipeline_ranks_own_too_is_late() -> None:
     chain = Chain((1, 2, 1), tied=True)
     completion = Completion.of(chain.manifest, 0, chain.schedule[0])
-    assert completion.late == ("scale",)
+    assert completion.late == {(0, 1): ("scale",)}
     assert "scale" not in completion.after[0]

@@ -413,19 +413,55 @@ def test_second_order_gradients_are_refused() -> None:
         parallel(**chain.batch())["loss"].backward()
 
 
-def test_a_call_after_one_that_broke_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain, parallel = alone()
-    run = parallel._shape.executor.run
+class InterruptionError(Exception):
+    """As an allocator's error that a loop skips the batch of."""
 
-    def interrupt(*args: Any) -> Any:
-        run(*args)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(parallel._shape.executor, "run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+def interrupt_run(monkeypatch: pytest.MonkeyPatch, parallel: Parallel, calls: int) -> None:
+    """Let the `calls`-th run of the schedule from now on break off after the first microbatch's forward."""
+    executor = parallel._shape.executor
+    run, left = executor.run, iter(range(calls, 0, -1))
+
+    def interrupt(
+        weights: Any, inputs: Any, seeds: Any, begin: Callable[[int], None], end: Callable[[int], None]
+    ) -> Any:
+        if next(left, 0) != 1:
+            return run(weights, inputs, seeds, begin, end)
+        first = min(executor.stages)
+        executor.stages[first].start(weights[first], inputs[first], seeds)
+        raise InterruptionError
+
+    monkeypatch.setattr(executor, "run", interrupt)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_call_after_one_that_broke_off_is_refused(monkeypatch: pytest.MonkeyPatch, repeated: bool) -> None:
+    """Where other ranks' messages are under way: in the schedule, or where it is repeated to explain a nan."""
+    chain = Chain((1, 2, 1), "gpipe", 1, 2)
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        interrupt_run(monkeypatch, parallel, 1 + repeated)
+        batch = chain.batch()
+        if repeated:
+            batch["x"] = torch.full_like(batch["x"], torch.nan)
+        with pytest.raises(InterruptionError):
+            parallel(**batch)
+        with pytest.raises(
+            RuntimeError, match=r"broke off in the middle of its schedule, .* last checkpoint"
+        ):
+            parallel(**chain.batch())
+
+    run_threads(chain.manifest, body)
+
+
+def test_one_process_goes_on_after_a_call_that_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    (chain, parallel), (_, other) = alone(), alone()
+    interrupt_run(monkeypatch, parallel, 1)
+    with pytest.raises(InterruptionError):
         parallel(**chain.batch())
-    monkeypatch.undo()
-    with pytest.raises(
-        RuntimeError, match=r"broke off in the middle of its schedule, .* from the last checkpoint"
-    ):
-        parallel(**chain.batch())
+    for model in (parallel, other):
+        model(**chain.batch())["loss"].backward()
+    found, expected = ([p.grad for p in m.parameters() if p.grad is not None] for m in (parallel, other))
+    assert expected
+    assert all(torch.equal(one, another) for one, another in zip(found, expected, strict=True))
