@@ -33,12 +33,14 @@ def global_norm(
     norm = _norm(whole, norm_type, rank.device)
     part = _norm(parts, norm_type, rank.device)
     if norm_type == inf:
-        norm = torch.maximum(norm, rank.data.all_reduce(part, "max")) if shards else norm
+        norm = rank.data.all_reduce(torch.maximum(norm, part), "max")
         return rank.pipeline.all_reduce(rank.tensor.all_reduce(norm, "max"), "max")[0]
     powers = norm**norm_type
     if shards:
         powers = powers + rank.data.all_reduce(part**norm_type)
     powers = rank.pipeline.all_reduce(rank.tensor.all_reduce(powers))
+    # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
+    powers = rank.data.all_reduce(powers, "max")
     return (powers ** (1 / norm_type))[0]
 
 

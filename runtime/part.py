@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 from weakref import WeakMethod
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autoptd.runtime.caller import warn_caller
 
 # What holds other modules' parameters, or any.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -14,6 +17,10 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.
 UNCOPIED = (
     "a parallel model is bound to its process, and is neither copied nor pickled: save_checkpoint and full_state_dict "
     "save it; for an average of its weights keep {name: p.detach().clone() for name, p in parallel.named_parameters()}"
+)
+UNHOOKED = (
+    "a module of a parallel model computes nothing, and a hook on it never runs: hook the parallel model, or a "
+    "parameter's gradient (parameter.register_hook)"
 )
 
 
@@ -40,13 +47,19 @@ class Part(nn.Module):
         )
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(
-            "a module of a parallel model computes nothing, and a hook on it would never run: hook the parallel model, "
-            "or a parameter's gradient (parameter.register_hook)"
-        )
+        raise ValueError(UNHOOKED)
 
-    register_forward_hook = register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As of every module, with a warning: summaries and profilers hook all of them, and may do without."""
+        warn_caller(UNHOOKED)
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As of every module, with a warning."""
+        warn_caller(UNHOOKED)
+        return super().register_forward_pre_hook(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> NoReturn:
         """Refused, and so is iteration: the second layer of this rank may be the model's tenth."""

@@ -120,12 +120,15 @@ def test_layers_are_not_numbered() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("register_forward_hook", "register_forward_pre_hook", "register_backward_hook"),
-        *("register_full_backward_hook", "register_full_backward_pre_hook"),
-    ],
+    "name", ["register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"]
 )
-def test_hooks_on_parts_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="a hook on it would never run: hook the parallel model"):
+def test_backward_hooks_on_parts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="a hook on it never runs: hook the parallel model"):
         getattr(make_part("Linear"), name)(print)
+
+
+@pytest.mark.parametrize("name", ["register_forward_hook", "register_forward_pre_hook"])
+def test_forward_hooks_on_parts_are_warned_of(name: str) -> None:
+    """What lists a model's modules hooks each, and must not end a run."""
+    with pytest.warns(UserWarning, match="a hook on it never runs"):
+        getattr(make_part("Linear"), name)(print).remove()
