@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.calls import argument
+from autoptd.passes import product_work
+from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.letters import letter
 from autoptd.passes.program import Program
 from autoptd.passes.work import find_trained
 from autoptd.runtime import aten, kernels
@@ -24,8 +27,12 @@ MOVING = frozenset(
         *("slice", "narrow", "select", "pad", "constant_pad_nd"),
     ]
 )
-SIGNS = frozenset(["neg"])
-SCALING = SIGNS | {"mul", "div"}
+SCALING = frozenset(["neg", "mul", "div"])
+# Operators whose result is scaled where what they take is.
+LINEAR = (
+    MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
+)
+SOFTMAX = frozenset(["softmax", "log_softmax"])
 
 
 class Loss(NamedTuple):
@@ -44,7 +51,7 @@ def describe_labels(program: Program) -> tuple[Input, ...]:
     same: a loss that is written out, or labels that are changed on their way, leave it as it is. It weighs where one
     such cross-entropy, at most scaled, is the whole loss.
     """
-    whole = _find_whole_loss(program)
+    whole = _moved(_find_loss(program), MOVING | SCALING)
     marks: dict[str, tuple[int, int, bool]] = {}
     for name, places in _find_places(program).items():
         (node, place), *others = places
@@ -71,7 +78,7 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "they have unequal counts; change labels in the data, before the call, and leave the mean to "
             "cross_entropy, which leaves out its ignore_index"
         )
-    if is_sum(program):
+    if is_sum(divided):
         yield (
             "the loss is a sum over its batch, and a step's loss is the mean of the microbatches' losses over all "
             "replicas: their number times smaller than the sum over the whole batch, and the gradients with it. Return "
@@ -86,50 +93,110 @@ def find_uncounted(program: Program) -> tuple[str, ...]:
 
 
 def find_counts(program: Program) -> tuple[str, ...]:
-    """Inputs that a count is made of, by which something trained is divided: a mean over them that is written out.
+    """Inputs that a count is made of, by which the loss is divided: a mean over them that is written out.
 
-    Or multiplied, by what is one over the count.
+    Or multiplied, by what is one over the count. What is divided on its way to a cross-entropy is not its mean.
     """
-    found: dict[str, None] = {}
-    for stage in program.stages:
-        trained = find_trained(stage)
-        for node in stage.graph.nodes:
-            if node.target in (aten.div.Tensor, aten.mul.Tensor) and node in trained:
-                counts = [x for x in node.all_input_nodes if not x.meta["val"].shape and x not in trained]
-                for count in filter(_is_summed, counts):
-                    found |= dict.fromkeys(name for name, _ in _sources(count))
-    return tuple(found)
+    (stage,) = program.stages
+    trained = find_trained(stage)
+
+    def parts(node: fx.Node) -> list[fx.Node]:
+        return [
+            x for x in node.all_input_nodes if _name(node) in LINEAR and (x in trained or not shape_of(x))
+        ]
+
+    divisors = [divisor for node in _walk(_find_loss(program), parts) for divisor in _divisors(node)]
+    counts = [x for x in divisors if isinstance(x, fx.Node) and x not in trained and not shape_of(x)]
+    return tuple(dict.fromkeys(name for x in counts if _is_summed(x) for name, _ in _sources(x)))
 
 
 def is_sum(program: Program) -> bool:
-    """Whether the loss is a sum over the microbatch, by which it grows: nothing divides it."""
-    node = _find_whole_loss(program, SIGNS)
-    if node is None:
-        return False
-    if getattr(node.target, "overloadpacket", None) is aten.sum:
-        return not _holds_scalars(node.all_input_nodes[0])
-    loss = _read_loss(node)
-    return loss is not None and not loss.mean
+    """Whether the loss is known to grow with the microbatch: a sum over it, and nothing on the way may divide it."""
+    (stage,) = program.stages
+    trained = find_trained(stage)
+
+    def parts(node: fx.Node) -> list[fx.Node]:
+        """What `node` grows with, up to where a factor is no longer one of the loss."""
+        if _read_loss(node) or node.target in product_work.FORWARDS or _name(node) in SOFTMAX:
+            return []
+        # What has no batch is the same for all of it, where it comes to what has one.
+        return [x for x in node.all_input_nodes if x in trained and _has_batch(x) >= _has_batch(node)]
+
+    grown = {node: parts(node) for node in _walk(_find_loss(program), parts)}
+    read = [loss.target for node in grown if (loss := _read_loss(node))]
+    values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
+    sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {1}
+    batch = program.letters.get("b", 1)
+    return all(
+        _grows(node, sources) and not _may_divide(node, sources, batch, sizes)
+        for node, sources in grown.items()
+    )
 
 
-def _holds_scalars(node: fx.Node) -> bool:
-    """Whether `node` is one number, or put together from such, as losses of several kinds are."""
-    joins = (aten.stack.default, aten.cat.default, aten.unsqueeze.default)
-    joined = node.target in joins and all(map(_holds_scalars, node.all_input_nodes))
-    return joined or node.meta["val"].dim() == 0
+def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether `node` has every sample of its `sources`, or their sum."""
+    if not sources:
+        loss = _read_loss(node)
+        return _has_batch(node) or (loss is not None and not loss.mean)
+    return _name(node) == "sum" or _has_batch(node) or not any(map(_has_batch, sources))
+
+
+def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: set[int]) -> bool:
+    """Whether `node` may divide what grows by how large the batch is, be it through weights that add up to one."""
+    if divisors := _divisors(node):
+        return any(isinstance(x, fx.Node) or _may_count(x, {batch}) for x in divisors)
+    factors: Any = node.args if _name(node) == "mul" else ()
+    weights = [x for x in factors if isinstance(x, fx.Node) and x not in sources]
+    numbers = [1 / x for x in factors if not isinstance(x, fx.Node) and x != 0]
+    # A mask leaves out, and divides nothing. Every whole number is a multiple of a batch of one: a factor such as 0.1
+    # is told from one over a count by the other sizes.
+    return any(_moved(x).meta["val"].dtype != torch.bool for x in weights) or any(
+        _may_count(x, sizes) for x in numbers
+    )
+
+
+def _may_count(number: float, sizes: Collection[int]) -> bool:
+    """Whether a number in the code is a multiple of one of `sizes`, and may come from it: a graph does not say."""
+    number = abs(number)
+    return any(min(left := number % size, size - left) < 1e-9 * number for size in sizes)
 
 
 def _is_summed(count: fx.Node) -> bool:
     """Whether a sum is taken on the way to `count`, as of labels that are counted."""
-    pending, seen = [count], {count}
+    return any(_name(node) in ("sum", "count_nonzero", "mean") for node in _walk(count))
+
+
+def _divisors(node: fx.Node) -> Sequence[Any]:
+    """What `node` divides by."""
+    if _name(node) == "div":
+        return node.args[1:2]
+    exponent = node.args[1] if _name(node) == "pow" else None
+    inverse = isinstance(exponent, (int, float)) and exponent < 0
+    return node.args[:1] if inverse or _name(node) == "reciprocal" else ()
+
+
+def _has_batch(node: fx.Node) -> bool:
+    """Whether one of the dimensions is the batch, or made of it."""
+    sizes = node.meta.get("sizes", ())
+    return any(letter("b") in getattr(size, "free_symbols", ()) for size in sizes)
+
+
+def _name(node: fx.Node) -> str:
+    """The operator that `node` calls, as torch names it; empty where it calls none."""
+    return node.target._schema.name.removeprefix("aten::") if isinstance(node.target, OpOverload) else ""
+
+
+def _walk(
+    start: fx.Node, parts: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
+) -> Iterator[fx.Node]:
+    """`start`, its `parts`, theirs and so on, each once; by default all that it is computed from."""
+    pending, seen = [start], {start}
     while pending:
         node = pending.pop()
-        if getattr(node.target, "overloadpacket", None) in (aten.sum, aten.count_nonzero, aten.mean):
-            return True
-        fresh = [source for source in node.all_input_nodes if source not in seen]
+        yield node
+        fresh = [source for source in parts(node) if source not in seen]
         seen.update(fresh)
         pending += fresh
-    return False
 
 
 def _find_places(
@@ -149,16 +216,18 @@ def _find_places(
     return found
 
 
-def _find_whole_loss(program: Program, scaling: Container[str] = SCALING) -> fx.Node | None:
-    """The node that the model's loss is, but for factors by operators of `scaling`, casts and moves."""
-    node: Any = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
-    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
-        name = node.target._schema.name.removeprefix("aten::")
-        scaled = name in scaling and len(node.all_input_nodes) == 1
-        if not scaled and name not in MOVING:
-            break
-        node = node.args[0]
-    return node if isinstance(node, fx.Node) else None
+def _find_loss(program: Program) -> fx.Node:
+    """What the model returns."""
+    loss = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
+    assert isinstance(loss, fx.Node)
+    return loss
+
+
+def _moved(node: fx.Node, names: Container[str] = MOVING) -> fx.Node:
+    """The node that `node` is, but for casts and moves, or other operators by `names`."""
+    while _name(node) in names and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _read_loss(node: fx.Node) -> Loss | None:
@@ -178,14 +247,8 @@ def _read_loss(node: fx.Node) -> Loss | None:
 
 
 def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    pending, seen = [target], {target}
-    while pending:
-        node = pending.pop()
-        if node.meta.get("role") == "input":
-            yield str(node.target), node
-        fresh = [source for source in node.all_input_nodes if source not in seen]
-        seen.update(fresh)
-        pending += fresh
+    """The inputs that `target` is computed from."""
+    return ((str(node.target), node) for node in _walk(target) if node.meta.get("role") == "input")
 
 
 def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | None:
@@ -210,10 +273,7 @@ def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
     way = [target]
     while way[-1] is not source:
         node = way[-1]
-        moving = (
-            isinstance(node.target, OpOverload) and node.target._schema.name.removeprefix("aten::") in MOVING
-        )
-        if not moving or len(node.all_input_nodes) != 1:
+        if _name(node) not in MOVING or len(node.all_input_nodes) != 1:
             return None
         way.append(node.all_input_nodes[0])
     value: Any = numbers

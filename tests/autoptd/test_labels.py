@@ -34,6 +34,11 @@ def mean(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
 
 
+def each(logits: Tensor, labels: Tensor) -> Tensor:
+    """Every label's cross-entropy."""
+    return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
 def write_out(logits: Tensor, labels: Tensor) -> Tensor:
     chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return -(chosen * (labels != -100)).sum() / (labels != -100).sum()
@@ -41,8 +46,7 @@ def write_out(logits: Tensor, labels: Tensor) -> Tensor:
 
 def mean_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
     """Which counts samples alike, however many labels each has."""
-    losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+    return (each(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
 
 LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
@@ -166,3 +170,121 @@ def test_labels_of_transformers_are_shifted(mesh: tuple[int, int, int]) -> None:
     ids = torch.zeros(1, 8, dtype=torch.long)
     program = autoptd.compile(model, mesh, example_inputs={"input_ids": ids, "labels": ids.clone()})
     assert [(i.ignore_index, i.skipped) for i in program.manifest.inputs] == [(None, 0), (-100, 1)]
+
+
+class Weighing(Small):
+    """Whose loss reads what labels weigh, too."""
+
+    def forward(self, ids: Tensor, labels: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
+        return self.loss(self.head(self.table(ids)), labels, w)  # type: ignore[call-arg]
+
+
+def find_warnings(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int) -> list[str]:
+    """How compile's warnings begin, of microbatches of `size` samples on one rank and on a mesh."""
+    example = {name: torch.zeros(size, LENGTH, dtype=torch.long) for name in ("ids", "labels")}
+    example["w"] = torch.ones(size, LENGTH)
+    said = []
+    for mesh in ((1, 1, 1), (2, 2, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autoptd.compile(Weighing(loss), mesh, example_inputs=example, num_microbatches=2)  # type: ignore[arg-type]
+        said.append([str(warning.message).split(",")[0] for warning in caught])
+    assert said[0] == said[1]
+    return said[0]
+
+
+MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "of weights that add up to one": lambda x, y, w: (each(x, y) * (w / w.sum())).sum(),
+    "of weights that may": lambda x, y, w: (each(x, y) * w).sum(),
+    "of shares": lambda x, y, w: (each(x, y) / y.numel()).sum(),
+    "of shares multiplied": lambda x, y, w: (each(x, y) * (1 / y.numel())).sum(),
+    "of shares of parts": lambda x, y, w: (each(x, y) * (1 / y.numel() / 15)).sum(),
+    "of shares, rounded": lambda x, y, w: (each(x, y) / (y.numel() / 47 * 47)).sum(),
+    "of squares' shares": lambda x, y, w: x.square().sum() * (1 / y.numel()),
+    "of samples' shares": lambda x, y, w: (each(x, y).mean(-1) / x.shape[0]).sum(),
+    "of samples' halves": lambda x, y, w: each(x, y).mean(-1).sum() / (2 * x.shape[0]),
+    "of parts": lambda x, y, w: each(x, y).view(x.shape[0], 2, -1).mean((0, 2)).sum(),
+    "of the batch": lambda x, y, w: each(x, y).mean(0).sum(),
+    "of the batch, in all": lambda x, y, w: each(x, y).mean(0).sum(0) + (0.5 * x.square()).mean(0).sum(),
+    "of a sum": lambda x, y, w: mean(x, y, reduction="sum") * (1 / y.numel()),
+    "of a sum of some": lambda x, y, w: mean(x[:, :-1], y[:, 1:], reduction="sum") * (1 / y.numel()),
+    "of a sum of some by their number": lambda x, y, w: (
+        mean(x[:, :-1], y[:, 1:], reduction="sum") * (1 / y[:, 1:].numel())
+    ),
+    "beside a sum": lambda x, y, w: each(x, y).sum() + x.square().mean(),
+    "of one sample": lambda x, y, w: each(x, y)[0].sum(),
+    "of clamped shares": lambda x, y, w: (each(x, y) / y.numel()).clamp(max=10).sum(),
+    "by a trained sum": lambda x, y, w: (each(x, y) / x.square().sum()).sum(),
+    "times one by a trained sum": lambda x, y, w: (each(x, y) * (1 / x.square().sum())).sum(),
+    "of a ratio": lambda x, y, w: each(x, y).sum() * (1 / x.square().sum()),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_not_taken_for_a_sum(name: str, size: int) -> None:
+    assert find_warnings(MEANS[name], size) == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: each(x, y).sum(),
+        lambda x, y, w: each(x, y).view(-1).sum(),
+        lambda x, y, w: each(x, y).sum(0).sum(),
+        lambda x, y, w: each(x, y).mean(-1).sum(),
+        lambda x, y, w: mean(x, y, reduction="sum"),
+        lambda x, y, w: each(x, y).sum() * 0.1,
+        lambda x, y, w: each(x, y).sum() / 2.5,
+        lambda x, y, w: each(x, y).sum() / float("inf"),
+        lambda x, y, w: mean(x, y, reduction="sum").double() * 2,
+        lambda x, y, w: (each(x, y) * (y != -100)).sum(),
+        lambda x, y, w: (each(x, y) * (y != -100).float()).sum(),
+        lambda x, y, w: 0.3 * (x - functional.one_hot(y, VOCABULARY)).square().sum(),
+        lambda x, y, w: each(x, y).sum() + each(x.relu(), y).sum(),
+        lambda x, y, w: each(x / 2, y).sum(),
+        lambda x, y, w: -(x / 3).log_softmax(-1).gather(-1, y.unsqueeze(-1)).sum(),
+        lambda x, y, w: ((x / 3) @ torch.ones(VOCABULARY, 2)).square().sum(),
+    ],
+)
+def test_a_sum_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int) -> None:
+    assert find_warnings(loss, size) == ["the loss is a sum over its batch"]
+
+
+def count(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (each(x, y) * w).sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: mean(x * w.mean(), y),
+        lambda x, y, w: mean(x, y) * w.mean(),
+        lambda x, y, w: mean(x * (w.numel() / w.sum()), y),
+        lambda x, y, w: mean(x / w.sum(), y),
+        lambda x, y, w: (x * (w.numel() / w.sum()) - 1).square().mean(),
+        lambda x, y, w: mean(x, y) * (w.sum() / w.numel()),
+        lambda x, y, w: mean(x, y) * w.sum() ** 2,
+        lambda x, y, w: mean(x, y) / w[0, 0],
+    ],
+)
+def test_a_factor_is_not_taken_for_a_count(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    assert find_warnings(loss, 2) == []
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: (1 / w.sum()) * count(x, y, w),
+        lambda x, y, w: count(x, y, w) * w.sum() ** -1,
+        lambda x, y, w: count(x, y, w) * (w.numel() / w.sum().clamp(min=1)) / w.numel(),
+        lambda x, y, w: count(x, y, w) / w.sum(),
+        lambda x, y, w: (each(x, y) * w / w.sum()).sum(),
+        lambda x, y, w: (each(x, y) * w).mean() / w.mean(),
+        lambda x, y, w: (count(x, y, w) / w.sum()).view(1).squeeze() + 0.1 * x.square().mean(),
+        lambda x, y, w: torch.where(w.sum() > 0, count(x, y, w) / w.sum(), 0.0),
+    ],
+)
+def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    assert find_warnings(loss, 2) == ["w comes to its loss changed"]
