@@ -27,7 +27,7 @@ from autoptd.runtime.label_count import weigh_items
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
-from autoptd.runtime.optimizer_watch import check_part, mark_states
+from autoptd.runtime.optimizer_watch import watch_divided
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.part import Part
@@ -35,6 +35,7 @@ from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
 from autoptd.runtime.shards import Shard, lay_out_shards
+from autoptd.runtime.state_marks import StateMarks
 from autoptd.runtime.step import Step
 from autoptd.runtime.weight_agreement import Copies
 from autoptd.runtime.weighting import find_divisors
@@ -110,7 +111,9 @@ class Parallel(Persistent):
         self._broken = False  # whether a schedule broke off
         self._whole: Whole | None = None  # whose gradients are shared
         self._hooks: dict[str | int, RemovableHandle] = {}  # by which they are, by the names in `_stepped`
+        self._marks = StateMarks(manifest, self._rank)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
+            watch_divided(self, self._marks)
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
         self._buffer_versions = self._read_buffer_versions()
@@ -120,6 +123,7 @@ class Parallel(Persistent):
         self._shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
         self._watch = ParameterWatch(self._manifest, self, sharded)
+        self._marks.hold(self._watch.parameters, self._shards)
         self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
         self._gathering: dict[Shard, Posted] = {}
         for shape in self._shapes:
@@ -214,11 +218,10 @@ class Parallel(Persistent):
         hooks = {handle.id for handle in self._hooks.values()}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name], hooks)
+        self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
-        at = self._rank.coordinates
-        part = at.tensor, at.pipeline, at.data
-        mark_states(optimizer, part)
-        optimizer.register_step_pre_hook(lambda *_: check_part(optimizer, part))
+        self._marks.mark(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._marks.check(optimizer))
         optimizer.register_step_pre_hook(lambda *_: self._prepare_step())
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
         return optimizer

@@ -127,7 +127,7 @@ def test_an_optimizer_of_the_plain_model_is_refused() -> None:
 def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
     """Only of these parameters; one that is known to step each element by itself never."""
     chain, parallel = alone()
-    watch_divided(parallel, (0, 0))
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     optimizer = torch.optim.Adafactor(parallel.parameters())
@@ -147,7 +147,7 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
 
 def test_an_optimizer_of_all_parameters_is_refused() -> None:
     chain, parallel = alone()
-    watch_divided(parallel, (0, 0))
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     optimizer = torch.optim.LBFGS(parallel.parameters())
@@ -156,26 +156,6 @@ def test_an_optimizer_of_all_parameters_is_refused() -> None:
         with pytest.raises(ValueError, match="LBFGS is not known to step each element by itself"):
             optimizer.step(lambda: 1.0)
     assert all(torch.equal(p, x) for p, x in zip(parallel.parameters(), before, strict=True))
-
-
-def test_the_state_of_another_ranks_optimizer_is_refused() -> None:
-    """It is of other slices; the own one is taken."""
-    chain, parallel = alone()
-    watch_divided(parallel, (0, 1))
-    first, second = (torch.optim.AdamW(parallel.parameters()) for _ in range(2))
-    parallel(**chain.batch())["loss"].backward()
-    share_gradients(parallel)
-    first.step()
-    own = first.state_dict()
-    second.load_state_dict(own)
-    second.step()
-    assert "autoptd_part" not in first.param_groups[0]
-    for part in ([1, 1], [0, 1, 0]):
-        other = deepcopy(own)
-        other["param_groups"][0]["autoptd_part"] = part
-        second.load_state_dict(other)
-        with pytest.raises(ValueError, match=r"what another rank saved .*'pipeline': 1.*save_checkpoint"):
-            second.step()
 
 
 def test_modules_in_a_mode_of_their_own_are_refused() -> None:
