@@ -56,16 +56,14 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
     Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
     parameters together, is refused: its step raises ValueError.
     """
-    own = weakref.ref(parallel)
     judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        module = own()
-        if module is None:
+        # Of every optimizer in the process: this neither looks through modules nor waits for weights on their way.
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not marks.holds_any(held):
             return
-        _refuse_replaced(optimizer, module)
-        if not _steps_any(optimizer, module):
-            return
+        _refuse_replaced(held, marks)
         marks.check(optimizer)
         if optimizer in judged:
             return
@@ -86,18 +84,12 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
     weakref.finalize(parallel, handle.remove)
 
 
-def _refuse_replaced(optimizer: Optimizer, module: nn.Module) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    replaced = [p for p in held if not isinstance(p.grad, GradientShare)]
-    own = {id(p): name for name, p in nn.Module.named_parameters(module)} if replaced else {}
-    name = next((own[id(p)] for p in replaced if id(p) in own), None)
-    if name is not None:
+def _refuse_replaced(held: Iterable[Tensor], marks: StateMarks) -> None:
+    replaced = (p for p in held if p.grad is not None and not isinstance(p.grad, GradientShare))
+    pieces = next((pieces for p in replaced if (pieces := marks.find(p)) is not None), None)
+    if pieces is not None:
         raise ValueError(
-            f"the gradient of {name} was replaced by another tensor, of which torch's norm and clipping would see this "
-            "rank's slice alone: change it in place (p.grad.div_, p.grad.copy_, torch.nan_to_num_)"
+            f"the gradient of {', '.join(pieces[:SHOWN])} was replaced by another tensor, of which torch's norm and "
+            "clipping would see this rank's slice alone: change it in place (p.grad.div_, p.grad.copy_, "
+            "torch.nan_to_num_)"
         )
-
-
-def _steps_any(optimizer: Optimizer, module: nn.Module) -> bool:
-    own = {id(parameter) for parameter in module.parameters()}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -40,6 +40,14 @@ class StateMarks:
                 for name, elements in pieces
             ]
 
+    def holds_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of `tensors` has a piece of the model."""
+        return not self._held.keys().isdisjoint(map(id, tensors))
+
+    def find(self, tensor: Tensor) -> list[str] | None:
+        """The pieces of the model that a `tensor` has; None where it is none of this model's."""
+        return self._held.get(id(tensor))
+
     def mark(self, optimizer: Optimizer) -> None:
         """From now on, let the ``state_dict`` of an `optimizer` say what it is of."""
         optimizer.register_state_dict_post_hook(self._write)
@@ -52,8 +60,8 @@ class StateMarks:
         for number, group in enumerate(optimizer.param_groups):
             loaded = zip(group["params"], group.get(MARK, ()), strict=False)
             for position, (tensor, found) in enumerate(loaded):
-                own = self._held.get(id(tensor), found)
-                if found is not None and found != own:
+                own = self.find(tensor)
+                if found is not None and own is not None and found != own:
                     raise ValueError(self._describe_other(number, position, found, own))
         for group in optimizer.param_groups:
             group.pop(MARK, None)
@@ -62,7 +70,7 @@ class StateMarks:
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             # What was loaded and never stepped stays what it was; another model's tensors are marked by that.
             known = saved.get(MARK) or [None] * len(group["params"])
-            own = [self._held.get(id(tensor)) for tensor in group["params"]]
+            own = [self.find(tensor) for tensor in group["params"]]
             saved[MARK] = [a if a is not None else b for a, b in zip_longest(known, own)]
 
     def _describe_other(self, group: int, position: int, found: Sequence[str], own: Sequence[str]) -> str:

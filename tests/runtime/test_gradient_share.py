@@ -150,6 +150,21 @@ def test_a_gradient_that_was_replaced_is_not_stepped(name: str, mesh: tuple[int,
     run_threads(chain.manifest, ask)
 
 
+def test_a_gradient_of_a_shard_that_was_replaced_is_not_stepped() -> None:
+    chain = Chain((2, 1, 2), "1f1b", 1, 2)
+
+    def ask(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = None if p.grad is None else p.grad / 2
+        with pytest.raises(ValueError, match=r"the gradient of elements .* of layer.* was replaced"):
+            optimizer.step()
+
+    run_threads(chain.manifest, ask)
+
+
 def test_a_norm_that_a_rank_does_not_ask_for_is_refused() -> None:
     """Where what it has is frozen; `clip_grad_norm_` of the parallel model is asked by all."""
     chain = Chain((1, 2, 1), "1f1b", 1, 2)

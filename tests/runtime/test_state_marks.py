@@ -163,7 +163,9 @@ def test_a_loaded_state_may_be_sharded_and_its_groups_may_grow() -> None:
 
 def test_an_optimizer_of_two_models_says_what_both_have() -> None:
     (_, first), (_, second) = watched(), watched()
-    optimizer = torch.optim.AdamW([*first.parameters(), nn.Parameter(torch.ones(2)), *second.parameters()])
+    other = nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([*first.parameters(), other, *second.parameters()])
     optimizer.step()
     saved = optimizer.state_dict()
     marks = saved["param_groups"][0][MARK]
