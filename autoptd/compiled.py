@@ -29,7 +29,7 @@ from autoptd.runtime.launch import watch
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel, signed
-from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
+from autoptd.runtime.optimizer_watch import refuse_forgotten
 from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.program_text import compile_stages, read_program
 from autoptd.runtime.schedule import Action
@@ -304,9 +304,6 @@ class CompiledProgram:
         for model in (self.model, weights):
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())
-        if self.mesh.tensor * self.mesh.pipeline > 1:
-            at = parallel.coordinates
-            watch_divided(parallel, (at.tensor, at.pipeline))
         return parallel
 
     def _read_rank(

@@ -220,7 +220,7 @@ def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: fl
     return tagged
 
 
-def share_gradients(leaves: Leaves, whole: Whole) -> list[RemovableHandle]:
+def share_gradients(leaves: Leaves, whole: Whole) -> dict[str | int, RemovableHandle]:
     """Make every gradient that a backward leaves in the ``.grad`` of one of `leaves` a share of `whole`.
 
     Until the handles given are removed.
@@ -232,7 +232,9 @@ def share_gradients(leaves: Leaves, whole: Whole) -> list[RemovableHandle]:
             share.whole, share.of = whole, name
             leaf.grad = share
 
-    return [leaf.register_post_accumulate_grad_hook(partial(mark, name)) for name, leaf in leaves.items()]
+    return {
+        name: leaf.register_post_accumulate_grad_hook(partial(mark, name)) for name, leaf in leaves.items()
+    }
 
 
 def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole) -> list[RemovableHandle]:

@@ -28,7 +28,7 @@ from autoptd.runtime.label_count import weigh_items
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
-from autoptd.runtime.optimizer_watch import check_part, mark_states
+from autoptd.runtime.optimizer_watch import watch_divided
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.part import Part
@@ -36,6 +36,7 @@ from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
 from autoptd.runtime.shards import Shard, lay_out_shards
+from autoptd.runtime.state_marks import StateMarks
 from autoptd.runtime.step import Step
 from autoptd.runtime.weight_agreement import Copies
 from autoptd.runtime.weighting import find_divisors
@@ -109,8 +110,11 @@ class Parallel(Persistent):
         self._loss = self._norm = None
         self._gradients_everywhere = True
         self._broken = False  # whether a schedule broke off
-        self._hooks: list[RemovableHandle] = []
+        self._whole: Whole | None = None  # whose gradients are shared
+        self._hooks: dict[str | int, RemovableHandle] = {}  # by which they are, by the names in `_stepped`
+        self._marks = StateMarks(manifest, self._rank)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
+            watch_divided(self, self._marks)
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
         self._buffer_versions = self._read_buffer_versions()
@@ -120,22 +124,24 @@ class Parallel(Persistent):
         self._shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
         self._watch = ParameterWatch(self._manifest, self, sharded)
+        self._marks.hold(self._watch.parameters, self._shards)
         self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
         self._gathering: dict[Shard, Posted] = {}
         for shape in self._shapes:
             shape.share_steps(self._shards)
         if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:
             names = {index: shard.names for index, shard in enumerate(shards)}
-            whole = Whole(
+            self._whole = Whole(
                 WeakMethod(self._measure_norm),
                 WeakMethod(self._stepped),
                 WeakMethod(self._is_everywhere),
                 names,
             )
-            for hook in self._hooks:
+            for hook in self._hooks.values():
                 hook.remove()
-            self._hooks = share_gradients(self._stepped(), whole)
-            stood = [handle for s in shards for handle in stand_in(s, self._named(s), whole)]
+            self._hooks = {}
+            self._share_gradients(self._stepped())
+            stood = [handle for s in shards for handle in stand_in(s, self._named(s), self._whole)]
             self._watch.hooks = frozenset(handle.id for handle in stood)
         self._versions = self._read_versions()
 
@@ -177,6 +183,7 @@ class Parallel(Persistent):
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._device, requires_grad=True)
             leaves = self._stepped()
+            self._share_gradients(leaves)
             loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
             # What is made now is there for later steps, which inference tensors are not.
@@ -209,14 +216,13 @@ class Parallel(Persistent):
         dtypes = {name: manifest.parameters[name].dtype for name in parameters}
         rows = self._shapes[0].completion.rows
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        hooks = {handle.id for handle in self._hooks}
+        hooks = {handle.id for handle in self._hooks.values()}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name], hooks)
+        self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
-        at = self._rank.coordinates
-        part = at.tensor, at.pipeline, at.data
-        mark_states(optimizer, part)
-        optimizer.register_step_pre_hook(lambda *_: check_part(optimizer, part))
+        self._marks.mark(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._marks.check(optimizer))
         optimizer.register_step_pre_hook(lambda *_: self._prepare_step())
         optimizer.register_step_post_hook(lambda *_: self._post_gathers())
         return optimizer
@@ -228,6 +234,12 @@ class Parallel(Persistent):
             n: p for n, p in self._watch.parameters.items() if p.requires_grad and n not in sharded
         }
         return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
+
+    def _share_gradients(self, leaves: Mapping[str | int, nn.Parameter]) -> None:
+        """Let backward leave shares of the whole gradient, also in what was frozen until now and has no hook yet."""
+        if self._whole is not None:
+            new = {name: leaf for name, leaf in leaves.items() if name not in self._hooks}
+            self._hooks |= share_gradients(new, self._whole)
 
     def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
         """Run the step of the shape of this `number` and give the loss; with `gradients`, these are in its `sums`."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint_error import CheckpointError
-from autoptd.runtime.optimizer_watch import MARK
 from autoptd.runtime.shards import Shard, join_states, split_states
+from autoptd.runtime.state_marks import MARK
 
 States = dict[str, dict[str, Any]]
 _OWN_KEYS = ("params", "param_names", MARK)  # of a group: what is a rank's own
@@ -96,6 +96,7 @@ def take_groups(
 def put_groups(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
     """Set each group's hyperparameters; one that another version of torch did not have yet stays."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
+        group.pop(MARK, None)  # of states that are no more
         for key, value in values.items():
             own = group.get(key)
             group[key] = (

@@ -13,9 +13,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
+from autoptd.runtime.state_marks import StateMarks
 
 SHOWN = 3  # parameters
-MARK = "autoptd_part"  # of a group in a state_dict: which part of the model it is of
 
 
 def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -> None:
@@ -47,29 +47,26 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
     weakref.finalize(parallel, handle.remove)
 
 
-def watch_divided(parallel: nn.Module, part: tuple[int, ...]) -> None:
+def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
     """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
 
     Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone, and
-    where the optimizer's state was loaded from that of another `part` of the model.
+    where a state was loaded whose `marks` are of others.
 
     Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
     parameters together, is refused: its step raises ValueError.
     """
-    own = weakref.ref(parallel)
     judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        module = own()
-        if module is None:
+        # Of every optimizer in the process: this neither looks through modules nor waits for weights on their way.
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not marks.holds_any(held):
             return
-        _refuse_replaced(optimizer, module)
-        if not _steps_any(optimizer, module):
-            return
-        check_part(optimizer, part)
+        _refuse_replaced(held, marks)
+        marks.check(optimizer)
         if optimizer in judged:
             return
-        mark_states(optimizer, part)
         if type(optimizer) not in ELEMENTWISE:
             reason = (
                 f"{type(optimizer).__name__} is not known to step each element by itself, and on this mesh a rank has "
@@ -80,47 +77,19 @@ def watch_divided(parallel: nn.Module, part: tuple[int, ...]) -> None:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ValueError(reason)
             warn_caller(reason)
+        marks.mark(optimizer)
         judged.add(optimizer)
 
     handle = register_optimizer_step_pre_hook(check)
     weakref.finalize(parallel, handle.remove)
 
 
-def mark_states(optimizer: Optimizer, part: tuple[int, ...]) -> None:
-    """From now on, let the ``state_dict`` of an `optimizer` say that it is of this `part` of the model."""
-
-    def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            group[MARK] = list(part)
-
-    optimizer.register_state_dict_post_hook(mark)
-
-
-def check_part(optimizer: Optimizer, part: tuple[int, ...]) -> None:
-    """Raise ValueError where a state was loaded into `optimizer` that says that it is of another part of the model."""
-    for group in optimizer.param_groups:
-        found = group.get(MARK)
-        if found is not None and tuple(found) != part:
-            names = dict(zip(("tensor", "pipeline", "data"), found, strict=False))
-            raise ValueError(
-                f"the optimizer's state was loaded from what another rank saved ({names}): an optimizer's state_dict "
-                "is of its rank's slices alone. Save one file a rank, or use parallel.save_checkpoint and "
-                "load_checkpoint"
-            )
-
-
-def _refuse_replaced(optimizer: Optimizer, module: nn.Module) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    replaced = [p for p in held if not isinstance(p.grad, GradientShare)]
-    own = {id(p): name for name, p in nn.Module.named_parameters(module)} if replaced else {}
-    name = next((own[id(p)] for p in replaced if id(p) in own), None)
-    if name is not None:
+def _refuse_replaced(held: Iterable[Tensor], marks: StateMarks) -> None:
+    replaced = (p for p in held if p.grad is not None and not isinstance(p.grad, GradientShare))
+    pieces = next((pieces for p in replaced if (pieces := marks.find(p)) is not None), None)
+    if pieces is not None:
         raise ValueError(
-            f"the gradient of {name} was replaced by another tensor, of which torch's norm and clipping would see this "
-            "rank's slice alone: change it in place (p.grad.div_, p.grad.copy_, torch.nan_to_num_)"
+            f"the gradient of {', '.join(pieces[:SHOWN])} was replaced by another tensor, of which torch's norm and "
+            "clipping would see this rank's slice alone: change it in place (p.grad.div_, p.grad.copy_, "
+            "torch.nan_to_num_)"
         )
-
-
-def _steps_any(optimizer: Optimizer, module: nn.Module) -> bool:
-    own = {id(parameter) for parameter in module.parameters()}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.gradient_share import GradientShare, ShareNorm
 from autoptd.runtime.module import Parallel
-from autoptd.runtime.optimizer_watch import watch_divided
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import Plain
 
@@ -138,7 +137,6 @@ def test_a_gradient_that_was_replaced_is_not_stepped(name: str, mesh: tuple[int,
 
     def ask(connection: Connection) -> None:
         parallel = chain.parallel(connection)
-        watch_divided(parallel, (0, 0))
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
         parallel(**chain.batch())["loss"].backward()
         optimizer.step()
@@ -148,6 +146,21 @@ def test_a_gradient_that_was_replaced_is_not_stepped(name: str, mesh: tuple[int,
         with pytest.raises(ValueError, match=r"the gradient of .* was replaced .* change it in place"):
             optimizer.step()
         assert all(map(torch.equal, parallel.parameters(), before))
+
+    run_threads(chain.manifest, ask)
+
+
+def test_a_gradient_of_a_shard_that_was_replaced_is_not_stepped() -> None:
+    chain = Chain((2, 1, 2), "1f1b", 1, 2)
+
+    def ask(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = None if p.grad is None else p.grad / 2
+        with pytest.raises(ValueError, match=r"the gradient of elements .* of layer.* was replaced"):
+            optimizer.step()
 
     run_threads(chain.manifest, ask)
 

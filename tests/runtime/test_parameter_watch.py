@@ -6,12 +6,13 @@ import pickle
 import warnings
 from copy import copy, deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autoptd.runtime.connection import connect
+from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.parameter_watch import ParameterWatch
@@ -127,7 +128,7 @@ def test_an_optimizer_of_the_plain_model_is_refused() -> None:
 def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
     """Only of these parameters; one that is known to step each element by itself never."""
     chain, parallel = alone()
-    watch_divided(parallel, (0, 0))
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     optimizer = torch.optim.Adafactor(parallel.parameters())
@@ -147,7 +148,7 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
 
 def test_an_optimizer_of_all_parameters_is_refused() -> None:
     chain, parallel = alone()
-    watch_divided(parallel, (0, 0))
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     optimizer = torch.optim.LBFGS(parallel.parameters())
@@ -158,24 +159,35 @@ def test_an_optimizer_of_all_parameters_is_refused() -> None:
     assert all(torch.equal(p, x) for p, x in zip(parallel.parameters(), before, strict=True))
 
 
-def test_the_state_of_another_ranks_optimizer_is_refused() -> None:
-    """It is of other slices; the own one is taken."""
-    chain, parallel = alone()
-    watch_divided(parallel, (0, 1))
-    first, second = (torch.optim.AdamW(parallel.parameters()) for _ in range(2))
-    parallel(**chain.batch())["loss"].backward()
-    share_gradients(parallel)
-    first.step()
-    own = first.state_dict()
-    second.load_state_dict(own)
-    second.step()
-    assert "autoptd_part" not in first.param_groups[0]
-    for part in ([1, 1], [0, 1, 0]):
-        other = deepcopy(own)
-        other["param_groups"][0]["autoptd_part"] = part
-        second.load_state_dict(other)
-        with pytest.raises(ValueError, match=r"what another rank saved .*'pipeline': 1.*save_checkpoint"):
-            second.step()
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_an_optimizers_step_waits_for_no_weights(
+    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every optimizer in the process is watched: those of other tensors, as of ours, walk no modules for it."""
+    chain = Chain(mesh, "1f1b", 1, 2)
+    walks: list[nn.Module] = []
+
+    def walk(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        walks.append(module)
+        return named_modules(module, *args, **kwargs)
+
+    def train(connection: Connection) -> None:
+        parallel, other = chain.parallel(connection), nn.Parameter(torch.ones(2))
+        bias = [p for name, p in parallel.named_parameters() if name[-8:] == "row.bias"]
+        rest = [p for name, p in parallel.named_parameters() if name[-8:] != "row.bias"]
+        sharded = parallel.shard_optimizer(torch.optim.AdamW(rest))
+        optimizers = [sharded, torch.optim.SGD(bias, lr=0.1), torch.optim.SGD([other], lr=0.1)]
+        parallel(**chain.batch())["loss"].backward()
+        other.grad = torch.ones(2)
+        before = walks.count(parallel)
+        for optimizer in optimizers:
+            optimizer.step()
+            assert parallel._gathering
+        assert walks.count(parallel) == before
+
+    named_modules = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", walk)
+    run_threads(chain.manifest, train)
 
 
 def test_modules_in_a_mode_of_their_own_are_refused() -> None:

@@ -575,6 +575,34 @@ def test_a_frozen_parameter_is_left_alone_and_freezing_later_is_refused() -> Non
     run_threads(chain.manifest, freeze)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2), (1, 1, 2)], ids=str)
+def test_what_is_unfrozen_later_has_its_share_of_the_norm(mesh: tuple[int, int, int]) -> None:
+    """It is stepped whole, by an optimizer of its own beside the sharded one."""
+    chain = Chain(mesh, "1f1b", 1, 2)
+
+    def unfreeze(connection: Connection, shard: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        parallel = chain.parallel(connection)
+        late = [p.requires_grad_(False) for name, p in parallel.named_parameters() if "column" in name]
+        first = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.1)
+        if shard:
+            parallel.shard_optimizer(first)
+        second, norms = torch.optim.SGD(late, lr=0.1, momentum=0.9), []
+        for step in range(4):
+            for p in late:
+                p.requires_grad_(step > 1)
+            parallel(**chain.batch(connection.rank.coordinates.data + 10 * step))["loss"].backward()
+            norms.append(nn.utils.clip_grad_norm_(parallel.parameters(), 0.1))
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(len(p._post_accumulate_grad_hooks or ()) <= 1 for p in late)  # one for all steps
+        return norms, {name: p.detach().clone() for name, p in parallel.named_parameters()}
+
+    whole = run_threads(chain.manifest, lambda connection: unfreeze(connection, False))
+    parts = run_threads(chain.manifest, lambda connection: unfreeze(connection, True))
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_would_not_run_is_refused(kind: str) -> None:
     """Those by which a divided model's gradients are shared are not meant: they are the runtime's own."""
