@@ -14,6 +14,7 @@ from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
 from autoptd.runtime.state_marks import StateMarks
+from autoptd.runtime.weight_agreement import StepLog
 
 SHOWN = 3  # parameters
 
@@ -47,14 +48,14 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
     weakref.finalize(parallel, handle.remove)
 
 
-def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
+def watch_divided(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
     """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
 
     Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone, and
     where a state was loaded whose `marks` are of others.
 
     Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
-    parameters together, is refused: its step raises ValueError.
+    parameters together, is refused: its step raises ValueError. What makes a step is noted in `steps`.
     """
     judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -65,6 +66,7 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
             return
         _refuse_replaced(held, marks)
         marks.check(optimizer)
+        steps.add(optimizer)
         if optimizer in judged:
             return
         if type(optimizer) not in ELEMENTWISE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import Stored, all_names
 
 SAMPLED = 256  # elements of a tensor, evenly over it
+COMPARED_OPTIONS = ("lr", "momentum", "weight_decay")
 _UNREAD = torch.iinfo(torch.int64).min  # of a tensor that is in a file, and is not read for this
 _DRAWN = 0  # of one without values, which every rank draws from the program's seed
 
@@ -79,16 +81,38 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
     )
 
 
+class StepLog:
+    """What this rank's optimizers have done so far with the parameters of one parallel model, as a number."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """The `optimizer` makes a step."""
+        values = [group.get(key) for group in optimizer.param_groups for key in COMPARED_OPTIONS]
+        options = [
+            value for value in values if not isinstance(value, Tensor)
+        ]  # on a GPU one would be waited for
+        digest = blake2b(f"{self._value} {options}".encode(), digest_size=8).digest()
+        self._value = int.from_bytes(digest, "little", signed=True)
+
+    def tensor(self, rank: Rank) -> Tensor:
+        """The number as an int64 on the device of `rank`."""
+        return torch.tensor(self._value, device=rank.device)
+
+
 class Copies:
     """The parameters of which every replica has the same slice, and tied ones; they are compared in turn, in each step.
 
     Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
-    any order may give each rank other last bits.
+    any order may give each rank other last bits. Of these ranks the steps are compared that optimizers have made.
     """
 
-    def __init__(self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor]) -> None:
-        """This `rank` has its slices of `parameters`."""
-        self._rank, self._parameters, self._turn = rank, parameters, -1
+    def __init__(
+        self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor], steps: StepLog
+    ) -> None:
+        """This `rank` has its slices of `parameters`, and has made these `steps`."""
+        self._rank, self._parameters, self._steps, self._turn = rank, parameters, steps, -1
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         stages = range(manifest.mesh.pipeline if manifest.mesh.data > 1 else 0)
         tied = [name for name, ranks in owners.items() if len(ranks) > 1]
@@ -101,35 +125,45 @@ class Copies:
     def fingerprint(self) -> Tensor:
         """For each place [h, ~h] of the parameter in turn, where this rank is not there the lowest int64.
 
-        A place is a column of pipeline ranks that hold the same, and a tensor coordinate.
+        A place is a column of pipeline ranks that hold the same, and a tensor coordinate; then, for the steps, each
+        pipeline rank.
 
-        An int64 on the rank's device, empty where nothing is held twice. Its maxima over all ranks are complements
-        where all that are at a place have the same h.
+        An int64 on the rank's device. Its maxima over all ranks are complements where all that are at a place have
+        the same h.
         """
         self._turn += 1
         found = torch.full((len(self._columns), self._rank.mesh.tensor, 2), _UNREAD, device=self._rank.device)
         for number, own in self._own():
             found[number, self._rank.coordinates.tensor] = torch.stack([own, ~own])
-        return found.flatten()
+        steps = torch.full((self._rank.mesh.pipeline, 2), _UNREAD, device=self._rank.device)
+        made = self._steps.tensor(self._rank)
+        steps[self._rank.coordinates.pipeline] = torch.stack([made, ~made])
+        return torch.cat([found.flatten(), steps.flatten()])
 
     def describe(self, world: Group, place: int) -> str:
         """Which ranks have others than the rest at `place` of the last fingerprint. Every rank must call it."""
-        mesh = self._rank.mesh
-        number, tensor = divmod(place, mesh.tensor)
-        nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
-        own = dict(self._own()).get(number, nothing)
+        at = list(enumerate(map(self._rank.mesh.coordinates, range(self._rank.mesh.size))))
+        number, tensor = divmod(place, self._rank.mesh.tensor)
+        if number < len(self._columns):
+            stages, names = self._columns[number]
+            found = f"{names[self._turn % len(names)]} has other values on"
+            own = dict(self._own()).get(number, self._steps.tensor(self._rank))
+            alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
+        else:
+            found = f"the optimizers' steps (how many, {', '.join(COMPARED_OPTIONS)}) were others on"
+            own = self._steps.tensor(self._rank)
+            alike = [
+                rank for rank, c in at if c.pipeline == place - len(self._columns) * self._rank.mesh.tensor
+            ]
         table = [int(each) for each in world.all_gather(own.view(1))]
-        ranks, names = self._columns[number]
-        at = map(mesh.coordinates, range(mesh.size))
-        alike = [r for r, c in enumerate(at) if c.pipeline in ranks and c.tensor == tensor]
         common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
         others = [rank for rank in alike if table[rank] != common]
         like = next(rank for rank in alike if table[rank] == common)
         return (
-            f"{names[self._turn % len(names)]} has other values on rank {others[0]} than on rank {like}, which hold "
-            f"the same part of the model; of ranks {alike} {others} differ. Each step must be the same on all: call "
-            "optimizer.step() on every rank or on none, with the same learning rate, leave gradients alone or change "
-            "them alike, and write weights on every rank; then bind again, or load a checkpoint"
+            f"{found} rank {others[0]} than on rank {like}, which hold the same part of the model, or other slices of "
+            f"it; of ranks {alike} {others} differ. Each step must be the same on all: call optimizer.step() on every "
+            "rank or on none, with the same learning rate, leave gradients alone or change them alike, and write "
+            "weights on every rank; then bind again, or load a checkpoint"
         )
 
     def _own(self) -> Iterator[tuple[int, Tensor]]:

@@ -13,7 +13,7 @@ import autoptd
 from autoptd.runtime.agreement import are_finite, compare_ranks
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.hashing import hash_batch, hash_words, read_words
-from autoptd.runtime.weight_agreement import Copies
+from autoptd.runtime.weight_agreement import Copies, StepLog
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import loss_of
 from tests.ranks import run_ranks
@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def copies(chain: Chain, connection: Connection) -> Copies:
-    return Copies(chain.manifest, connection.rank, dict(chain.parallel(connection).named_parameters()))
+    parameters = dict(chain.parallel(connection).named_parameters())
+    return Copies(chain.manifest, connection.rank, parameters, StepLog())
 
 
 def draw(dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -222,6 +223,34 @@ def test_owners_of_a_tied_parameter_keep_it_alike() -> None:
 
     (text,) = set(run_threads(chain.manifest, body))
     assert "of ranks [0, 2] [2] differ" in text
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("option", ["", "lr", "weight_decay"])
+def test_tensor_ranks_make_the_same_steps(option: str, sharded: bool) -> None:
+    """A step more, or another option, on one of them; the other pipeline rank's rate is its own."""
+    chain = Chain((2, 2, 1), "gpipe", 1, 2)
+
+    def body(connection: Connection) -> str:
+        parallel = chain.parallel(connection)
+        stage = connection.rank.coordinates.pipeline
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1 * (1 + stage))
+        if sharded:
+            parallel.shard_optimizer(optimizer)
+        for number in range(3):
+            parallel(**chain.batch())["loss"].backward()
+            if number == 2 and connection.world.index == 3:
+                optimizer.step() if not option else optimizer.param_groups[0].update({option: 0.5})
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(
+            ValueError, match=r"steps \(how many, .* were others on rank . than on"
+        ) as refused:
+            parallel(**chain.batch())
+        return str(refused.value)
+
+    (text,) = set(run_threads(chain.manifest, body))
+    assert "of ranks [2, 3] [" in text
 
 
 def test_replicas_have_batches_of_their_own() -> None:
