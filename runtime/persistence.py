@@ -48,7 +48,8 @@ class Persistent(Trained):
 
         Every rank must call it.
         """
-        return gather_whole(self._manifest, self._rank, self._slices())
+        with self._connection.position.duty("full_state_dict"):
+            return gather_whole(self._manifest, self._rank, self._slices())
 
     def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
@@ -57,7 +58,8 @@ class Persistent(Trained):
         ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError for a
         `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
         """
-        write_pretrained(self._manifest, self._rank, self._slices(), folder, max_shard_size)
+        with self._connection.position.duty("export_pretrained"):
+            write_pretrained(self._manifest, self._rank, self._slices(), folder, max_shard_size)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's slices of a whole `state`, given to every rank.
@@ -147,7 +149,10 @@ class Persistent(Trained):
         `asynchronous` a thread writes a copy. CheckpointError, on every rank, where one cannot write all as it is.
         """
         self.finish_checkpoint()
-        self._saving = save_step(self._training(optimizer, scheduler), Path(folder), data, keep, asynchronous)
+        with self._connection.position.duty("save_checkpoint"):
+            self._saving = save_step(
+                self._training(optimizer, scheduler), Path(folder), data, keep, asynchronous
+            )
         if not asynchronous:
             self.finish_checkpoint()
 
@@ -155,7 +160,8 @@ class Persistent(Trained):
         """Wait for an asynchronous save, as the next save and load do; every rank must call it. CheckpointError."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.finish()
+            with self._connection.position.duty("finish_checkpoint"):
+                saving.finish()
 
     def load_checkpoint(
         self,
@@ -172,7 +178,8 @@ class Persistent(Trained):
         CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
         """
         self.finish_checkpoint()
-        given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
+        with self._connection.position.duty("load_checkpoint"):
+            given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
         self._refresh_constants()
         return given
 

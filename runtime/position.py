@@ -19,7 +19,10 @@ PHASES = (
     "norm of the gradient",
     "search for the first operator",
 )
-CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, SLOTS = range(7)
+# Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
+DUTIES = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
+EVALUATION = len(DUTIES) + 1
+CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, SLOTS = range(8)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
@@ -27,22 +30,27 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 class Place(NamedTuple):
     """Where a rank was last seen: the calls and training steps so far, its activity, and since when it is at it.
 
-    `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `since` and
-    `heartbeat` are seconds of the machine's monotonic clock; `busy` is how many seconds between
-    them its main thread computed.
+    `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `duty` is
+    the number of one of DUTIES, from 1 on, that it is in, or EVALUATION. `since` and `heartbeat` are seconds of the
+    machine's monotonic clock; `busy` is how many seconds between them its main thread computed.
     """
 
     calls: int
     step: int
     activity: str
     stage: int | None
+    duty: int
     since: float
     heartbeat: float
     busy: float
 
     def __str__(self) -> str:
+        if self.activity and self.duty == EVALUATION:
+            return f"{self.activity} of an evaluation after step {self.step}"
         if self.activity:
             return f"{self.activity} of step {self.step}"
+        if self.duty:
+            return f"{DUTIES[self.duty - 1]} after step {self.step}, which every rank must call"
         return (
             f"the time between steps, after step {self.step}"
             if self.step
@@ -86,9 +94,27 @@ class Position:
         self.slots[CALLS] += 1
         self.slots[STEP] += training
         self.compiling = (training, shape) not in self._done
-        with self.during("begin"):
+        with self._at(0 if training else EVALUATION), self.during("begin"):
             yield
         self._done.add((training, shape))
+
+    @contextmanager
+    def duty(self, name: str) -> Iterator[None]:
+        """One of DUTIES, which may take as long as it does."""
+        with self._at(1 + DUTIES.index(name)):
+            try:
+                yield
+            except BaseException:
+                self.failed = self.read()
+                raise
+
+    @contextmanager
+    def _at(self, duty: int) -> Iterator[None]:
+        self.failed, self.slots[DUTY] = None, duty
+        try:
+            yield
+        finally:
+            self.slots[DUTY] = 0
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -114,4 +140,4 @@ def read_place(slots: memoryview) -> Place:
     acts = name in KINDS
     activity = f"{stage}{name}{microbatch}" if acts else name
     times = (slots[number] / 1e9 for number in (SINCE, HEARTBEAT, BUSY))
-    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, *times)
+    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, slots[DUTY], *times)

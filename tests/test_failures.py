@@ -190,6 +190,31 @@ def test_an_exception_is_shown_once(index: int, tmp_path: Path) -> None:
     assert max(ended.seconds.values()) < 5
 
 
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("full_state_dict", "full_state_dict after step 2, which every rank must call"),
+        ("__call__", "[a-zF0-9]+ of an evaluation after step 2"),
+    ],
+)
+def test_what_one_rank_does_alone_is_named(method: str, words: str, tmp_path: Path) -> None:
+    """As under `if rank == 0`. Shared memory sees it at once; elsewhere the ranks wait for each other."""
+    program = build((2, 1, 1))
+
+    def work(rank: int) -> None:
+        parallel = program.bind()
+        take_steps(parallel, STEP)
+        if rank == 0:
+            mark(tmp_path)
+            idx = torch.zeros(4, 8, dtype=torch.long)
+            with torch.no_grad():
+                getattr(parallel, method)(*([idx, idx] if method == "__call__" else []))
+        take_steps(parallel, STEP)
+
+    ended = run_job(work, 2, tmp_path, {"AUTOPTD_TIMEOUT": str(LIMIT)})
+    assert re.match(f"autoptd: rank 0 (failed|stopped) in {words}", ended.stderr[0])
+
+
 def test_time_between_calls_does_not_count(tmp_path: Path) -> None:
     ended = train(0, BETWEEN, lambda: time.sleep(LIMIT + 1.5), tmp_path, steps=3)
     assert set(ended.statuses.values()) == {0}
