@@ -125,7 +125,7 @@ def is_sum(program: Program) -> bool:
     grown = {node: parts(node) for node in _walk(_find_loss(program), parts)}
     read = [loss.target for node in grown if (loss := _read_loss(node))]
     values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
-    sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {1}
+    sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {0, 1}
     batch = program.letters.get("b", 1)
     return all(
         _grows(node, sources) and not _may_divide(node, sources, batch, sizes)

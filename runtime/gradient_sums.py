@@ -37,7 +37,7 @@ class Completion:
         ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
         after: dict[int, list[str]] = {}
         late: dict[tuple[int, ...], list[str]] = {}
-        for name in manifest.parameters:
+        for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):
             owned = [s.index for s in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
             stages = [index for index in owned if name in manifest.stages[index].parameters]
             if len(owners := manifest.owners(name)) > 1 and stages:

@@ -103,8 +103,8 @@ class Parallel(Persistent):
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
         hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
-        steps = StepLog()
-        self._copies = Copies(manifest, self._rank, dict(nn.Module.named_parameters(self)), steps)
+        self._steps = StepLog()
+        self._copies = Copies(manifest, self._rank, dict(nn.Module.named_parameters(self)), self._steps)
         for part in self.modules():
             if isinstance(part, Part):
                 part.arrive = WeakMethod(self._await_gathers)
@@ -115,7 +115,7 @@ class Parallel(Persistent):
         self._hooks: dict[str | int, RemovableHandle] = {}  # by which they are, by the names in `_stepped`
         self._marks = StateMarks(manifest, self._rank)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
-            watch_divided(self, self._marks, steps)
+            watch_divided(self, self._marks, self._steps)
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
         self._buffer_versions = self._read_buffer_versions()

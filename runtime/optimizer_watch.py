@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.gradient_share import GradientShare
@@ -66,7 +70,6 @@ def watch_divided(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> Non
             return
         _refuse_replaced(held, marks)
         marks.check(optimizer)
-        steps.add(optimizer)
         if optimizer in judged:
             return
         if type(optimizer) not in ELEMENTWISE:
@@ -82,8 +85,13 @@ def watch_divided(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> Non
         marks.mark(optimizer)
         judged.add(optimizer)
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(parallel, handle.remove)
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The step was made: what broke off may be tried again."""
+        owned = (([n for p in g["params"] for n in marks.names(p)], g) for g in optimizer.param_groups)
+        steps.add((names, group) for names, group in owned if names)
+
+    for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(note)):
+        weakref.finalize(parallel, handle.remove)
 
 
 def _refuse_replaced(held: Iterable[Tensor], marks: StateMarks) -> None:

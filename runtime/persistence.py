@@ -20,6 +20,7 @@ from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.trained import Trained
+from autoptd.runtime.weight_agreement import StepLog
 from autoptd.runtime.weights import (
     check_proved,
     compiled_in,
@@ -38,6 +39,7 @@ class Persistent(Trained):
     _gathering: dict[Shard, Posted]  # the weights on their way
     _versions: list[int]
     _watch: ParameterWatch
+    _steps: StepLog
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refused, for copies as for pickles: what runs the step is of this process."""
@@ -105,7 +107,8 @@ class Persistent(Trained):
         return result
 
     def _take_over(self) -> None:
-        """Parameters and buffers have new values: so has what depends on them."""
+        """Parameters and buffers have new values, which fit together: so has what depends on them."""
+        self._steps.reset()
         self._adopt_writes()
         self._refresh_constants()
 
@@ -180,6 +183,7 @@ class Persistent(Trained):
         self.finish_checkpoint()
         with self._connection.position.duty("load_checkpoint"):
             given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
+        self._steps.reset()
         self._refresh_constants()
         return given
 

@@ -22,6 +22,7 @@ PHASES = (
 # Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
 DUTIES = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
 EVALUATION = len(DUTIES) + 1
+MARK = "_autoptd_place"  # of an exception
 CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, SLOTS = range(8)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
@@ -61,14 +62,12 @@ class Place(NamedTuple):
 class Position:
     """The place of this rank, which it keeps up to date; `slots` are SLOTS numbers, shared or its own.
 
-    `compiling` while a call of a kind and input shape runs of which none has ended before. `failed` is where the last
-    call broke off.
+    `compiling` while a call of a kind and input shape runs of which none has ended before.
     """
 
     def __init__(self, slots: memoryview | None = None) -> None:
         self.slots = memoryview(array("q", [0] * SLOTS)) if slots is None else slots
         self.compiling = False
-        self.failed: Place | None = None
         self._done: set[tuple[bool, int]] = set()
 
     def act(self, action: Action) -> None:
@@ -102,17 +101,16 @@ class Position:
     def duty(self, name: str) -> Iterator[None]:
         """One of DUTIES, which may take as long as it does."""
         with self._at(1 + DUTIES.index(name)):
-            try:
-                yield
-            except BaseException:
-                self.failed = self.read()
-                raise
+            yield
 
     @contextmanager
     def _at(self, duty: int) -> Iterator[None]:
-        self.failed, self.slots[DUTY] = None, duty
+        self.slots[DUTY] = duty
         try:
             yield
+        except BaseException as error:
+            self._mark(error)
+            raise
         finally:
             self.slots[DUTY] = 0
 
@@ -122,12 +120,27 @@ class Position:
         self.phase(phase)
         try:
             yield
-        except BaseException:
-            self.failed = self.read()
+        except BaseException as error:
+            self._mark(error)
             raise
         finally:
             self.compiling = False
             self.leave()
+
+    def _mark(self, error: BaseException) -> None:
+        """Let `error` tell where it broke something off."""
+        if not hasattr(error, MARK):
+            setattr(error, MARK, self.read())
+
+    def place_of(self, error: BaseException) -> Place:
+        """Where `error`, or one that it came of, broke something off; else where the rank is now."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if hasattr(cause, MARK):
+                place: Place = getattr(cause, MARK)
+                return place
+            cause = cause.__cause__ or cause.__context__
+        return self.read()
 
     def read(self) -> Place:
         return read_place(self.slots)

@@ -29,11 +29,14 @@ class StateMarks:
         self._place = f"tensor {at.tensor}, pipeline {at.pipeline}, data {at.data}"
         self._slices = {name: _describe(p, rank) for name, p in manifest.parameters.items()}
         self._held: dict[int, list[str]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
 
     def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[Shard]) -> None:
         """From now on optimizers step these `parameters` and `shards`, which live as long as no others are held."""
         self._held = {id(p): [self._slices[name]] for name, p in parameters.items()}
+        self._names = {id(p): (name,) for name, p in parameters.items()}
         for shard in shards:
+            self._names[id(shard.own)] = shard.names
             pieces = ((name, elements) for name, (_, elements) in shard.ranges().items())
             self._held[id(shard.own)] = [
                 f"elements {elements.start}:{elements.stop} of {self._slices[name]}"
@@ -47,6 +50,10 @@ class StateMarks:
     def find(self, tensor: Tensor) -> list[str] | None:
         """The pieces of the model that a `tensor` has; None where it is none of this model's."""
         return self._held.get(id(tensor))
+
+    def names(self, tensor: Tensor) -> tuple[str, ...]:
+        """The parameters of the model that are stepped with a `tensor`, on all replicas together; none of others."""
+        return self._names.get(id(tensor), ())
 
     def mark(self, optimizer: Optimizer) -> None:
         """From now on, let the ``state_dict`` of an `optimizer` say what it is of."""
@@ -80,7 +87,8 @@ class StateMarks:
             f"the optimizer's state of parameter {position} of group {group} was saved for {there}, and this rank "
             f"({self._place}) has {here} in that place: an optimizer's state_dict is of its rank's slices alone, and "
             "torch loads it by position. Load what this rank saved, with the same mesh, stages and chunks, or use "
-            "parallel.save_checkpoint and load_checkpoint, which go by name and between meshes"
+            "parallel.save_checkpoint and load_checkpoint, which go by name and between meshes; where the model's "
+            f"names alone have changed, take {MARK!r} out of the state's param_groups"
         )
 
 

@@ -192,16 +192,15 @@ class Watchdog:
     def _end(self, failure: Failure, at_once: bool) -> None:
         """End this process for `failure`; unless `at_once`, its main thread may fail of itself first."""
         if at_once or not self._handled.wait(GRACE / 2):
-            self._follow(failure)
+            self._follow(failure, self.position.read())
             os._exit(1)
 
-    def _follow(self, failure: Failure) -> None:
-        """Print the line of a rank that ends for another's failure, once; then let that one's process end first."""
+    def _follow(self, failure: Failure, own: Place) -> None:
+        """Print the line of a rank, at `own`, that ends for another's failure, once; then let that one end first."""
         with self._printing:
             if self._printed:
                 return
             self._printed = True
-        own = self.position.failed or self.position.read()
         _write(
             f"autoptd: rank {self._roster.rank} stopped in {own}: rank {failure.rank} failed first, in "
             f"{failure.place}: {failure.reason}; see {self._record.path}"
@@ -219,7 +218,7 @@ class Watchdog:
             time.sleep(0.01)  # a peer's end may be the cause, and be about to be seen
             first = self._record.read()
         text = "".join(traceback.format_exception(kind, error, trace))
-        place = self.position.failed or self.position.read()
+        place = self.position.place_of(error)
         reason = " ".join(traceback.format_exception_only(kind, error)[0].split())
         mine = first is None
         if first is None:
@@ -229,7 +228,7 @@ class Watchdog:
             _write(f"autoptd: rank {first.rank} failed in {first.place}: {reason}; see {self._record.path}")
             self._shown(kind, error, trace)
         else:
-            self._follow(first)
+            self._follow(first, place)
         # The interpreter's end waits for messages that no longer come; what was registered for it may do so too.
         faulthandler.dump_traceback_later(GRACE, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         atexit._run_exitfuncs()

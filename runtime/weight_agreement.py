@@ -7,8 +7,9 @@ tied parameter would keep parts of different models, and drift apart where one l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import Stored, all_names
 
 SAMPLED = 256  # elements of a tensor, evenly over it
-COMPARED_OPTIONS = ("lr", "momentum", "weight_decay")
+COMPARED_OPTIONS = ("lr", "momentum", "betas", "weight_decay")
 _UNREAD = torch.iinfo(torch.int64).min  # of a tensor that is in a file, and is not read for this
 _DRAWN = 0  # of one without values, which every rank draws from the program's seed
 
@@ -82,30 +83,47 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
 
 
 class StepLog:
-    """What this rank's optimizers have done so far with the parameters of one parallel model, as a number."""
+    """What optimizers have done with this rank's parameters of one parallel model so far, as one number."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, where all ranks have got weights that fit together."""
+        self._counts: Counter[str] = Counter()
         self._value = 0
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """The `optimizer` makes a step."""
-        values = [group.get(key) for group in optimizer.param_groups for key in COMPARED_OPTIONS]
-        options = [
-            value for value in values if not isinstance(value, Tensor)
-        ]  # on a GPU one would be waited for
-        digest = blake2b(f"{self._value} {options}".encode(), digest_size=8).digest()
-        self._value = int.from_bytes(digest, "little", signed=True)
+    def add(self, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]]) -> None:
+        """A step of some parameters, by name, was made by each of `groups`, with its options.
+
+        The sum of what each gives: optimizers may step in another order on each rank.
+        """
+        for names, options in groups:
+            step = f"{sorted(names)} {[_read_option(options.get(key)) for key in COMPARED_OPTIONS]}"
+            self._counts[step] += 1
+            digest = blake2b(f"{self._counts[step]} {step}".encode(), digest_size=8).digest()
+            self._value = (self._value + int.from_bytes(digest, "little")) % (1 << 63)
 
     def tensor(self, rank: Rank) -> Tensor:
         """The number as an int64 on the device of `rank`."""
-        return torch.tensor(self._value, device=rank.device)
+        # A tensor made of a number would be copied there, and on a GPU wait for all that was launched.
+        return torch.full((), self._value, device=rank.device)
+
+
+def _read_option(value: Any) -> Any:
+    """The numbers of an option, as floats; none of what is in a tensor on a GPU, which would wait for it."""
+    if isinstance(value, tuple | list):
+        return [_read_option(each) for each in value]
+    waits = isinstance(value, Tensor) and not value.is_cpu
+    return None if value is None or waits else float(value)
 
 
 class Copies:
     """The parameters of which every replica has the same slice, and tied ones; they are compared in turn, in each step.
 
     Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
-    any order may give each rank other last bits. Of these ranks the steps are compared that optimizers have made.
+    any order may give each rank other last bits. Of all ranks of a stage the optimizers' steps are compared, where the
+    mesh divides the model.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,9 @@ def forget_the_tied_sum() -> None:
     connect: Callable[..., Connection] = vars(compiled)["connect"]
 
     def without(*args: Any) -> Connection:
-        return replace(connect(*args), tied={})
+        connection = connect(*args)
+        alone: Any = SimpleNamespace(size=1, all_reduce=lambda x: x)
+        return replace(connection, tied=dict.fromkeys(connection.tied, alone))
 
     forked.setattr(compiled, "connect", without)
 

@@ -25,9 +25,10 @@ class Operator:
         """Call the operator, past torch's dispatcher where nobody listens there.
 
         Its way through Python costs 25 microseconds more, backward included, in a step hundreds of times. It is for
-        those who look at operators: compilers, tracers, dispatch modes, autocast.
+        those who look at operators: compilers, tracers, dispatch modes, profilers, autocast.
         """
-        if torch.compiler.is_compiling() or not self._stands_alone(arguments):
+        looked_at = torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled()
+        if looked_at or not self._stands_alone(arguments):
             return getattr(torch.ops.autoptd, self.name)(*arguments)
         if self._node is None or not torch.is_grad_enabled():
             return self._function(*arguments)

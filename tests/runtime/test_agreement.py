@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,6 +252,46 @@ def test_tensor_ranks_make_the_same_steps(option: str, sharded: bool) -> None:
 
     (text,) = set(run_threads(chain.manifest, body))
     assert "of ranks [2, 3] [" in text
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_that_come_to_the_same_are_the_same(sharded: bool, tmp_path: Path) -> None:
+    """One tried again, in another order, with what is none of this model's; and all are, after a checkpoint."""
+    chain = Chain((2, 2, 2), "gpipe", 1, 2)
+
+    def body(connection: Connection) -> str:
+        odd = connection.world.index % 2
+        parallel = chain.parallel(connection)
+        first, *rest = parallel.parameters()
+        parts = [[first, *rest]] if sharded else [[first], rest]
+        optimizers = [torch.optim.AdamW(part, lr=0 if odd else 0.0) for part in parts]
+        if sharded:
+            parallel.shard_optimizer(optimizers[0])
+        elif odd:
+            optimizers[0].add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+        parallel(**chain.batch())["loss"].backward()
+        failing = optimizers[0].register_step_pre_hook(interrupt)
+        if odd:
+            with pytest.raises(KeyboardInterrupt):
+                optimizers[0].step()
+        failing.remove()
+        for optimizer in optimizers[:: -1 if odd else 1]:
+            optimizer.step()
+        parallel(**chain.batch())["loss"].backward()
+        parallel.save_checkpoint(tmp_path)
+        if odd:
+            optimizers[0].step()
+        with pytest.raises(ValueError, match="steps") as refused:
+            parallel(**chain.batch())
+        parallel.load_checkpoint(tmp_path)
+        parallel(**chain.batch())
+        return str(refused.value)
+
+    assert len(set(run_threads(chain.manifest, body))) == 1
 
 
 def test_replicas_have_batches_of_their_own() -> None:

@@ -148,3 +148,9 @@ def test_what_other_pipeline_ranks_own_too_is_late() -> None:
     completion = Completion.of(chain.manifest, 0, chain.schedule[0])
     assert completion.late == {(0, 1): ("scale",)}
     assert "scale" not in completion.after[0]
+
+
+def test_buffers_are_neither_late_nor_summed() -> None:
+    """As of rotary embeddings, which every stage has."""
+    manifest = manifest_of((1, 2, 1), Parameter("frequencies", (2,), torch.float32, kind="buffer"))
+    assert Completion.of(manifest, 0, [Action(0, "B", 0)]) == Completion({}, {})
