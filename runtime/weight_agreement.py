@@ -90,7 +90,6 @@ class StepLog:
 
     def reset(self) -> None:
         """Begin anew, where all ranks have got weights that fit together."""
-        self._counts: Counter[str] = Counter()
         self._value = 0
 
     def add(self, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]]) -> None:
@@ -100,8 +99,7 @@ class StepLog:
         """
         for names, options in groups:
             step = f"{sorted(names)} {[_read_option(options.get(key)) for key in COMPARED_OPTIONS]}"
-            self._counts[step] += 1
-            digest = blake2b(f"{self._counts[step]} {step}".encode(), digest_size=8).digest()
+            digest = blake2b(step.encode(), digest_size=8).digest()
             self._value = (self._value + int.from_bytes(digest, "little")) % (1 << 63)
 
     def tensor(self, rank: Rank) -> Tensor:
