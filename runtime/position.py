@@ -107,10 +107,8 @@ class Position:
     def _at(self, duty: int) -> Iterator[None]:
         self.slots[DUTY] = duty
         try:
-            yield
-        except BaseException as error:
-            self._mark(error)
-            raise
+            with self._marking():
+                yield
         finally:
             self.slots[DUTY] = 0
 
@@ -119,18 +117,21 @@ class Position:
         """What begins with `phase` and is watched."""
         self.phase(phase)
         try:
-            yield
-        except BaseException as error:
-            self._mark(error)
-            raise
+            with self._marking():
+                yield
         finally:
             self.compiling = False
             self.leave()
 
-    def _mark(self, error: BaseException) -> None:
-        """Let `error` tell where it broke something off."""
-        if not hasattr(error, MARK):
-            setattr(error, MARK, self.read())
+    @contextmanager
+    def _marking(self) -> Iterator[None]:
+        """Let an error tell where it broke off what it was raised in."""
+        try:
+            yield
+        except BaseException as error:
+            if not hasattr(error, MARK):
+                setattr(error, MARK, self.read())
+            raise
 
     def place_of(self, error: BaseException) -> Place:
         """Where `error`, or one that it came of, broke something off; else where the rank is now."""
