@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 LIBRARY = torch.library.Library("autoptd", "FRAGMENT")
 
@@ -37,7 +36,8 @@ class Operator:
     def _stands_alone(self, arguments: tuple[Any, ...]) -> bool:
         """Whether the operator's function may be called as it is, and be differentiated by its own formula."""
         device = arguments[0].device.type
-        if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device) or is_in_torch_dispatch_mode():
+        modes: int = torch._C._len_torch_dispatch_stack()  # of this thread
+        if modes or device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
             return False
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
