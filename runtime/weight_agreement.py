@@ -163,14 +163,15 @@ class Copies:
         if number < len(self._columns):
             stages, names = self._columns[number]
             found = f"{names[self._turn % len(names)]} has other values on"
-            own = dict(self._own()).get(number, self._steps.tensor(self._rank))
+            # What a rank gives that is not there is not looked at.
+            nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
+            own = dict(self._own()).get(number, nothing)
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
         else:
             found = f"the optimizers' steps (how many, {', '.join(COMPARED_OPTIONS)}) were others on"
             own = self._steps.tensor(self._rank)
-            alike = [
-                rank for rank, c in at if c.pipeline == place - len(self._columns) * self._rank.mesh.tensor
-            ]
+            pipeline = place - len(self._columns) * self._rank.mesh.tensor
+            alike = [rank for rank, c in at if c.pipeline == pipeline]
         table = [int(each) for each in world.all_gather(own.view(1))]
         common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
         others = [rank for rank in alike if table[rank] != common]

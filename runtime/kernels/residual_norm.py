@@ -304,7 +304,10 @@ def _differentiate(
 
 
 def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weight, in two tensors as large as `x`: memory is what this waits for."""
+    """The gradients of the rows `x` [.., h] and the `weight` [h], given that of what was normed, `outer` [.., h].
+
+    `scale` [.., 1] is what each row was multiplied by. Two tensors as large as `x` do: memory is what this waits for.
+    """
     unit = x * scale
     product = outer * unit
     of_weight = sum_rows(product, scale.dtype)

@@ -137,6 +137,7 @@ def test_what_says_nothing_is_taken() -> None:
         group[MARK] = marks
         optimizer.load_state_dict(saved)
         optimizer.step()
+        assert MARK not in optimizer.param_groups[0]  # looked at, and taken
 
 
 def test_a_loaded_state_may_be_sharded_and_its_groups_may_grow() -> None:
