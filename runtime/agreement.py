@@ -125,7 +125,10 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     if not filled:
         return torch.ones((), dtype=torch.bool, device=device)
     if device.type == "cpu":
-        # Norms take ten times as long there as extremes, which are not finite where one element is not.
+        # No sum is finite where an element is not, and it takes a fourth of the time that extremes take, which do not
+        # overflow. Norms take ten times as long as those.
+        if torch.stack([gradient.sum() for gradient in filled]).isfinite().all():
+            return torch.ones((), dtype=torch.bool)
         return torch.stack([end for gradient in filled for end in gradient.aminmax()]).isfinite().all()
     # The maximum norm does not overflow, as a sum of squares may.
     return get_total_norm(filled, torch.inf).isfinite()

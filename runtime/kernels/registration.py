@@ -24,10 +24,9 @@ class Operator:
         """Call the operator, past torch's dispatcher where nobody listens there.
 
         Its way through Python costs 25 microseconds more, backward included, in a step hundreds of times. It is for
-        those who look at operators: compilers, tracers, dispatch modes, profilers, autocast.
+        those who look at operators: compilers, tracers, dispatch modes, profilers, autocast, torch.func.
         """
-        looked_at = torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled()
-        if looked_at or not self._stands_alone(arguments):
+        if not self._stands_alone(arguments):
             return getattr(torch.ops.autoptd, self.name)(*arguments)
         if self._node is None or not torch.is_grad_enabled():
             return self._function(*arguments)
@@ -35,15 +34,21 @@ class Operator:
 
     def _stands_alone(self, arguments: tuple[Any, ...]) -> bool:
         """Whether the operator's function may be called as it is, and be differentiated by its own formula."""
-        device = arguments[0].device.type
+        if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
+            return False
         modes: int = torch._C._len_torch_dispatch_stack()  # of this thread
-        if modes or device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+        if modes or torch._C._are_functorch_transforms_active():
             return False
-        tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
-        if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
+        differentiates = False
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if type(argument) is not Tensor and type(argument) is not Parameter:
+                    return False
+                differentiates = differentiates or argument.requires_grad
+        device = arguments[0].device.type
+        if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
             return False
-        differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        return self._node is not None or not differentiates
+        return self._node is not None or not (differentiates and torch.is_grad_enabled())
 
     def register_fake(self, function: Callable[..., Any]) -> None:
         torch.library.register_fake(f"autoptd::{self.name}", function, lib=LIBRARY)

@@ -42,19 +42,18 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, ba
     if kernels is not None:
         result: Tensor = kernels.rotary_embedding(x, cos, sin, interleaved, backward)
         return result
-    turned = x[..., : cos.shape[-1]]
+    width = cos.shape[-1]
+    turned = x[..., :width]
     out = torch.empty_like(x, dtype=_promote(x, cos, sin))
-    out[..., cos.shape[-1] :] = x[..., cos.shape[-1] :]
-    into = out[..., : cos.shape[-1]]
-    torch.mul(turned, cos, out=into)
-    rotated = turned * sin if backward else turned
-    first, second = _split(rotated, interleaved)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    into = torch.mul(turned, cos, out=out[..., :width])
+    (first, second), (of_first, of_second) = _split(turned, interleaved), _split(sin, interleaved)
     into_first, into_second = _split(into, interleaved)
     if backward:
-        into_first.add_(second)
-        into_second.sub_(first)
+        into_first.addcmul_(second, of_second)
+        into_second.addcmul_(first, of_first, value=-1)
     else:
-        of_first, of_second = _split(sin, interleaved)
         into_first.addcmul_(second, of_first, value=-1)
         into_second.addcmul_(first, of_second)
     return out
@@ -83,8 +82,8 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The two elements of each pair that turns."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def _promote(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:

@@ -327,4 +327,10 @@ def test_large_and_empty_gradients_are_finite() -> None:
     gradients = [torch.full((9,), 3e38), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]
     assert are_finite(gradients, CPU)
     assert are_finite([], CPU)
-    assert not are_finite([*gradients, torch.tensor([torch.nan])], CPU)
+    for broken in (
+        [torch.nan],
+        [torch.inf, -torch.inf],
+        [3e38, 3e38, torch.inf],
+    ):  # the last sum overflows anyway
+        assert not are_finite([*gradients, torch.tensor(broken)], CPU)
+        assert not are_finite([torch.ones(3), torch.tensor(broken)], CPU)

@@ -120,6 +120,16 @@ def test_export_takes_them(name: str) -> None:
     assert torch.equal(exported.module()(*operands), case.kernel(*operands))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for them, and loops
+@pytest.mark.parametrize("name", ["gated silu", "rotary partial"])
+def test_vmap_takes_them(name: str) -> None:
+    case = CASES[name]
+    operands = case.make((2, 3, 8), torch.float32, CPU)
+    batched = [torch.stack([operand, operand + 1]).detach() for operand in operands]
+    expected = torch.stack([case.kernel(*alone) for alone in zip(*batched, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(case.kernel)(*batched), expected)
+
+
 def test_a_compiled_dropout_follows_the_step() -> None:
     rank = make_rank()
     function = torch.compile(lambda x: kernels.dropout(rank, x, 0.5, 1), backend="eager")
