@@ -38,6 +38,7 @@ from autoptd.runtime.shape import BoundShape, ShapeProgram
 from autoptd.runtime.shards import Shard, lay_out_shards
 from autoptd.runtime.state_marks import StateMarks
 from autoptd.runtime.step import Step
+from autoptd.runtime.uncompiled import leave_uncompiled
 from autoptd.runtime.weight_agreement import Copies, StepLog
 from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import (
@@ -386,4 +387,5 @@ def signed(manifest: Manifest) -> type[Parallel]:
 
     forward.__doc__ = Parallel.forward.__doc__
     forward.__signature__ = call_signature(manifest)  # type: ignore[attr-defined]
+    leave_uncompiled(forward)
     return type("Parallel", (Parallel,), {"forward": forward, "__module__": Parallel.__module__})

@@ -93,3 +93,44 @@ def test_an_unknown_backend_is_refused() -> None:
     program = autoptd.compile(GPT(GPTConfig(n_layer=1)), mesh=(1, 1, 1), num_microbatches=1)
     with pytest.raises(ValueError, match=r"no torch\.compile backend 'inductr'; did you mean 'inductor'"):
         program.bind(backend="inductr")
+
+
+@pytest.mark.parametrize("stages", [None, "aot_eager"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiler_round_a_parallel_model_calls_it_as_it_is(stages: str | None, sharded: bool) -> None:
+    """Scripts have torch.compile(model) in them; with `stages` these are compiled all the same."""
+    program = make_program(0.1)
+    plain, inner = program.bind(), program.bind(backend=stages)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, inner)]
+    if sharded:
+        optimizers[1] = inner.shard_optimizer(optimizers[1])
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(inner, backend="aot_eager")
+    for _ in range(3):
+        idx, targets = torch.randint(0, 64, (2, 4, 16)).unbind()
+        losses = [each(idx, targets)[1] for each in (plain, compiled)]
+        assert torch.equal(*losses) or stages is not None
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert bool(counters["stats"]["unique_graphs"]) == (stages is not None)
+    assert not counters["graph_break"]
+
+
+def test_a_compiled_step_breaks_at_the_parallel_model_alone() -> None:
+    plain, inner = (make_program(0.0).bind() for _ in range(2))
+
+    @torch.compile(backend="aot_eager")
+    def step(idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = inner(idx, targets)[1]
+        return loss * 2 + 1
+
+    torch._dynamo.reset()
+    counters.clear()
+    idx, targets = torch.randint(0, 64, (2, 4, 16)).unbind()
+    assert torch.equal(step(idx, targets), plain(idx, targets)[1] * 2 + 1)
+    assert len(counters["graph_break"]) == 1
+    assert "runs a schedule of stages" in next(iter(counters["graph_break"]))

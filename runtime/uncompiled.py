@@ -1,0 +1,20 @@
+"""What ``torch.compile`` round it runs as it is: a parallel model, whose stages are compiled one by one if at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+REASON = "a parallel model runs a schedule of stages; bind(backend='inductor') compiles each of them"
+
+
+def leave_uncompiled(function: Callable[..., Any]) -> None:
+    """Let compilers call `function`, and what it calls, as ``torch.compiler.disable`` makes them.
+
+    That imports torch._dynamo: 2 s in every process, for those who compile nothing too.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
