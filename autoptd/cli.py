@@ -57,10 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # models are named from the current folder, as `python -m` finds them
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
     except (ValueError, TypeError, ProgramError) as error:
         print(f"autoptd {args.command}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `| head` has read enough; what Python still flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 # Commands

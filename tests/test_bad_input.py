@@ -404,8 +404,9 @@ def test_batch_that_requires_gradient() -> None:
 
 
 def test_missing_argument(parallel: Parallel) -> None:
-    batch_refused(parallel, TypeError, "targets is missing", "idx, targets", "example_inputs", targets=...)
-    batch_refused(parallel, TypeError, "targets is missing", targets=None)
+    batch_refused(parallel, TypeError, "targets is missing", "idx, targets", "computes the loss", targets=...)
+    batch_refused(parallel, TypeError, "targets is missing", "compute_loss_func", targets=None)
+    batch_refused(parallel, TypeError, "idx is missing", "example_inputs", idx=None)
 
 
 def test_extra_argument(parallel: Parallel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -190,6 +191,16 @@ def test_as_a_program_of_its_own(folder: Path) -> None:
     assert wrong.returncode == 2
     assert "--jsn is unknown (did you mean --json?)" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_may_leave_early(folder: Path, options: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "autoptd", "inspect", str(folder), *options]
+    found = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (1, "")
 
 
 def test_other_ranks_are_silent(
