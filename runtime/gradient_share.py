@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.clipping import check_norm_type
+from autoptd.runtime.divided_dimension import NORMS, is_norm_over, names_elements
 from autoptd.runtime.shards import Shard
 
-NORMS = (torch.linalg.vector_norm, torch._foreach_norm, torch.linalg.norm, torch.norm, Tensor.norm)
 # What reads no values either, by the names that Tensor and torch have in common; attributes are the first.
 ABOUT = frozenset(
     [
@@ -58,6 +58,9 @@ class Whole:
     leaves: WeakMethod[Callable[[], Leaves]]  # what this rank's optimizer steps, under the names of gradients
     everywhere: WeakMethod[Callable[[], bool]]  # whether every rank has gradients, and so asks too
     shards: Mapping[int, Sequence[str]]  # the parameters of what a sharded optimizer steps
+    divided: Mapping[
+        str | int, tuple[int, str]
+    ]  # the dimension that the tensor ranks divide, and what of it is here
 
 
 class ShareNorm(Tensor):
@@ -99,9 +102,11 @@ class GradientShare(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         share = args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(share, cls) and (held := share.whole.divided.get(share.of)) is not None:
+                _check_divided(share.of, *held, func, args, kwargs or {})
+            result = func(*args, **(kwargs or {}))
         if isinstance(share, cls):
             if result is share:
                 return share
@@ -114,7 +119,7 @@ class GradientShare(Tensor):
                 powers = result.as_subclass(SharePowers)
                 powers.of = share.of
                 return powers
-        # A norm along a dimension, or the like, is the caller's own affair.
+        # A norm along another dimension, or the like, is the caller's own affair.
         if (norm_type := find_norm_type(func, args, kwargs or {})) is None:
             return result
         if isinstance(result, Tensor):
@@ -180,6 +185,23 @@ class Elsewhere(GradientShare):
     def _here(self) -> Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             return None if self.own.grad is None else self.own.grad[self.elements]
+
+
+def _check_divided(
+    name: str | int, dim: int, held: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError where `func` does along `dim`, of which this rank has what is `held`, what is of the whole."""
+    here = f"the gradient of {name}: tensor ranks divide dimension {dim} of it, and this rank has {held}"
+    if names_elements(func, args, kwargs, dim):
+        raise ValueError(
+            f"elements by number of {here}, so that they would be others here. Take them of whole tensors "
+            "(full_state_dict), or from a mask of that dimension cut to what is here, as a tensor of bools"
+        )
+    if find_norm_type(func, args, kwargs) is None and is_norm_over(func, args, kwargs, dim):
+        raise ValueError(
+            f"norms of {here}, so that they would be of a part. Take norms over other dimensions, or of the whole "
+            f"model's: {CALL}"
+        )
 
 
 def _describe_part(what: str, name: str | int) -> str:
@@ -314,9 +336,8 @@ def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
         )
     given = set(norms.of)
     given |= {index for index, names in norms.whole.shards.items() if given.issuperset(names)}
-    missing = sorted(
-        str(name) for name, leaf in leaves().items() if leaf.grad is not None and name not in given
-    )
+    absent = [name for name, leaf in leaves().items() if leaf.grad is not None and name not in given]
+    missing = sorted(name if isinstance(name, str) else norms.whole.shards[name][0] for name in absent)
     if missing or norms.norm_type != norm_type or not everywhere():
         reason = f"not of {missing[0]}" if missing else "some ranks have no gradients and do not ask for it"
         raise ValueError(

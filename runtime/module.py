@@ -21,6 +21,7 @@ from autoptd.runtime.checkpoint_saving import Saving
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.data_parallel import DTYPES, share_loss
+from autoptd.runtime.divided_dimension import find_divided
 from autoptd.runtime.gradient_share import Whole, check_elsewhere, clear_with, share_gradients, stand_in
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.label_count import NAME as ITEMS
@@ -28,7 +29,7 @@ from autoptd.runtime.label_count import weigh_items
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
-from autoptd.runtime.optimizer_watch import watch_divided
+from autoptd.runtime.optimizer_watch import watch_divided, watch_steps
 from autoptd.runtime.own_slice import mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.part import Part
@@ -41,12 +42,7 @@ from autoptd.runtime.step import Step
 from autoptd.runtime.uncompiled import leave_uncompiled
 from autoptd.runtime.weight_agreement import Copies, StepLog
 from autoptd.runtime.weighting import find_divisors
-from autoptd.runtime.weights import (
-    Constants,
-    check_proved,
-    hang_up,
-    take_slices,
-)
+from autoptd.runtime.weights import Constants, check_proved, hang_up, take_slices
 
 Batch = Mapping[str, Tensor]
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -115,8 +111,10 @@ class Parallel(Persistent):
         self._whole: Whole | None = None  # whose gradients are shared
         self._hooks: dict[str | int, RemovableHandle] = {}  # by which they are, by the names in `_stepped`
         self._marks = StateMarks(manifest, self._rank)
+        if manifest.mesh.size > 1:
+            watch_steps(self, self._marks, self._steps)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
-            watch_divided(self, self._marks, self._steps)
+            watch_divided(self, self._marks)
             self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
         self._share_steps(())
         self._buffer_versions = self._read_buffer_versions()
@@ -138,6 +136,7 @@ class Parallel(Persistent):
                 WeakMethod(self._stepped),
                 WeakMethod(self._is_everywhere),
                 names,
+                find_divided(self._manifest, self._rank),
             )
             for hook in self._hooks.values():
                 hook.remove()
@@ -212,7 +211,11 @@ class Parallel(Persistent):
         a parameter of it with a hook.
         """
         if self._shards:
-            raise ValueError("an optimizer of this parallel model is sharded already: it can have one")
+            raise ValueError(
+                "an optimizer of this parallel model is sharded already, and it can have one: go on with that "
+                "(optimizer.state.clear() forgets what it knows), or bind again"
+            )
+        self._watch.check(self)
         manifest = self._manifest
         parameters = dict(self.named_parameters())
         dtypes = {name: manifest.parameters[name].dtype for name in parameters}

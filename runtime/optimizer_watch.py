@@ -21,6 +21,8 @@ from autoptd.runtime.state_marks import StateMarks
 from autoptd.runtime.weight_agreement import StepLog
 
 SHOWN = 3  # parameters
+# Options that do not say what a step does, but how.
+IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"])
 
 
 def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -> None:
@@ -52,7 +54,20 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
     weakref.finalize(parallel, handle.remove)
 
 
-def watch_divided(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
+def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
+    """From now on, note in `steps` what makes a step of parameters of `parallel`, and with which options."""
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The step was made: what broke off may be tried again."""
+        options = [key for key in optimizer.defaults if key not in IMPLEMENTATIONS]
+        for group in optimizer.param_groups:
+            if names := [name for p in group["params"] for name in marks.names(p)]:
+                steps.add(names, {key: group[key] for key in options if key in group})
+
+    weakref.finalize(parallel, register_optimizer_step_post_hook(note).remove)
+
+
+def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
     """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
 
     Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone, and
@@ -85,13 +100,7 @@ def watch_divided(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> Non
         marks.mark(optimizer)
         judged.add(optimizer)
 
-    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The step was made: what broke off may be tried again."""
-        owned = (([n for p in g["params"] for n in marks.names(p)], g) for g in optimizer.param_groups)
-        steps.add((names, group) for names, group in owned if names)
-
-    for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(note)):
-        weakref.finalize(parallel, handle.remove)
+    weakref.finalize(parallel, register_optimizer_step_pre_hook(check).remove)
 
 
 def _refuse_replaced(held: Iterable[Tensor], marks: StateMarks) -> None:

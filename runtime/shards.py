@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from autoptd.runtime.communicator import Group, Posted
 from autoptd.runtime.data_parallel import fill_buckets
@@ -42,7 +43,7 @@ class Shard:
         self._used = sum(shape.numel() for shape in self.shapes)
         wide = self.flatten({name: weight.detach() for name, weight in weights.items()})
         self.flat = wide.to(dtype)
-        self._views = self.split(self.flat)
+        self._views = self._view()
         self.own = nn.Parameter(self.part(wide).clone())
         self._version = self.own._version
 
@@ -67,6 +68,13 @@ class Shard:
         rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
         return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
 
+    def _view(self) -> dict[str, Tensor]:
+        """The parameters' parts of `flat`, in its memory, each as a storage of its own.
+
+        One for all would be taken for that of tied weights, of which a file gets one.
+        """
+        return {name: from_dlpack(view) for name, view in self.split(self.flat).items()}
+
     def rebound(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Which of its own of `parameters` are views of `flat` no longer, as ``p.data = ...`` leaves them."""
         return [name for name, view in self._views.items() if not parameters[name].is_set_to(view)]
@@ -83,7 +91,7 @@ class Shard:
     def renew(self) -> None:
         """Take other memory for `flat`, and leave what there was to those who kept views of it; then `bind`."""
         self.flat = self.flat.clone()
-        self._views = self.split(self.flat)
+        self._views = self._view()
 
     def is_own_written(self) -> bool:
         """Whether somebody has written into `own` since it was shared, or taken over."""

@@ -144,8 +144,8 @@ class SharedMemory:
             signal = self._read(peer)
             if signal != expected:
                 raise RuntimeError(
-                    f"{_describe(expected)} met rank {peer.rank}'s {_describe(signal)}: the ranks disagree on "
-                    "what they do, or on its order"
+                    f"{_describe(expected)} met rank {peer.rank}'s {_describe(signal)}: the ranks are in different "
+                    "calls (one trains, the other evaluates, saves or gathers the model), which all of them make alike"
                 )
         exchange.result = exchange.take(self._slots(exchange.own))
         self._posted.popleft()

@@ -25,6 +25,7 @@ class Step(torch.autograd.Function):
         with parallel._connection.position.call(training=True, shape=shape):
             loss: Tensor = parallel._run(shape, batch, gradients=True)
         ctx.kept = parallel._shape.sums.take(keys)
+        ctx.note_scale = parallel._steps.scale
         return loss
 
     @staticmethod
@@ -40,6 +41,7 @@ class Step(torch.autograd.Function):
                 "graph of their own to be differentiated by; leave it out, or compute the second order in forward"
             )
         kept, ctx.kept = ctx.kept, None
+        ctx.note_scale(scale)
         # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
         if not (scale.is_cpu and scale.item() == 1):
             kept = [g if g is None else g.mul_(scale) for g in kept]

@@ -7,7 +7,7 @@ tied parameter would keep parts of different models, and drift apart where one l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -22,7 +22,6 @@ from autoptd.runtime.rank import Rank
 from autoptd.runtime.weights import Stored, all_names
 
 SAMPLED = 256  # elements of a tensor, evenly over it
-COMPARED_OPTIONS = ("lr", "momentum", "betas", "weight_decay")
 _UNREAD = torch.iinfo(torch.int64).min  # of a tensor that is in a file, and is not read for this
 _DRAWN = 0  # of one without values, which every rank draws from the program's seed
 
@@ -91,16 +90,27 @@ class StepLog:
     def reset(self) -> None:
         """Begin anew, where all ranks have got weights that fit together."""
         self._value = 0
+        self._scales: list[Tensor] = []
 
-    def add(self, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]]) -> None:
-        """A step of some parameters, by name, was made by each of `groups`, with its options.
+    def add(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
+        """A step of the parameters `names` was made, with these `options`.
 
-        The sum of what each gives: optimizers may step in another order on each rank.
+        What each gives is added up: optimizers, and their groups, may step in another order on each rank.
         """
-        for names, options in groups:
-            step = f"{sorted(names)} {[_read_option(options.get(key)) for key in COMPARED_OPTIONS]}"
-            digest = blake2b(step.encode(), digest_size=8).digest()
-            self._value = (self._value + int.from_bytes(digest, "little")) % (1 << 63)
+        step = f"{sorted(names)} {[(key, _read_option(value)) for key, value in sorted(options.items())]}"
+        digest = blake2b(step.encode(), digest_size=8).digest()
+        self._value = (self._value + int.from_bytes(digest, "little")) % (1 << 63)
+
+    def scale(self, factor: Tensor) -> None:
+        """The gradients of a call were multiplied by `factor`, on the way back from what was made of its loss."""
+        self._scales.append(factor.detach())
+
+    def take_scales(self, rank: Rank) -> Tensor:
+        """A hash of the factors since this was asked last, as an int64 on the device of `rank`."""
+        factors, self._scales = self._scales, []
+        if not factors:
+            return torch.zeros((), dtype=torch.int64, device=rank.device)
+        return hash_words(read_words(torch.stack(factors).to(rank.device)))
 
     def tensor(self, rank: Rank) -> Tensor:
         """The number as an int64 on the device of `rank`."""
@@ -112,16 +122,16 @@ def _read_option(value: Any) -> Any:
     """The numbers of an option, as floats; none of what is in a tensor on a GPU, which would wait for it."""
     if isinstance(value, tuple | list):
         return [_read_option(each) for each in value]
-    waits = isinstance(value, Tensor) and not value.is_cpu
-    return None if value is None or waits else float(value)
+    known = value.is_cpu if isinstance(value, Tensor) else isinstance(value, int | float)
+    return float(value) if known else None
 
 
 class Copies:
     """The parameters of which every replica has the same slice, and tied ones; they are compared in turn, in each step.
 
     Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
-    any order may give each rank other last bits. Of all ranks of a stage the optimizers' steps are compared, where the
-    mesh divides the model.
+    any order may give each rank other last bits. Of all ranks of a stage the optimizers' steps are compared, and of all
+    ranks the factors that losses were multiplied by.
     """
 
     def __init__(
@@ -129,6 +139,7 @@ class Copies:
     ) -> None:
         """This `rank` has its slices of `parameters`, and has made these `steps`."""
         self._rank, self._parameters, self._steps, self._turn = rank, parameters, steps, -1
+        self._scales = torch.zeros((), dtype=torch.int64)
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         stages = range(manifest.mesh.pipeline if manifest.mesh.data > 1 else 0)
         tied = [name for name, ranks in owners.items() if len(ranks) > 1]
@@ -142,7 +153,7 @@ class Copies:
         """For each place [h, ~h] of the parameter in turn, where this rank is not there the lowest int64.
 
         A place is a column of pipeline ranks that hold the same, and a tensor coordinate; then, for the steps, each
-        pipeline rank.
+        pipeline rank; and one for the factors.
 
         An int64 on the rank's device. Its maxima over all ranks are complements where all that are at a place have
         the same h.
@@ -154,7 +165,8 @@ class Copies:
         steps = torch.full((self._rank.mesh.pipeline, 2), _UNREAD, device=self._rank.device)
         made = self._steps.tensor(self._rank)
         steps[self._rank.coordinates.pipeline] = torch.stack([made, ~made])
-        return torch.cat([found.flatten(), steps.flatten()])
+        self._scales = self._steps.take_scales(self._rank)
+        return torch.cat([found.flatten(), steps.flatten(), torch.stack([self._scales, ~self._scales])])
 
     def describe(self, world: Group, place: int) -> str:
         """Which ranks have others than the rest at `place` of the last fingerprint. Every rank must call it."""
@@ -167,20 +179,25 @@ class Copies:
             nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
             own = dict(self._own()).get(number, nothing)
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
-        else:
-            found = f"the optimizers' steps (how many, {', '.join(COMPARED_OPTIONS)}) were others on"
+        elif (pipeline := place - len(self._columns) * self._rank.mesh.tensor) < self._rank.mesh.pipeline:
+            found = (
+                "the optimizers' steps (how many, or with which lr, weight_decay and so on) were others on"
+            )
             own = self._steps.tensor(self._rank)
-            pipeline = place - len(self._columns) * self._rank.mesh.tensor
             alike = [rank for rank, c in at if c.pipeline == pipeline]
+        else:
+            found = "the factors that losses were multiplied by before backward were others on"
+            own, alike = self._scales, [rank for rank, _ in at]
         table = [int(each) for each in world.all_gather(own.view(1))]
         common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
         others = [rank for rank in alike if table[rank] != common]
         like = next(rank for rank in alike if table[rank] == common)
         return (
-            f"{found} rank {others[0]} than on rank {like}, which hold the same part of the model, or other slices of "
+            f"{found} rank {others[0]} than on rank {like}, which hold the same part of the model, or others of "
             f"it; of ranks {alike} {others} differ. Each step must be the same on all: call optimizer.step() on every "
-            "rank or on none, with the same learning rate, leave gradients alone or change them alike, and write "
-            "weights on every rank; then bind again, or load a checkpoint"
+            "rank or on none, with the same learning rate, scale the loss alike (it is the whole batch's on every "
+            "rank), leave gradients alone or change them alike, and write weights on every rank; then bind again, or "
+            "load a checkpoint"
         )
 
     def _own(self) -> Iterator[tuple[int, Tensor]]:

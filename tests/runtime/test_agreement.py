@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,32 +227,66 @@ def test_owners_of_a_tied_parameter_keep_it_alike() -> None:
     assert "of ranks [0, 2] [2] differ" in text
 
 
+OPTIONS = ("lr", "weight_decay", "eps", "betas", "amsgrad")
+
+
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("option", ["", "lr", "weight_decay"])
-def test_tensor_ranks_make_the_same_steps(option: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "option"), [((2, 2, 1), ""), *itertools.product([(2, 2, 1), (1, 2, 2)], OPTIONS)]
+)
+def test_ranks_of_a_stage_make_the_same_steps(mesh: tuple[int, int, int], sharded: bool, option: str) -> None:
     """A step more, or another option, on one of them; the other pipeline rank's rate is its own."""
-    chain = Chain((2, 2, 1), "gpipe", 1, 2)
+    chain = Chain(mesh, "gpipe", 1, 2)
+    others = {"betas": (0.5, 0.5), "amsgrad": True}
 
     def body(connection: Connection) -> str:
         parallel = chain.parallel(connection)
         stage = connection.rank.coordinates.pipeline
-        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1 * (1 + stage))
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1 * (1 + stage), foreach=stage == 0)
         if sharded:
             parallel.shard_optimizer(optimizer)
         for number in range(3):
             parallel(**chain.batch())["loss"].backward()
             if number == 2 and connection.world.index == 3:
-                optimizer.step() if not option else optimizer.param_groups[0].update({option: 0.5})
+                if not option:
+                    optimizer.step()
+                optimizer.param_groups[0].update({option: others.get(option, 0.5)} if option else {})
+                for state in optimizer.state.values():
+                    state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
             optimizer.step()
             optimizer.zero_grad()
-        with pytest.raises(
-            ValueError, match=r"steps \(how many, .* were others on rank . than on"
-        ) as refused:
+        with pytest.raises(ValueError, match=r"were others on rank . than on|has other values on") as refused:
             parallel(**chain.batch())
         return str(refused.value)
 
     (text,) = set(run_threads(chain.manifest, body))
-    assert "of ranks [2, 3] [" in text
+    if sharded or mesh == (2, 2, 1):
+        assert "steps (how many, or with which lr" in text
+    assert f"of ranks {[2, 3] if mesh[0] == 2 else [1, 3]} [" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sharded"), [((2, 1, 1), False), ((1, 2, 1), False), ((1, 1, 2), True), ((2, 1, 1), True)]
+)
+def test_the_loss_is_scaled_alike(mesh: tuple[int, int, int], sharded: bool) -> None:
+    """What each makes of its loss may be anything, but the same: gradients are of all ranks' parts together."""
+    chain = Chain(mesh)
+
+    def body(connection: Connection) -> str:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        if sharded:
+            parallel.shard_optimizer(optimizer)
+        for other in (0, 0, 1):
+            losses = [parallel(**chain.batch())["loss"] for _ in range(2)]
+            torch.stack(losses).log().sum().backward()
+            (parallel(**chain.batch())["loss"] / (3 + other * connection.world.index)).backward()
+        with pytest.raises(ValueError, match="the factors that losses were multiplied by") as refused:
+            parallel(**chain.batch())
+        return str(refused.value)
+
+    (text,) = set(run_threads(chain.manifest, body))
+    assert "of ranks [0, 1] [" in text
 
 
 def interrupt(*_: Any) -> None:

@@ -234,6 +234,71 @@ def test_a_norm_that_is_written_out_is_refused(way: str) -> None:
     run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
 
 
+ALONG: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda g: g[0],
+    "rows": lambda g: g[1:2],
+    "rows of all columns": lambda g: g[..., -1:, :],
+    "numbers": lambda g: g[torch.tensor([0])],
+    "written": lambda g: g.__setitem__(slice(1), 0),
+    "filled": lambda g: g.index_fill_(0, torch.tensor([0]), 0.0),
+    "narrowed": lambda g: g.narrow(0, 0, 1),
+    "selected": lambda g: torch.index_select(g, dim=-2, index=torch.tensor([0])),
+    "norms": lambda g: g.norm(dim=0),
+    "norms of columns": lambda g: torch.linalg.vector_norm(g, 2, (0,), keepdim=True),
+    "norm of both dimensions": lambda g: torch.norm(g, p=2, dim=(-1, -2)),
+    "norm with its dimensions": lambda g: g.norm(keepdim=True),
+}
+
+
+@pytest.mark.parametrize("way", ALONG)
+def test_what_is_done_along_a_divided_dimension_is_refused(way: str) -> None:
+    """Before anything is written: another rank's elements have these numbers."""
+
+    def ask(parallel: Parallel) -> str:
+        gradient = parallel.get_parameter("layer.0.column.weight").grad
+        assert gradient is not None
+        before = gradient.as_subclass(Tensor).clone()
+        with pytest.raises(
+            ValueError, match=r"layer.0.column.weight: tensor ranks divide dimension 0"
+        ) as said:
+            ALONG[way](gradient)
+        assert torch.equal(gradient.as_subclass(Tensor), before)
+        return str(said.value)
+
+    texts = run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
+    assert ["this rank has 0:6" in texts[0], "this rank has 6:12" in texts[1]] == [True, True]
+
+
+def test_what_is_done_along_another_dimension_is_done() -> None:
+    """Or by a mask; and where nothing is divided, along every one."""
+
+    def ask(parallel: Parallel) -> None:
+        weight, bias = (parallel.get_parameter(f"layer.0.row.{name}").grad for name in ("weight", "bias"))
+        assert weight is not None
+        assert bias is not None
+        plain = weight.as_subclass(Tensor).clone()
+        for index in (0, (slice(1, None), slice(None)), (None, ..., slice(2, None), slice(None))):
+            assert torch.equal(weight[index], plain[index])
+        assert torch.equal(weight.narrow(0, 2, 3), plain[2:5])
+        assert torch.equal(weight.norm(dim=0), plain.norm(dim=0))
+        weight[weight > 0] = 0
+        weight[:, torch.arange(6) > 2] = 1
+        plain[plain > 0] = 0
+        plain[:, 3:] = 1
+        weight[:2], plain[:2] = 3, 3
+        assert torch.equal(weight.as_subclass(Tensor), plain)
+        assert torch.equal(bias[2:3], bias.as_subclass(Tensor)[2:3])
+        with pytest.raises(ValueError, match="dimension 1 of it, and this rank has"):
+            weight[:, 0] = 1
+
+    run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
+    undivided = Chain((1, 2, 1), "gpipe", 1, 1)
+    run(
+        undivided,
+        lambda parallel: [p.grad[:1].norm(dim=0) for p in parallel.parameters() if p.grad is not None],
+    )
+
+
 def test_shares_are_tensors_else() -> None:
     """Accumulated in place, scaled, copied, pickled, given to every form of an optimizer."""
     chain = Chain((2, 1, 1), "gpipe", 1, 1)

@@ -16,7 +16,6 @@ from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.parameter_watch import ParameterWatch
-from autoptd.runtime.weight_agreement import StepLog
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import CPU, Plain, alone
 
@@ -129,7 +128,7 @@ def test_an_optimizer_of_the_plain_model_is_refused() -> None:
 def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
     """Only of these parameters; one that is known to step each element by itself never."""
     chain, parallel = alone()
-    watch_divided(parallel, parallel._marks, StepLog())
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     optimizer = torch.optim.Adafactor(parallel.parameters())
@@ -149,7 +148,7 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
 
 def test_an_optimizer_of_all_parameters_is_refused() -> None:
     chain, parallel = alone()
-    watch_divided(parallel, parallel._marks, StepLog())
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     optimizer = torch.optim.LBFGS(parallel.parameters())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from autoptd.runtime import data_parallel
@@ -17,6 +19,7 @@ from autoptd.runtime.module import Parallel
 from autoptd.runtime.shards import Shard, join_states
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
+from tests.runtime.test_module import alone
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -537,6 +540,33 @@ def test_parameters_written_past_their_versions_train_on(
     for found, expected in zip(run_threads(chain.manifest, partial(run, shard=True)), whole, strict=True):
         for name, weight in expected.items():
             torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=0)
+
+
+def test_every_parameter_has_a_storage_of_its_own(tmp_path: Path) -> None:
+    """Files take one tensor of each storage, as of tied weights, and leave the others out."""
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def train_and_save(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.AdamW(parallel.parameters(), lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        optimizer.step()
+        whole = parallel.full_state_dict()
+        for name, p in parallel.named_parameters():
+            assert p.untyped_storage().nbytes() == p.nbytes, name
+        if connection.world.index == 0:
+            save_model(parallel, str(tmp_path / "model.safetensors"))
+            saved = load_file(tmp_path / "model.safetensors")
+            assert all(torch.equal(saved[name], tensor) for name, tensor in whole.items())
+
+    run_threads(chain.manifest, train_and_save)
+
+
+def test_what_was_moved_before_the_optimizer_is_sharded_is_refused() -> None:
+    _, parallel = alone()
+    parallel.bfloat16()
+    with pytest.raises(ValueError, match=r"is torch.bfloat16.*, but was torch.float64"):
+        parallel.shard_optimizer(torch.optim.AdamW(parallel.parameters()))
 
 
 def test_memory_of_another_shape_is_refused_before_the_step() -> None:

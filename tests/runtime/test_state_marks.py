@@ -15,7 +15,6 @@ from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.optimizer_watch import watch_divided
 from autoptd.runtime.state_marks import MARK
-from autoptd.runtime.weight_agreement import StepLog
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import alone
 from tests.runtime.test_parameter_watch import share_gradients
@@ -33,7 +32,7 @@ def step(chain: Chain, parallel: Parallel, *optimizers: torch.optim.Optimizer) -
 def watched() -> tuple[Chain, Parallel]:
     """Alone, as where the mesh divides the model."""
     chain, parallel = alone()
-    watch_divided(parallel, parallel._marks, StepLog())
+    watch_divided(parallel, parallel._marks)
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     return chain, parallel
