@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.clipping import check_norm_type
 from autoptd.runtime.divided_dimension import NORMS, is_norm_over, names_elements
 from autoptd.runtime.shards import Shard
@@ -190,7 +191,10 @@ class Elsewhere(GradientShare):
 def _check_divided(
     name: str | int, dim: int, held: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError where `func` does along `dim`, of which this rank has what is `held`, what is of the whole."""
+    """Raise ValueError where `func` takes elements of `dim` by number, of which this rank has what is `held`.
+
+    Warn of norms along it, which optimizers take that are warned of already.
+    """
     here = f"the gradient of {name}: tensor ranks divide dimension {dim} of it, and this rank has {held}"
     if names_elements(func, args, kwargs, dim):
         raise ValueError(
@@ -198,9 +202,9 @@ def _check_divided(
             "(full_state_dict), or from a mask of that dimension cut to what is here, as a tensor of bools"
         )
     if find_norm_type(func, args, kwargs) is None and is_norm_over(func, args, kwargs, dim):
-        raise ValueError(
-            f"norms of {here}, so that they would be of a part. Take norms over other dimensions, or of the whole "
-            f"model's: {CALL}"
+        warn_caller(
+            f"norms of {here}, so that they are of a part. Take norms over other dimensions, or of the whole model's: "
+            f"{CALL}"
         )
 
 

@@ -243,10 +243,6 @@ ALONG: dict[str, Callable[[Tensor], Any]] = {
     "filled": lambda g: g.index_fill_(0, torch.tensor([0]), 0.0),
     "narrowed": lambda g: g.narrow(0, 0, 1),
     "selected": lambda g: torch.index_select(g, dim=-2, index=torch.tensor([0])),
-    "norms": lambda g: g.norm(dim=0),
-    "norms of columns": lambda g: torch.linalg.vector_norm(g, 2, (0,), keepdim=True),
-    "norm of both dimensions": lambda g: torch.norm(g, p=2, dim=(-1, -2)),
-    "norm with its dimensions": lambda g: g.norm(keepdim=True),
 }
 
 
@@ -267,6 +263,30 @@ def test_what_is_done_along_a_divided_dimension_is_refused(way: str) -> None:
 
     texts = run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
     assert ["this rank has 0:6" in texts[0], "this rank has 6:12" in texts[1]] == [True, True]
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norms": lambda g: g.norm(dim=0),
+    "of columns": lambda g: torch.linalg.vector_norm(g, 2, (0,), keepdim=True),
+    "of both dimensions": lambda g: torch.norm(g, p=2, dim=(-1, -2)),
+    "with its dimensions": lambda g: g.norm(keepdim=True),
+}
+
+
+@pytest.mark.parametrize("way", NORMS)
+def test_a_norm_along_a_divided_dimension_is_warned_of(way: str) -> None:
+    """It is of this rank's part, and some optimizers take it."""
+
+    def ask(parallel: Parallel) -> None:
+        gradient = parallel.get_parameter("layer.0.column.weight").grad
+        assert gradient is not None
+        norm = NORMS[way](gradient)
+        assert type(norm) is Tensor
+        assert torch.equal(norm, NORMS[way](gradient.as_subclass(Tensor)))
+
+    with pytest.warns(UserWarning, match=r"norms of the gradient of layer.0.column.weight") as said:
+        run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
+    assert {warning.filename for warning in said} == {__file__}
 
 
 def test_what_is_done_along_another_dimension_is_done() -> None:
