@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -29,8 +30,8 @@ class Journal:
 class TracedPosition(Position):
     """A position that writes down what it is told."""
 
-    def __init__(self, slots: memoryview | None, journal: Journal) -> None:
-        super().__init__(slots)
+    def __init__(self, slots: memoryview | None, peers: Mapping[int, memoryview], journal: Journal) -> None:
+        super().__init__(slots, peers)
         self.journal = journal
         self._begun = ""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def watch(manifest: Manifest, connection: Connection, compiles: bool) -> None:
     if launched and sys.platform == "linux":
         die_with_parent()
     if manifest.mesh.size == 1:
-        connection.position = _make_position(None, rank=0)
+        connection.position = _make_position(None, {}, rank=0)
     else:
         if not _watchdogs:
             _watchdogs.append(_make_watchdog(manifest, connection, limit))
@@ -69,13 +70,14 @@ def _make_watchdog(manifest: Manifest, connection: Connection, limit: float) -> 
     store: Any = _get_default_store()
     store = None if roster.everybody else store.clone()
     record = Record(Path(tempfile.gettempdir()) / f"{roster.name}.json", store)
-    position = _make_position(roster.slots(roster.rank), roster.rank)
+    peers = {rank: roster.slots(rank) for rank in roster.processes}
+    position = _make_position(roster.slots(roster.rank), peers, roster.rank)
     return Watchdog(manifest, roster, record, position, limit)
 
 
-def _make_position(slots: memoryview | None, rank: int) -> Position:
+def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], rank: int) -> Position:
     folder = os.environ.get("AUTOPTD_TRACE")
-    return TracedPosition(slots, Journal(Path(folder), rank)) if folder else Position(slots)
+    return TracedPosition(slots, peers, Journal(Path(folder), rank)) if folder else Position(slots, peers)
 
 
 def die_with_parent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic_ns
 from typing import NamedTuple, get_args
@@ -23,7 +23,7 @@ PHASES = (
 DUTIES = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
 EVALUATION = len(DUTIES) + 1
 MARK = "_autoptd_place"  # of an exception
-CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, SLOTS = range(8)
+CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, HISTORY, SLOTS = range(9)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
@@ -46,8 +46,8 @@ class Place(NamedTuple):
     busy: float
 
     def __str__(self) -> str:
-        if self.activity and self.duty == EVALUATION:
-            return f"{self.activity} of an evaluation after step {self.step}"
+        if self.duty == EVALUATION:
+            return f"{self.activity or 'begin'} of an evaluation after step {self.step}"
         if self.activity:
             return f"{self.activity} of step {self.step}"
         if self.duty:
@@ -62,11 +62,15 @@ class Place(NamedTuple):
 class Position:
     """The place of this rank, which it keeps up to date; `slots` are SLOTS numbers, shared or its own.
 
-    `compiling` while a call of a kind and input shape runs of which none has ended before.
+    `peers` are those of other ranks. `compiling` while a call of a kind and input shape runs of which none has ended
+    before.
     """
 
-    def __init__(self, slots: memoryview | None = None) -> None:
+    def __init__(
+        self, slots: memoryview | None = None, peers: Mapping[int, memoryview] | None = None
+    ) -> None:
         self.slots = memoryview(array("q", [0] * SLOTS)) if slots is None else slots
+        self._peers = peers or {}
         self.compiling = False
         self._done: set[tuple[bool, int]] = set()
 
@@ -89,28 +93,49 @@ class Position:
 
     @contextmanager
     def call(self, training: bool, shape: int) -> Iterator[None]:
-        """A call of the parallel model, with a batch of the compiled input shape of this number."""
+        """A call of the parallel model, with a batch of the compiled input shape of this number.
+
+        RuntimeError where a rank of this machine makes another one instead.
+        """
         self.slots[CALLS] += 1
         self.slots[STEP] += training
         self.compiling = (training, shape) not in self._done
         with self._at(0 if training else EVALUATION), self.during("begin"):
+            self._compare()
             yield
         self._done.add((training, shape))
 
     @contextmanager
     def duty(self, name: str) -> Iterator[None]:
-        """One of DUTIES, which may take as long as it does."""
+        """One of DUTIES, which may take as long as it does. RuntimeError as for a call."""
         with self._at(1 + DUTIES.index(name)):
+            self._compare()
             yield
 
     @contextmanager
     def _at(self, duty: int) -> Iterator[None]:
         self.slots[DUTY] = duty
+        count, kinds = divmod(self.slots[HISTORY], 1 << 32)
+        self.slots[HISTORY] = (count + 1) << 32 | (kinds * 31 + duty + 1) % (
+            1 << 31
+        )  # read at any time: one write
         try:
             with self._marking():
                 yield
         finally:
             self.slots[DUTY] = 0
+
+    def _compare(self) -> None:
+        """Refuse what another rank has made another call in place of: messages of the two would meet."""
+        own = self.slots[HISTORY]
+        for rank, slots in self._peers.items():
+            found = slots[HISTORY]
+            if found != own and found >> 32 == own >> 32:
+                raise RuntimeError(
+                    f"this rank is at {self.read()}, and rank {rank} at {read_place(slots)}: every rank makes each "
+                    "call of the parallel model alike, in training and evaluation, and calls full_state_dict, "
+                    "save_checkpoint and the like; what one rank alone is to do goes without the parallel model"
+                )
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -197,9 +197,12 @@ def test_an_exception_is_shown_once(index: int, tmp_path: Path) -> None:
         ("__call__", "[a-zF0-9]+ of an evaluation after step 2"),
     ],
 )
-def test_what_one_rank_does_alone_is_named(method: str, words: str, tmp_path: Path) -> None:
-    """As under `if rank == 0`. Shared memory sees it at once; elsewhere the ranks wait for each other."""
-    program = build((2, 1, 1))
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_what_one_rank_does_alone_is_refused(
+    mesh: tuple[int, int, int], method: str, words: str, tmp_path: Path
+) -> None:
+    """As under `if rank == 0`: by whoever comes second, before messages of two calls meet."""
+    program = build(mesh)
 
     def work(rank: int) -> None:
         parallel = program.bind()
@@ -211,8 +214,10 @@ def test_what_one_rank_does_alone_is_named(method: str, words: str, tmp_path: Pa
                 getattr(parallel, method)(*([idx, idx] if method == "__call__" else []))
         take_steps(parallel, STEP)
 
-    ended = run_job(work, 2, tmp_path, {"AUTOPTD_TIMEOUT": str(LIMIT)})
-    assert re.match(f"autoptd: rank 0 (failed|stopped) in {words}", ended.stderr[0])
+    ended = run_job(work, 2, tmp_path)
+    said = "\n".join(ended.lines)
+    assert re.search(rf"RuntimeError: this rank is at .*{words}.*: every rank makes each call", said), said
+    assert max(ended.seconds.values()) < 5
 
 
 def test_time_between_calls_does_not_count(tmp_path: Path) -> None:

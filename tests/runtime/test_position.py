@@ -26,3 +26,19 @@ def test_a_call_is_of_a_step_or_of_an_evaluation(training: bool, words: str) -> 
     with position.call(training, 0):
         assert str(position.read()) == words
     assert "begin" not in str(position.read())
+
+
+def test_another_call_in_place_of_a_peers_is_refused() -> None:
+    """By count: one that is a call ahead or behind has yet to make this one, or has made it."""
+    first = Position()
+    second = Position(peers={0: first.slots})
+    for position in (first, second):
+        with position.call(True, 0):
+            pass
+    with first.call(False, 0):
+        refusal = pytest.raises(RuntimeError, match="rank 0 at begin of an evaluation")
+        with refusal as refused, second.duty("full_state_dict"):
+            pass
+        with second.call(True, 0):  # which `first` is behind of
+            pass
+    assert "this rank is at full_state_dict after step 1" in str(refused.value)
