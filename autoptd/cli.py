@@ -33,6 +33,8 @@ from autoptd.terminal import (
     print_plans,
     print_simulation,
 )
+from autoptd.trial import find_empty
+from autoptd.verify import check_memory
 
 TRAINING = ("overlap_transfers", "overlap_data", "overlap_tensor", "zero", "wide_gradients")
 BOTH = (
@@ -115,6 +117,9 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     program, model = _load(args.program), make_model(args.model)
+    if any(find_empty(shape.manifest, model, shape.buffers) for shape in program.shapes):
+        check_memory(program.manifest)  # before the whole model takes some of it
+        model = make_model(args.model, "cpu")
     report = program.verify(model=model, weights="random", seed=args.seed or 0)
     if args.json:
         _print_json(_describe_verified(report))

@@ -1,4 +1,4 @@
-"""A model by its name on the command line: "package.module:callable", called without arguments on the meta device."""
+"""A model by its name on the command line: "package.module:callable", called without arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 EXAMPLE = "expected module:callable, e.g. samples.gpt:make_model"
 
 
-def make_model(name: str) -> nn.Module:
-    """Import the module, call the callable on the meta device, and return the model; a module's weights cost nothing.
+def make_model(name: str, device: str = "meta") -> nn.Module:
+    """Import the module, call the callable on `device`, and return the model; on the meta device weights cost nothing.
 
     Raises ValueError for a name that leads nowhere, with the nearest one, and for a callable that needs arguments;
     TypeError where no nn.Module comes out.
@@ -37,7 +37,7 @@ def make_model(name: str) -> nn.Module:
                 f"model {name!r} is called without arguments: {error}; name a function that takes none and "
                 "returns the model"
             ) from None
-        with torch.device("meta"):
+        with torch.device(device):
             found = found()
     if not isinstance(found, nn.Module):
         raise TypeError(f"model {name!r} gave a {type(found).__name__}; expected an nn.Module")

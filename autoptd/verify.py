@@ -62,7 +62,7 @@ def verify_program(
     or where the batch has a number for which the model or a text has no row.
     """
     check_model(manifest, model)
-    _check_memory(manifest)
+    check_memory(manifest)
     start = time.perf_counter()
     program = trace_program(texts, manifest, buffers=buffers)
     tensors = draw_weights(manifest, model, buffers, weights, seed)
@@ -86,7 +86,7 @@ def verify_program(
     )
 
 
-def _check_memory(manifest: Manifest) -> None:
+def check_memory(manifest: Manifest) -> None:
     """Refuse what does not fit: all ranks' slices and the plain model, each `COPIES` times."""
     mesh = manifest.mesh
     plain = sum(prod(p.shape) for p in manifest.parameters.values())

@@ -21,6 +21,7 @@ from rich.console import Console
 import autoptd
 from autoptd.cli import main, make_parser
 from autoptd.compiled import CompiledProgram
+from autoptd.naming import make_model
 from autoptd.report import Report
 from autoptd.terminal import print_overview, print_simulation
 from samples.benchmarks.uniform_cut import uniform_cuts
@@ -28,6 +29,10 @@ from samples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
 from samples.gpt import GPT, GPTConfig
 
 SIZES = GPTConfig(vocab_size=64, block_size=16, n_layer=4, n_head=4, n_embd=32)
@@ -37,6 +42,22 @@ def make_small():
 
 def make_with(config):
     return GPT(config)
+
+class Rotary(nn.Module):
+    def __init__(self, theta):  # which the model does not keep: it cannot be built again
+        super().__init__()
+        self.wte, self.out = nn.Embedding(64, 32), nn.Linear(32, 64)
+        angles = torch.outer(torch.arange(16.0), theta ** (-torch.arange(0, 32, 2) / 32)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, idx, targets):
+        x = self.wte(idx)
+        x = x * self.cos + torch.cat((-x[..., 16:], x[..., :16]), -1) * self.sin
+        return F.cross_entropy(self.out(x).flatten(0, 1), targets.flatten())
+
+def make_rotary():
+    return Rotary(10000.0)
 """
 
 
@@ -155,6 +176,16 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(found["gradient_errors"].values()) < 1e-12
     assert main(["verify", str(folder), "--model", "small_models:make_small", "--seed", "3"]) == 0
     assert "verify passed: 8 ranks" in capsys.readouterr().out
+
+
+def test_verify_computes_the_buffers_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "small_models:make_rotary"
+    ids = torch.zeros((1, 16), dtype=torch.long)
+    model, example = make_model(name), {"idx": ids, "targets": ids.clone()}
+    autoptd.compile(model, mesh=(2, 2, 1), example_inputs=example).save(tmp_path / "rotary")
+    found = read_json(capsys, "verify", tmp_path / "rotary", "--model", name)
+    assert found["passed"] is True
+    assert "wte.weight" in found["gradient_errors"]
 
 
 def test_a_failed_verification_is_a_failure(
