@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 
 from autoptd.compiled import CompiledProgram
 from autoptd.ranking import Plan
+from autoptd.runtime.weights import hash_values
+
+TEXT = "text of pipeline rank"
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,16 @@ def diff(a: Plan | CompiledProgram, b: Plan | CompiledProgram) -> Difference:
     names = [*one, *(name for name in other if name not in one)]
     if type(a) is not type(b):
         names = [name for name in names if name in one and name in other]
-    return Difference({n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)})
+    rows = {n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)}
+    return Difference({n: _first_lines(*row) if n.startswith(TEXT) else row for n, row in rows.items()})
+
+
+def _first_lines(*texts: object) -> tuple[object, object]:
+    """The first lines that differ of two texts, with their number; None where a text has ended."""
+    lines = (enumerate(str(text).split("\n") if text else (), 1) for text in texts)
+    pairs = zip_longest(*([f"line {number}: {line.strip()}" for number, line in own] for own in lines))
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return one, other
 
 
 def _describe(given: object) -> dict[str, object]:
@@ -59,20 +72,28 @@ def _describe_program(program: CompiledProgram) -> dict[str, object]:
         "microbatch_size": manifest.microbatch_size,
         "num_microbatches": manifest.num_microbatches,
         "scatter_gather": manifest.scatter_gather,
+        "seed": manifest.seed,
+        "autocast": manifest.autocast,
+        **(vars(program.options) if program.options is not None else {}),
     }
-    if program.options is not None:
-        found["recompute"] = program.options.recompute
     for rank in range(manifest.mesh.pipeline):
         names = {
             name for stage in manifest.stages[rank :: manifest.mesh.pipeline] for name in stage.parameters
         }
-        held = [manifest.parameters[name] for name in names]
+        held = (p for p in map(manifest.parameters.__getitem__, names) if p.kind == "parameter")
         local = (prod(p.placement.local_shape(p.shape, manifest.mesh.tensor)) for p in held)
         found[f"parameters on pipeline rank {rank}"] = sum(local)
     for stage in manifest.stages[:-1]:
         found[f"stage {stage.index} sends"] = tuple((value.name, value.shape) for value in stage.sends)
-    for index, entry in enumerate(program.log):
-        found[f"pass {index}"] = entry
+    for entry in program.log:
+        name = f"pass {entry.split()[0].rstrip(':')}"
+        found[name] = f"{found[name]}; {entry}" if name in found else entry
+    for index, shape in enumerate(program.shapes):
+        behind = f" of shape {index}" * (index > 0)
+        found.update((f"input {i.name}{behind}", i) for i in shape.manifest.inputs)
+        found.update((f"argument {fixed.name}{behind}", fixed.value) for fixed in shape.manifest.fixed)
+        found.update((f"values of {n}{behind}", hash_values(b, b.dtype)) for n, b in shape.buffers.items())
+        found.update((f"{TEXT} {rank}{behind}", text) for rank, text in enumerate(shape.texts))
     return found
 
 

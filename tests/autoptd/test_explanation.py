@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autoptd
 from autoptd import Cluster
@@ -107,3 +109,51 @@ def test_difference_of_programs() -> None:
     assert "recompute: none -> full" in str(found)
     with pytest.raises(TypeError, match="compares plans and programs"):
         autoptd.diff(one, "b")  # type: ignore[arg-type]
+
+
+def test_programs_that_train_differently_differ(tmp_path: Path) -> None:
+    def compile_with(dropout: float, seed: int = 0, length: int = 16) -> autoptd.CompiledProgram:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(64, length, 2, 2, 32, dropout))
+        return autoptd.compile(model, mesh=(1, 2, 1), seed=seed)
+
+    one = compile_with(0.1)
+    dropped = autoptd.diff(one, compile_with(0.2))
+    first, second = dropped.rows["text of pipeline rank 0"]
+    assert re.fullmatch(r"line \d+: .*0\.1.*", str(first))
+    assert str(second) == str(first).replace("0.1", "0.2")
+    assert autoptd.diff(one, compile_with(0.1, seed=1)).rows["seed"] == (0, 1)
+    assert "input idx" in autoptd.diff(one, compile_with(0.1, length=32)).rows
+    one.save(tmp_path)
+    loaded = autoptd.load(tmp_path)
+    file = next(file for file in sorted(tmp_path.glob("program_*.py")) if '"tanh"' in file.read_text())
+    file.write_text(file.read_text().replace('"tanh"', '"none"', 1))
+    (row,) = autoptd.diff(loaded, autoptd.load(tmp_path)).rows.values()
+    assert ['"tanh"' in str(row[0]), '"none"' in str(row[1])] == [True, True]
+
+
+def test_passes_are_compared_by_their_names() -> None:
+    with_kernels, without = compile_gpt((1, 2, 1)), compile_gpt((1, 2, 1), fuse=False)
+    rows = autoptd.diff(with_kernels, without).rows
+    assert rows["fuse"] == (True, False)
+    assert [name for name in rows if name.startswith("pass")] == ["pass fuse_operators"]
+
+
+def test_parameters_are_counted_without_buffers() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self, *, buffer: bool) -> None:
+            super().__init__(8, 8)
+            scale = torch.ones(8)
+            if buffer:
+                self.register_buffer("scale", scale)
+            else:
+                self.scale = nn.Parameter(scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * self.scale).mean()
+
+    example = {"x": torch.ones(2, 8)}
+    programs = [
+        autoptd.compile(Scaled(buffer=buffer), (1, 1, 1), example_inputs=example) for buffer in (True, False)
+    ]
+    assert autoptd.diff(*programs).rows["parameters on pipeline rank 0"] == (72, 80)
