@@ -55,6 +55,7 @@ from autoptd.shapes import (
     naming_shape,
     rename_own,
 )
+from autoptd.stage_times import count_flops
 from autoptd.tracing import shape_folder, trace_program
 from autoptd.versions import read_versions, warn_untested
 from autoptd.watch import Watch
@@ -165,8 +166,9 @@ class _Job:
             captured = guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
-            passes = passes_to_the_division(self.options.layout) + passes_to_the_cut(self.options.rules)
-            return run_passes(passes, program, watch, keep_text)
+            program = run_passes(passes_to_the_division(self.options.layout), program, watch, keep_text)
+            program = replace(program, model_flops=count_flops(program.stages[0]))
+            return run_passes(passes_to_the_cut(self.options.rules), program, watch, keep_text)
 
     def finish(
         self, cut: Program, divided: Program, actions: Schedule, watch: Watch, shape: int = 0
@@ -271,6 +273,7 @@ def _describe(
         output=program.output,
         fixed=program.fixed,
         transient=_transient(parameters, model),
+        model_flops=program.model_flops,
         arguments=read_arguments(model, loss_fn),
         uninitialized=program.uninitialized,
         proved=_proofs(program, parameters),

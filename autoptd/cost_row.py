@@ -28,7 +28,7 @@ from autoptd.step_memory import Owned, count_owned
 # Columns of the table of items: seconds, bytes and FLOPs of one microbatch.
 COLUMNS = (
     *("forward", "forward_tensor", "backward", "backward_tensor", "again", "again_tensor"),
-    *("kept", "flops", "model_flops"),
+    *("kept", "flops"),
     *("forward_waiting", "backward_waiting", "again_waiting"),
 )
 
@@ -86,7 +86,7 @@ class CostRow:
             sides = (time.forward, time.backward, time.again)
             seconds = [value for side in sides for value in (side.compute, side.tensor)]
             waiting = [side.waiting for side in sides]
-            table[index] += [*seconds, time.kept, work.flops, work.model_flops, *waiting]
+            table[index] += [*seconds, time.kept, work.flops, *waiting]
             working[index] = max(working[index], time.working)
         return table, working
 
@@ -205,9 +205,7 @@ class CostRow:
         ]
         working = float(self._working[self._source[start:end]].max(initial=0.0))
         forward, backward, again = sides
-        return WorkTimes(
-            forward, backward, again, total["kept"], working, total["flops"], total["model_flops"]
-        )
+        return WorkTimes(forward, backward, again, total["kept"], working, total["flops"])
 
     def _cut(self, mesh: Mesh, num_stages: int) -> list[int]:
         """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""

@@ -33,13 +33,13 @@ from autoptd.timeline import write_svg
 class Simulation:
     """One simulated training step. Times are in seconds, memory in bytes.
 
-    `tflops_per_device` counts GEMMs and attention's products in all passes, recomputation included, as SC21 §5.1
-    does by its equation (3); `mfu` without recomputation, over the device's peak. `bubble_fraction` is the idle time
-    of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's step:
-    compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble; and sharing, by
-    which the schedule is longer where devices share cores. `memory_bytes` is the peak of each pipeline rank,
-    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak;
-    buffers are those of receives, and float32 gradients while the optimizer steps.
+    `tflops_per_device` counts GEMMs and attention's products in all passes, recomputation and what tensor ranks repeat
+    included, as SC21 §5.1 does by its equation (3); `mfu` the plain model's, over the device's peak. `bubble_fraction`
+    is the idle time of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's
+    step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble; and sharing,
+    by which the schedule is longer where devices share cores. `memory_bytes` is the peak of each pipeline rank,
+    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak; buffers are
+    those of receives, and float32 gradients while the optimizer steps.
     """
 
     cluster: Cluster
@@ -133,7 +133,7 @@ def simulate_times(
     training: Training,
 ) -> Simulation:
     """Walk a schedule of `manifest` whose stages have `times`, in its `execution_order`."""
-    p, m = manifest.mesh.pipeline, manifest.num_microbatches
+    t, p, m = manifest.mesh.tensor, manifest.mesh.pipeline, manifest.num_microbatches
     rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
     blocking = not training.overlap_transfers
     for entry in walk_cluster(schedule, order, times, manifest.mesh, cluster, blocking=blocking):
@@ -177,7 +177,7 @@ def simulate_times(
         precision.dtype,
         step_seconds=step,
         tflops_per_device=sum(time.flops for time in times) * m / p / step / 1e12,
-        mfu=sum(time.model_flops for time in times) * m / p / step / cluster.device.peak(precision.dtype),
+        mfu=manifest.model_flops * m / (t * p) / step / cluster.device.peak(precision.dtype),
         bubble_fraction=(pipelined - work) / work,
         critical_rank=critical,
         breakdown=breakdown,

@@ -48,8 +48,7 @@ class StageTimes:
     `gather` and `send` are by direction, "F" and "B": the all-gather of what arrives in pieces (SC21 §4.1), and the
     message that leaves. `waiting` is what takes no core of an action, "F", "B", "SEND_F" or "SEND_B". `kept` bytes
     wait for the backward, `working` more live while it runs, and `arriving` is what a posted receive holds, by
-    direction. `flops` are those of GEMMs and attention's products, all their passes, `model_flops` without those that
-    recomputation repeats.
+    direction. `flops` are those of GEMMs and attention's products, all their passes.
     """
 
     forward: Seconds
@@ -61,7 +60,6 @@ class StageTimes:
     working: float
     arriving: Mapping[str, float]
     flops: float
-    model_flops: float
 
 
 def time_stages(
@@ -103,7 +101,6 @@ class StageWork:
     kept: int
     working: int
     flops: float
-    model_flops: float
 
 
 def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
@@ -131,7 +128,6 @@ def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
             count_bytes(kept),
             ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0),
             once + _product_flops(backward) + once * (node in inside),
-            once + _product_flops(backward),
         )
     return found
 
@@ -149,7 +145,6 @@ def _join(works: Collection[StageWork]) -> StageWork:
         sum(work.kept for work in works),
         max((work.working for work in works), default=0),
         sum(work.flops for work in works),
-        sum(work.model_flops for work in works),
     )
 
 
@@ -190,7 +185,6 @@ class WorkTimes:
     kept: float
     working: float
     flops: float
-    model_flops: float
 
 
 def time_work(
@@ -205,7 +199,6 @@ def time_work(
         work.kept * precision.scale,
         work.working * precision.scale,
         work.flops,
-        work.model_flops,
     )
 
 
@@ -226,7 +219,6 @@ def time_stage(
         working=work.working,
         arriving={kind: one.received_bytes for kind, one in crossing.items()},
         flops=work.flops,
-        model_flops=work.model_flops,
     )
 
 
@@ -242,6 +234,13 @@ def _add_up(
             tensor += count * exposed
             waiting += count * min(exposed, 2 * cluster.waiting_seconds(ranks))
     return Seconds(compute, tensor, waiting)
+
+
+def count_flops(stage: Stage) -> int:
+    """FLOPs of a stage's products forward and backward, without recomputation."""
+    trained = find_trained(stage)
+    works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
+    return round(sum(map(_product_flops, works)))
 
 
 def _product_flops(work: Work) -> float:

@@ -43,8 +43,8 @@ class Program:
     `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
     holds for these values only. `letters`: the sizes of the model's axes. `uninitialized` says why no one knows how
-    the weights begin, where they have none. `autocast`: what was on around `compile`. `fixed` are
-    the arguments of a call that are no tensors.
+    the weights begin, where they have none. `autocast`: what was on around `compile`. `model_flops` as
+    in the manifest. `fixed` are the arguments of a call that are no tensors.
     """
 
     mesh: Mesh
@@ -57,6 +57,7 @@ class Program:
     proved: frozenset[str] = frozenset()
     uninitialized: str = ""
     letters: Mapping[str, int] = field(default_factory=dict, repr=False)
+    model_flops: int = 0
     autocast: Autocast | None = None
     fixed: tuple[Fixed, ...] = ()
 

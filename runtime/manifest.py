@@ -105,8 +105,10 @@ class Manifest:
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
     With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
-    of the autocast that was on around compile, whose casts the programs have. Of a model compiled for several input
-    shapes, `shape` is the number of this one, and the first knows their number `num_shapes`; `proved` is of all.
+    of the autocast that was on around compile, whose casts the programs have. `model_flops` are those of one
+    microbatch's products in the plain model, forward and backward: on any mesh the same. Of a model compiled for
+    several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`; `proved` is
+    of all.
     """
 
     mesh: Mesh
@@ -128,6 +130,7 @@ class Manifest:
     proved: tuple[Proved, ...] = ()
     scales_loss: bool = False
     autocast: torch.dtype | None = None
+    model_flops: int = 0
     shape: int = 0
     num_shapes: int = 1
 

@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import autoptd
 from autoptd import Cluster
@@ -414,3 +416,40 @@ def test_memory_bounds_elementwise_kernels_on_gpus(recompute: str) -> None:
         unbound = replace(cluster, device=replace(cluster.device, vector_flops=1e30))
         steps = [program.simulate(found, dtype).step_seconds for found in (cluster, unbound)]
         assert steps[0] == steps[1], name
+
+
+class EinsumAttention(nn.Module):
+    """Attention by weights of three dimensions, as some write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.out = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.qkv = nn.ParameterList(nn.Parameter(torch.empty(32, 4, 8)) for _ in range(3))
+        self.proj = nn.Parameter(torch.empty(4, 8, 32))
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(idx)
+        q, k, v = (torch.einsum("bsh,had->bsad", x, w).transpose(1, 2) for w in self.qkv)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + torch.einsum("bsad,adh->bsh", attended, self.proj)
+        return functional.cross_entropy(self.out(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("name", ["einsum", "gpt", "gpt recomputed"])
+def test_model_flops_are_those_of_one_device(name: str) -> None:
+    """Also where tensor ranks repeat a product, which is no more of the model's work."""
+    config, ids = GPTConfig(64, 16, 2, 4, 32), torch.zeros((2, 16), dtype=torch.long)
+    with torch.device("meta"):
+        model = EinsumAttention() if name == "einsum" else GPT(config)
+    options: Any = {"example_inputs": {"idx": ids, "targets": ids.clone()}, "num_microbatches": 2}
+    options["recompute"] = "full" if "recomputed" in name else "none"
+    counts, computed = [], []
+    for mesh in ((1, 1, 1), (2, 1, 1), (2, 2, 1)):
+        program = autoptd.compile(model, mesh=mesh, **options)
+        simulated = program.simulate(SELENE, "bf16")
+        each = simulated.step_seconds * program.mesh.size
+        counts.append(simulated.mfu * 312e12 * each)
+        computed.append(simulated.tflops_per_device * 1e12 * each)
+    assert counts == pytest.approx([counts[0]] * 3, rel=1e-12)
+    assert (counts[0] == pytest.approx(computed[0])) is ("recomputed" not in name)
+    assert (computed[1] > 1.1 * computed[0]) is (name == "einsum")
