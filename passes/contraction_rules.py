@@ -84,7 +84,8 @@ def baddbmm(analysis: Analysis, node: fx.Node) -> Axes:
 def _batched_product(analysis: Analysis, node: fx.Node, first: Any, second: Any) -> Axes:
     x, y = analysis.of(first), analysis.of(second)
     ax.unify(x[-1], y[-2])
-    ax.block(x[-1], f"{called(node)} {OF_ACTIVATIONS}")
+    weighted = analysis.is_weight(first) or analysis.is_weight(second)
+    ax.block(x[-1], f"{called(node)} {'contracts it with many matrices' if weighted else OF_ACTIVATIONS}")
     lead = analysis.align_leading(node, [(first, x[:-2]), (second, y[:-2])])
     return (*lead, x[-2], y[-1])
 
@@ -188,8 +189,10 @@ def einsum(analysis: Analysis, node: fx.Node) -> Axes:
     if len(summed) == 1 and len(operands) == 2 and any(map(analysis.is_weight, operands)):
         analysis.sum_over(node, summed[0])
     else:
+        weighted = any(map(analysis.is_weight, operands))
+        reason = f"sums over it and {len(summed) - 1} more at once" if weighted else OF_ACTIVATIONS
         for axis in summed:
-            ax.block(axis, f"{called(node)} {OF_ACTIVATIONS}")
+            ax.block(axis, f"{called(node)} {reason}")
         shared = [letter for letter in sides[1] if all(letter in group for group in groups)]
         if len(shared) > 1:
             analysis.heads.append((node, named[shared[-1]]))

@@ -265,6 +265,29 @@ class Accumulated(SelfAttention):
         return out
 
 
+class Joined(SelfAttention):
+    """Attention whose heads and head sizes are summed in one product with a weight of three dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.c_attn(x).split(self.n_embd, -1)
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        weight = self.c_proj.weight.view(-1, self.n_head, self.n_embd // self.n_head)
+        return torch.einsum("basd,had->bsh", mixed, weight) + self.c_proj.bias
+
+
+def test_a_sum_over_two_dimensions_of_a_weight_is_no_product_of_activations() -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=4, n_embd=32)
+    model = GPT(config).double()
+    model.h[0].attn = Joined(config).double()
+    ids = {"idx": torch.randint(64, (2, 8)), "targets": torch.randint(64, (2, 8))}
+    (line,) = (e for e in check_equal(model, 2, ids).log if e.startswith("attention replicated"))
+    assert re.search(
+        r"because aten.einsum \(test_sharding.py:\d+\) sums over it and 1 more at once: h.0", line
+    )
+
+
 def test_attention_that_cannot_be_divided_is_replicated_with_its_cost_and_its_cause() -> None:
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=64, block_size=8, n_layer=2, n_head=4, n_embd=32)
