@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.top < 1:
+        raise ValueError(f"--top is {args.top}: expected a positive number of plans")
     plans = plan(make_model(args.model), **_given(args, PLANNED))
     if args.json:
         _print_json([asdict(found) | {"mesh": _entries(found)} for found in plans])

@@ -262,6 +262,16 @@ def test_other_ranks_are_silent(
         ("verify {folder} --model small_models:make_with", "called without arguments: missing a required"),
         ("verify {folder} --model small_models", "'small_models': expected module:callable"),
         ("verify {folder} --model samples.gtp:GPT", "no module 'samples.gtp' (did you mean samples.gpt?)"),
+        *(
+            (
+                f"plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --top {top}",
+                said,
+            )
+            for top, said in (
+                (0, "--top is 0: expected a positive"),
+                (-1, "--top is -1: expected a positive"),
+            )
+        ),
         ("compile samples.gpt:make_model --mesh 1,1 -o {folder}", "mesh has 2 entries (1, 1)"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ful", "recompute is 'ful'"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --schedule 1f2b", "did you mean '1f1b'?"),
