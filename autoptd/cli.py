@@ -38,13 +38,8 @@ from autoptd.verify import check_memory
 
 TRAINING = ("overlap_transfers", "overlap_data", "overlap_tensor", "zero", "wide_gradients")
 BOTH = (
-    "world_size",
-    "global_batch",
-    "cluster",
-    "microbatch_size",
-    "num_model_chunks",
-    "schedule",
-    "recompute",
+    *("world_size", "global_batch", "cluster"),
+    *("microbatch_size", "num_model_chunks", "schedule", "recompute"),
 )
 PLANNED = (*BOTH, "dtype", "max_tensor", *TRAINING)
 COMPILED = (*BOTH, "num_microbatches", "seed")
@@ -195,16 +190,8 @@ def _print_program(program: CompiledProgram, args: argparse.Namespace) -> int:
 
 def _describe_simulation(simulation: Simulation) -> dict[str, object]:
     names = (
-        *(
-            "dtype",
-            "step_seconds",
-            "tflops_per_device",
-            "mfu",
-            "bubble_fraction",
-            "critical_rank",
-            "breakdown",
-        ),
-        *("memory_bytes", "held_bytes", "fits"),
+        *("dtype", "step_seconds", "tflops_per_device", "mfu", "bubble_fraction"),
+        *("critical_rank", "breakdown", "memory_bytes", "held_bytes", "fits"),
     )
     device = {"device_memory_bytes": simulation.cluster.device.memory_bytes}
     return {"cluster": simulation.cluster.name, **{n: getattr(simulation, n) for n in names}, **device}

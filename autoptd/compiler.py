@@ -244,9 +244,7 @@ def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> Compile
     """The program of all shapes: values that one was proved of are those of all."""
     proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
     manifest = replace(
-        first.manifest,
-        proved=tuple(proved[name] for name in sorted(proved)),
-        num_shapes=1 + len(further),
+        first.manifest, proved=tuple(proved[name] for name in sorted(proved)), num_shapes=1 + len(further)
     )
     return replace(first, manifest=manifest, further=tuple(further))
 

@@ -15,9 +15,7 @@ Cut = tuple[tuple[int, ...], str]  # positions, and a line for the log
 
 
 def fit_program(
-    find: Callable[[int | None], Cut],
-    finish: Callable[[Cut], CompiledProgram],
-    cluster: Cluster | None,
+    find: Callable[[int | None], Cut], finish: Callable[[Cut], CompiledProgram], cluster: Cluster | None
 ) -> tuple[tuple[int, ...], CompiledProgram]:
     """Where a program is cut, and the program: within the memory of a `cluster` that is given, if it can be.
 

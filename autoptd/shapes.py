@@ -17,16 +17,8 @@ from autoptd.runtime.manifest import Input, Manifest
 
 # What the manifests of all shapes say alike, beside inputs and parameters.
 COMMON = (
-    *(
-        "mesh",
-        "schedule",
-        "num_model_chunks",
-        "num_microbatches",
-        "scatter_gather",
-        "seed",
-        "aliases",
-        "output",
-    ),
+    *("mesh", "schedule", "num_model_chunks", "num_microbatches", "scatter_gather"),
+    *("seed", "aliases", "output"),
     *("arguments", "uninitialized", "scales_loss", "autocast"),
 )
 

@@ -19,13 +19,7 @@ def summarize(program: Overview) -> str:
 
     Bytes and FLOPs are one rank's, of one microbatch; FLOPs of the forward alone.
     """
-    lines = [
-        *headline(program),
-        "",
-        *_table(program.stages),
-        "",
-        *describe_all(program),
-    ]
+    lines = [*headline(program), "", *_table(program.stages), "", *describe_all(program)]
     if program.log:
         lines += ["", "passes", *(f"  {entry}" for entry in program.log)]
     return "\n".join(line.rstrip() for long in lines for line in _wrap(long))

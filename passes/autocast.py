@@ -82,10 +82,7 @@ KERNELS: dict[str, dict[Policy, str]] = {"cpu": _CPU, "cuda": _CUDA}
 # Operators that are made of those. On CUDA torch rounds log-probabilities to fewer bits between the two halves of
 # cross_entropy_loss; here it is in float32 as on CPUs.
 _COMPOSED: dict[str, dict[Policy, str]] = {
-    "cpu": {
-        "inside": "chain_matmul einsum inner linalg_multi_dot tensordot",
-        "float32": "nll_loss_nd",
-    },
+    "cpu": {"inside": "chain_matmul einsum inner linalg_multi_dot tensordot", "float32": "nll_loss_nd"},
     "cuda": {
         "float32": "cross_entropy_loss nll_loss_nd square linalg_norm linalg_norm.ord_str pairwise_distance",
         "widest": "inner",

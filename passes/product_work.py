@@ -195,10 +195,7 @@ def _differentiate_gelu(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 def _differentiate_activation(node: fx.Node, value: Value, biases: Sequence[fx.Node]) -> Work:
     size = value.bytes(node)
     return Work(
-        elementwise=value.count(node),
-        read=2 * size,
-        written=size + sum(map(value.bytes, biases)),
-        launches=1,
+        elementwise=value.count(node), read=2 * size, written=size + sum(map(value.bytes, biases)), launches=1
     )
 
 

@@ -15,11 +15,7 @@ from autoptd.runtime.shards import Shard
 
 
 def global_norm(
-    manifest: Manifest,
-    rank: Rank,
-    gradients: Mapping[str, Tensor],
-    shards: Sequence[Shard],
-    norm_type: float,
+    manifest: Manifest, rank: Rank, gradients: Mapping[str, Tensor], shards: Sequence[Shard], norm_type: float
 ) -> Tensor:
     """The `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
 

@@ -93,12 +93,7 @@ def copied_linear_gelu(
 
 
 def copied_split_linear(
-    rank: Rank,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sections: int,
-    transposed: bool = False,
+    rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
 ) -> Tensor:
     """`kernels.split_linear` of f(x), in the same way."""
     return multiply_copied(rank, SplitLinear(sections, transposed), x, [weight], [bias])[0]

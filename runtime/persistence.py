@@ -21,13 +21,7 @@ from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.trained import Trained
 from autoptd.runtime.weight_agreement import StepLog
-from autoptd.runtime.weights import (
-    check_proved,
-    compiled_in,
-    find_tensor,
-    gather_whole,
-    take_slice,
-)
+from autoptd.runtime.weights import check_proved, compiled_in, find_tensor, gather_whole, take_slice
 
 
 class Persistent(Trained):
