@@ -36,7 +36,7 @@ from autoptd.passes.patterns import (
 )
 from autoptd.passes.program import Program, Stage, copy_graph
 from autoptd.passes.propagation import Propagation
-from autoptd.passes.work import describe_saving
+from autoptd.passes.work import describe_saving, find_trained
 from autoptd.runtime import aten, kernels
 
 Rule = Callable[[fx.Node], Match | None]
@@ -58,12 +58,12 @@ def fuse_operators(program: Program) -> Program:
 
 def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts: Counter[str]) -> fx.Graph:
     graph = copy_graph(stage.graph)
-    trained = _find_trained(graph, stage)
     whole = (match_whole_loss,) if propagation.rank.mesh.tensor == 1 else ()
     for rule in (judge.match, *RULES, *whole):
+        trained = find_trained(replace(stage, graph=graph))  # anew: the rule before wrote calls
         for node in list(graph.nodes):
             match = rule(node) if node.op == "call_function" and node.users else None
-            if match is not None and _is_one_region(match) and trained.isdisjoint(match.constants):
+            if match is not None and _is_one_region(match) and _keeps_gradients(match, trained):
                 _replace(graph, match, propagation)
     for node in graph.nodes:
         if node.meta.pop("fused", False):
@@ -71,22 +71,14 @@ def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts
     return rename_nodes(graph)
 
 
-def _find_trained(graph: fx.Graph, stage: Stage) -> set[fx.Node]:
-    """What depends on a trainable parameter, or on a received value that wants a gradient."""
-    trained: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            wants = stage.parameters[str(node.target)].requires_grad
-        else:
-            wants = bool(node.meta.get("requires_grad")) or not trained.isdisjoint(node.all_input_nodes)
-        if wants:
-            trained.add(node)
-    return trained
-
-
 def _is_one_region(match: Match) -> bool:
     """Whether the chain lies in one region of recomputation, or in none."""
     return len({node.meta.get("recompute") for node in (*match.members, *match.results)}) == 1
+
+
+def _keeps_gradients(match: Match, trained: set[fx.Node]) -> bool:
+    """Whether no constant has a gradient, and all results or none: of one call autograd knows nothing in between."""
+    return trained.isdisjoint(match.constants) and len({node in trained for node in match.results}) == 1
 
 
 def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:

@@ -30,7 +30,7 @@ QUICK, ALL = 150, 500
 STEPS = 12
 
 
-def targets(program: Program) -> Counter[Any]:
+def targets(program: Program | autoptd.CompiledProgram) -> Counter[Any]:
     return Counter(n.target for s in program.stages for n in s.graph.nodes if n.op == "call_function")
 
 
@@ -391,6 +391,24 @@ def test_nothing_is_joined_across_regions_of_recomputation() -> None:
     assert found[kernels.bias_gelu] == 1
     assert found[aten.layer_norm.default] == 1
     assert not found[kernels.add_layer_norm]
+
+
+@pytest.mark.parametrize(("layers", "tied", "dropout"), [(0, True, 0.0), (1, True, 0.1), (2, False, 0.1)])
+def test_a_sum_without_gradient_is_not_joined_with_a_trained_norm(
+    layers: int, tied: bool, dropout: float
+) -> None:
+    """Of frozen embeddings and first layers: the kernel would hand the sum the norm's gradient, which is partial."""
+    torch.manual_seed(0)
+    config = GPTConfig(64, 16, n_layer=layers + 2, n_head=4, n_embd=32, dropout=dropout, tie_weights=tied)
+    trained, frozen = GPT(config), GPT(config)
+    for part in (frozen.wte, frozen.wpe, *list(frozen.h)[:layers]):
+        part.requires_grad_(False)
+    programs = [autoptd.compile(model, mesh=(2, 1, 1), num_microbatches=2) for model in (trained, frozen)]
+    joined, left = (targets(program)[kernels.add_layer_norm] for program in programs)
+    assert left == joined - 1, "every other sum is joined with its norm"
+    for program in (programs[1], autoptd.compile(frozen, mesh=(2, 2, 1), num_microbatches=2)):
+        report = program.verify()
+        assert report.passed, report
 
 
 def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
