@@ -141,11 +141,8 @@ class StageWalk:
 
     def _hands_on(self, node: fx.Node) -> bool:
         """Whether gradients flow through the node."""
-        if node.target is aten.detach.default or not any(
-            n in self.differentiable for n in node.all_input_nodes
-        ):
-            return False
-        return has_gradients(node.meta["val"])
+        found = not self.differentiable.isdisjoint(node.all_input_nodes)
+        return found and node.target is not aten.detach.default and has_gradients(node.meta["val"])
 
     def _check_outputs(self, sends: Sequence[Boundary]) -> None:
         if not sends:

@@ -16,8 +16,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from autoptd.passes.calls import has_gradients, where
-from autoptd.passes.program import tensor_bytes
+from autoptd.passes.calls import where
+from autoptd.passes.program import Stage, tensor_bytes
+from autoptd.passes.work import find_trained
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Parameter
 
@@ -79,7 +80,7 @@ class _Region:
         self.parameters = parameters
         self.rank = next(n for n in graph.nodes if n.meta.get("role") == "rank")
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.differentiable = self._find_differentiable()
+        self.differentiable = find_trained(Stage(graph, parameters, fx.Graph()))
         self.divided = {
             n
             for n in graph.nodes
@@ -92,21 +93,6 @@ class _Region:
             if not _is_local(n) and n in self.differentiable and n.target not in WHOLE_BACKWARD
         }
         self.partial = self._find_partial()
-
-    def _find_differentiable(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                if self.parameters[str(node.target)].requires_grad:
-                    found.add(node)
-            elif (
-                node.op == "call_function"
-                and any(n in found for n in node.all_input_nodes)
-                and has_gradients(node.meta["val"])
-                and node.target is not torch.ops.aten.detach.default
-            ):
-                found.add(node)
-        return found
 
     def _find_partial(self) -> set[fx.Node]:
         """Replicated nodes whose readers are all divided, or such nodes themselves: their gradient may be partial."""

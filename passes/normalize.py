@@ -20,6 +20,7 @@ from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_muta
 from autoptd.passes.naming import name_nodes
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.rewrites import Call, rewrite
+from autoptd.passes.work import find_reached
 from autoptd.runtime import aten
 from autoptd.runtime.placement import Parameter
 
@@ -191,14 +192,8 @@ class Normalizer:
 
     def idle_parameters(self) -> list[str]:
         """Parameters that want a gradient and get none from the loss."""
-        pending = list(next(iter(reversed(self.graph.nodes))).all_input_nodes)
-        reached: set[fx.Node] = set()
-        while pending:
-            node = pending.pop()
-            if node in self.trained and node not in reached:
-                reached.add(node)
-                pending.extend(node.all_input_nodes)
-        names = {str(node.target) for node in reached if node.op == "get_attr"}
+        loss = next(iter(reversed(self.graph.nodes))).all_input_nodes
+        names = {str(n.target) for n in find_reached(loss, self.trained) if n.op == "get_attr"}
         return [name for name, p in self.parameters.items() if p.requires_grad and name not in names]
 
     def next_dropout(self) -> int:

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import UntypedStorage, fx
 
-from autoptd.passes.calls import has_gradients, values_taken
+from autoptd.passes.calls import values_taken
 from autoptd.passes.candidates import ItemTimes
 from autoptd.passes.durations import Durations
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
-from autoptd.runtime import aten
+from autoptd.passes.work import find_reached, find_trained
 
 FLOAT32_BYTES = 4
 
@@ -34,6 +34,7 @@ class Row:
 
     `order`: all nodes but the output, each getitem right behind what it takes apart. `items`: the calls that
     depend on a parameter. `last_use`: item -> the position of its last reader, ``len(items)`` for the loss.
+    `trained`: the items and parameters that a gradient of the loss reaches.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -55,7 +56,7 @@ class Row:
         self.last_use.update(
             (node, len(self.items)) for node in self.loss.all_input_nodes if node in self.position
         )
-        self.trained = self._find_trained()
+        self.trained = find_reached(self.loss.all_input_nodes, find_trained(stage))
 
     def _is_ambient(self, node: fx.Node) -> bool:
         """Whether every stage can have the node for itself: no call on parameters."""
@@ -67,22 +68,6 @@ class Row:
 
     def _is_parameter(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
-
-    def _find_trained(self) -> set[fx.Node]:
-        """The items that get a gradient: on a differentiable way from a trainable parameter to the loss."""
-        reached: set[fx.Node] = set()
-        for node in self.order:
-            if node.op == "get_attr":
-                if self.stage.parameters[str(node.target)].requires_grad:
-                    reached.add(node)
-            elif any(source in reached for source in node.all_input_nodes) and _is_differentiable(node):
-                reached.add(node)
-        trained: set[fx.Node] = set()
-        for node in reversed(self.items):
-            readers = (user for user in node.users if user is self.loss or user in trained)
-            if node in reached and any(readers):
-                trained.add(node)
-        return trained
 
     def allowed(self) -> list[bool]:
         """Whether a cut may stand before each item: values live there, all of them tensors of real numbers,
@@ -167,7 +152,3 @@ def _order(graph: fx.Graph) -> list[fx.Node]:
             order.append(pending.pop())
             pending.extend(user for user in reversed(order[-1].users) if user.target is operator.getitem)
     return order
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    return has_gradients(node.meta["val"]) and node.target is not aten.detach.default

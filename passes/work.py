@@ -8,7 +8,7 @@ How long the work takes is a matter of the device.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from autoptd.passes.calls import has_gradients
 from autoptd.passes.program import Stage
 from autoptd.runtime import aten, collectives
 
-__all__ = ["Product", "Work", "backward_work", "find_trained", "forward_work", "is_free"]
+__all__ = ["Product", "Work", "backward_work", "find_reached", "find_trained", "forward_work", "is_free"]
 
 FORWARDS = {**product_work.FORWARDS, **memory_work.FORWARDS}
 BACKWARDS = {**product_work.BACKWARDS, **memory_work.BACKWARDS}
@@ -82,6 +82,18 @@ def find_trained(stage: Stage) -> set[fx.Node]:
         if wants:
             trained.add(node)
     return trained
+
+
+def find_reached(results: Iterable[fx.Node], trained: Container[fx.Node]) -> set[fx.Node]:
+    """The values among the `trained` that a gradient of `results` reaches."""
+    pending = list(results)
+    reached: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in trained and node not in reached:
+            reached.add(node)
+            pending.extend(node.all_input_nodes)
+    return reached
 
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
