@@ -182,23 +182,27 @@ class _Bill:
         trained = find_trained(stage)
         for node in stage.graph.nodes:
             if node.op == "call_function":
-                self._count(node, self._list_work(node, trained, node in repeated))
+                self._count(node.meta.get("layer"), self._list_work(node, trained, node in repeated))
             elif node.op == "get_attr" and stage.parameters[str(node.target)].kind == "parameter":
                 name, label = str(node.target), node.meta.get("layer")
                 self.parameters[name] = (
                     label,
                     prod(node.meta.get("whole_sizes", stage.parameters[name].shape)),
                 )
-                self._count(node, [("parameters", prod(named_sizes(node)))])
+                self._count(label, [("parameters", prod(named_sizes(node)))])
+        for name, parameter in stage.parameters.items():
+            if parameter.kind == "parameter" and name not in self.parameters:  # no operator reads it
+                self.parameters[name] = None, prod(parameter.shape)
+                self._count(None, [("parameters", prod(parameter.shape))])
         for node, size in ledger.itemize(groups, named_sizes):
-            self._count(node, [("saved", size)])
+            self._count(node.meta.get("layer"), [("saved", size)])
 
     @property
     def lines(self) -> Counter[Line]:
         return sum(self.by_layer.values(), Counter())
 
-    def _count(self, node: fx.Node, lines: Iterable[Line]) -> None:
-        counter = self.by_layer.setdefault(node.meta.get("layer"), Counter())
+    def _count(self, label: Label, lines: Iterable[Line]) -> None:
+        counter = self.by_layer.setdefault(label, Counter())
         counter.update(line for line in lines if line[1] != 0)
 
     def _list_work(self, node: fx.Node, trained: set[fx.Node], repeated: bool) -> tuple[Line, ...]:

@@ -23,7 +23,7 @@ from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
 from autoptd.stage_times import Seconds, StageTimes, WorkTimes, divide_work, time_stage, time_work
-from autoptd.step_memory import Owned, count_owned
+from autoptd.step_memory import Owned, count_owned, freeze_others
 
 # Columns of the table of items: seconds, bytes and FLOPs of one microbatch.
 COLUMNS = (
@@ -104,19 +104,24 @@ class CostRow:
     def _name_parameters(
         self, first: int, behind: int
     ) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
-        """The parameters that each item reads; those that only the repeated layer reads have a name each time."""
-        stage, parameters = self._row.stage, dict(self._row.stage.parameters)
+        """The parameters that each item reads; those that only the repeated layer reads have a name each time.
+
+        What none reads the first stage holds.
+        """
         base = [_parameters_of(node) for node in self._row.items]
+        reached = {str(node.target) for node in self._row.trained if node.op == "get_attr"}
+        parameters = dict(freeze_others(self._row.stage.parameters, reached))
         outside = {n for i, names in enumerate(base) if not first <= i < behind for n in names}
         names = []
         for source, copy in zip(self._source.tolist(), self._copy.tolist(), strict=True):
             own = base[source]
             if copy:
                 own = tuple(name if name in outside else f"{name} of layer {copy}" for name in own)
-                parameters.update(
-                    (new, stage.parameters[old]) for new, old in zip(own, base[source], strict=True)
-                )
+                parameters.update((new, parameters[old]) for new, old in zip(own, base[source], strict=True))
             names.append(own)
+        read = {name for own in names for name in own}
+        unread = (n for n, p in parameters.items() if p.kind == "parameter" and n not in read)
+        names[0] = (*names[0], *unread)
         return names, parameters
 
     @cached_property

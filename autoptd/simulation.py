@@ -21,6 +21,7 @@ from autoptd.step_memory import (
     Owned,
     copied_bytes,
     count_owned,
+    freeze_idle,
     gradient_bytes,
     optimizer_bytes,
     state_bytes,
@@ -119,6 +120,7 @@ def simulate_program(
     shared = cluster.shared_by(manifest.mesh.size)
     times = time_stages(manifest, stages, shared, precision, overlap=training.overlap_tensor)
     order = list(execution_order(schedule))
+    manifest = freeze_idle(manifest, stages)
     simulated = simulate_times(manifest, times, schedule, order, shared, precision, training)
     return replace(simulated, cluster=cluster)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
+from autoptd.passes.calls import arguments_of
 from autoptd.passes.cluster import ITEM_BYTES
 from autoptd.passes.durations import Precision
+from autoptd.passes.program import Stage
+from autoptd.passes.work import find_reached, find_trained
 from autoptd.runtime.manifest import Manifest
+from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.trace import TimelineEntry
 from autoptd.stage_times import StageTimes
@@ -29,6 +33,23 @@ class Owned:
     partial: int
     tied: Mapping[tuple[int, ...], int]
     after: Mapping[int, int]
+
+
+def freeze_idle(manifest: Manifest, stages: Sequence[Stage]) -> Manifest:
+    """Mark as frozen the parameters that no gradient of the loss reaches: they are held, and nothing is beside them."""
+    reached: set[str] = set()
+    for stage, interface in zip(stages, manifest.stages, strict=True):
+        results = arguments_of(next(iter(reversed(stage.graph.nodes))))
+        if interface.sends:
+            crossing = zip(results, interface.sends, strict=True)
+            results = [node for node, boundary in crossing if boundary.requires_grad]
+        reached |= {str(n.target) for n in find_reached(results, find_trained(stage)) if n.op == "get_attr"}
+    return replace(manifest, parameters=freeze_others(manifest.parameters, reached))
+
+
+def freeze_others(parameters: Mapping[str, Parameter], reached: Container[str]) -> Mapping[str, Parameter]:
+    """The parameters, those beside `reached` as frozen ones."""
+    return {n: replace(p, requires_grad=p.requires_grad and n in reached) for n, p in parameters.items()}
 
 
 def count_owned(manifest: Manifest, rank: int) -> Owned:

@@ -10,7 +10,7 @@ from autoptd.passes.durations import Precision
 from autoptd.passes.program import Stage, recomputed_groups
 from autoptd.runtime.manifest import Manifest
 from autoptd.stage_times import time_stages
-from autoptd.step_memory import copied_bytes, count_owned, optimizer_bytes, state_bytes
+from autoptd.step_memory import copied_bytes, count_owned, freeze_idle, optimizer_bytes, state_bytes
 
 # The share of a ring that DeepSpeed's gathers of 2021 reached, which copied every piece into and out of a flat
 # buffer. Fitted on the six rows of table 2; what the rest of the model says comes from elsewhere.
@@ -46,7 +46,7 @@ def simulate_zero3(
     (times,) = time_stages(manifest, stages, cluster, precision)
     m, ranks, item = manifest.num_microbatches, range(devices), ITEM_BYTES[precision.dtype]
     passes = 4 if any(recomputed_groups(stage.graph) for stage in stages) else 3
-    whole, sizes = count_owned(manifest, 0), _parameter_bytes(manifest, item)
+    whole, sizes = count_owned(freeze_idle(manifest, stages), 0), _parameter_bytes(manifest, item)
     moved = sum(cluster.all_gather_seconds(size, ranks) for size in sizes)
     # The ring's latency is paid in full; its bandwidth is shared with the copies.
     latency = len(sizes) * cluster.ring_latency(ranks)

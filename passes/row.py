@@ -133,7 +133,7 @@ class Row:
 
     def _state_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]
-        if not self.stage.parameters[str(node.target)].requires_grad:
+        if node not in self.trained:
             return tensor_bytes(value)
         # With Adam: weight, gradient, two moments and, of a weight in half precision, its float32 copy.
         item = value.element_size()

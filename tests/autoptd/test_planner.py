@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -112,6 +113,43 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     assert shorter * estimate.step_seconds <= simulated.step_seconds <= 1.03 * estimate.step_seconds
     assert max(estimate.memory_bytes) == pytest.approx(max(simulated.memory_bytes), rel=0.05)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
+
+
+class Idle(nn.Module):
+    """A GPT with parameters that no gradient reaches: those of `unused` are not even read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPTConfig(512, 128, 4, 4, 256))
+        self.unused = nn.Linear(256, 1024)
+        self.detached = nn.Linear(256, 512, bias=False)
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.gpt(idx, targets)[1]
+        idle: torch.Tensor = self.detached(self.gpt.wpe.weight).detach().mean()
+        return loss + idle
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_no_gradient_reaches_is_held_and_no_more(tensor: int) -> None:
+    """As in training: without a gradient Adam makes no state."""
+    idx = torch.zeros(2, 128, dtype=torch.long)
+    given: Any = {"idx": idx, "targets": idx}
+    with torch.device("meta"):
+        model = Idle()
+    estimate = Estimator(model, SELENE, example_inputs=given).estimate(
+        Candidate(tensor, 1, 1, 2, 1, 1, "none", "1f1b")
+    )
+    program = autoptd.compile(model, mesh=(tensor, 1, 1), num_microbatches=1, example_inputs=given)
+    simulated = program.simulate(SELENE)
+    assert estimate.memory_bytes == simulated.memory_bytes
+    held = {name: p.placement.local_shape(p.shape, tensor) for name, p in program.manifest.parameters.items()}
+    trained = sum(prod(held[name]) for name, _ in model.named_parameters() if name.startswith("gpt"))
+    assert simulated.held_bytes["gradients"] == 4 * trained
+    assert simulated.held_bytes["optimizer"] == 8 * trained
+    assert simulated.held_bytes["parameters"] == 4 * sum(map(prod, held.values()))
+    whole = sum(p.numel() for p in model.parameters())
+    assert program.cost.evaluate(program.cost.parameters) == whole
 
 
 def test_an_estimate_is_of_how_a_step_is_run() -> None:
