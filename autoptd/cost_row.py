@@ -11,14 +11,13 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from torch import fx
 
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.program import Program
 from autoptd.passes.row import Row
 from autoptd.passes.sequence import CostSequence, fold, minimize_slowest_stage, undominated
-from autoptd.passes.stages import make_boundary
+from autoptd.passes.stages import make_boundary, name_held
 from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
@@ -104,11 +103,11 @@ class CostRow:
     def _name_parameters(
         self, first: int, behind: int
     ) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
-        """The parameters that each item reads; those that only the repeated layer reads have a name each time.
+        """The tensors that each item needs; those that only the repeated layer needs have a name each time.
 
-        What none reads the first stage holds.
+        Parameters that none needs the first stage holds.
         """
-        base = [_parameters_of(node) for node in self._row.items]
+        base = [tuple(sorted(name_held(self._row, [node]))) for node in self._row.items]
         reached = {str(node.target) for node in self._row.trained if node.op == "get_attr"}
         parameters = dict(freeze_others(self._row.stage.parameters, reached))
         outside = {n for i, names in enumerate(base) if not first <= i < behind for n in names}
@@ -238,7 +237,3 @@ class CostRow:
         row, place = self._row, int(self._source[at])
         live = (node for node in row.items[:place] if row.last_use[node] >= place)
         return tuple(replace(make_boundary(node), requires_grad=node in row.trained) for node in live)
-
-
-def _parameters_of(node: fx.Node) -> tuple[str, ...]:
-    return tuple(str(source.target) for source in node.all_input_nodes if source.op == "get_attr")

@@ -22,13 +22,15 @@ MOMENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements of the parameters of one rank: all, the trained ones, and those whose gradients are partial sums.
+    """Elements of the tensors of one rank: all, the trained ones, and those whose gradients are partial sums.
 
-    Of the trained ones, `tied` has those that other pipeline ranks own too, by the ranks; `after` the others, by the
-    stage whose last backward makes their gradients whole.
+    Whole numbers are not among them: they take `fixed` bytes, whatever is computed in. Of the trained ones, `tied` has
+    those that other pipeline ranks own too, by the ranks; `after` the others, by the stage whose last backward makes
+    their gradients whole.
     """
 
     elements: int
+    fixed: int
     trained: int
     partial: int
     tied: Mapping[tuple[int, ...], int]
@@ -58,13 +60,16 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
     for stage in manifest.stages[rank :: manifest.mesh.pipeline]:
         for name in stage.parameters:
             first.setdefault(name, stage.index)
-    elements = trained = partial = 0
+    elements = fixed = trained = partial = 0
     tied: dict[tuple[int, ...], int] = {}
     after: dict[int, int] = {}
     for name in sorted(first):
         parameter = manifest.parameters[name]
         size = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
-        elements += size
+        if parameter.dtype.is_floating_point:
+            elements += size
+        else:
+            fixed += size * parameter.dtype.itemsize
         if parameter.is_trained:
             trained += size
             partial += size * parameter.partial_gradient
@@ -73,7 +78,7 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
                 tied[owners] = tied.get(owners, 0) + size
             else:
                 after[first[name]] = after.get(first[name], 0) + size
-    return Owned(elements, trained, partial, tied, after)
+    return Owned(elements, fixed, trained, partial, tied, after)
 
 
 def gradient_bytes(precision: Precision, wide: bool = True) -> float:
@@ -91,7 +96,7 @@ def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = Tr
     moment = max(MOMENT_BYTES, item)
     states = 2 * moment + (MOMENT_BYTES if item < MOMENT_BYTES else 0)
     return {
-        "parameters": owned.elements * item,
+        "parameters": owned.elements * item + owned.fixed,
         "gradients": owned.trained * gradient_bytes(precision, wide),
         "optimizer": owned.trained * states / shards,
     }

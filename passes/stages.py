@@ -8,7 +8,7 @@ lives across a cut is sent, and passed on by stages in between.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -157,15 +157,13 @@ def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
         for number in range(bisect_right(positions, defined), bisect_right(positions, row.last_use[node])):
             crossing[number].append(node)
     place = {node: i for i, node in enumerate(row.order)}
-    constants = _Constants(row.stage.constants)
     stages = []
     for number, (start, end) in enumerate(zip((0, *positions), ends, strict=True)):
         receives = crossing[number - 1] if number else []
         sends = crossing[number] if number < len(positions) else None
         graph = _build_graph(row, place, row.items[start:end], receives, sends)
-        used = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
-        once = constants.select(used)
-        names = {*used, *(str(node.target) for node in once.nodes if node.op == "get_attr")}
+        names = name_held(row, row.items[start:end])
+        once = _select_constants(row.stage.constants, names)
         stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
     return _house_unused(row.stage, stages)
 
@@ -215,31 +213,35 @@ def _gather(row: Row, items: Iterable[fx.Node]) -> set[fx.Node]:
     return needed
 
 
-class _Constants:
-    """The graph of constants, to be divided by the names that a stage uses."""
+def name_held(row: Row, items: Iterable[fx.Node]) -> set[str]:
+    """The names of the tensors that a stage of `items` holds: what it reads, and what its constants are made of."""
+    names = _loads(_gather(row, items))
+    return names | _loads(_select_constants(row.stage.constants, names).nodes)
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.place = {node: i for i, node in enumerate(graph.nodes)}
-        outputs = [node.args[0] for node in graph.nodes if node.op == "output"]
-        self.table: dict[str, fx.Node] = dict(outputs[0]) if outputs else {}
 
-    def select(self, names: Iterable[str]) -> fx.Graph:
-        """The part that makes the constants among `names`; no nodes where there are none."""
-        roots = {name: self.table[name] for name in names if name in self.table}
-        needed: set[fx.Node] = set()
-        pending = list(roots.values())
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending.extend(node.all_input_nodes)
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for node in sorted(needed, key=self.place.__getitem__):
+def _loads(nodes: Iterable[fx.Node]) -> set[str]:
+    return {str(node.target) for node in nodes if node.op == "get_attr"}
+
+
+def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
+    """The part that makes the constants among `names`; no nodes where there are none."""
+    outputs: list[Any] = [node.args[0] for node in constants.nodes if node.op == "output"]
+    roots = {name: node for table in outputs for name, node in table.items() if name in names}
+    needed: set[fx.Node] = set()
+    pending = list(roots.values())
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in constants.nodes:
+        if node in needed:
             values[node] = graph.node_copy(node, values.__getitem__)
-        if roots:
-            graph.output({name: values[node] for name, node in roots.items()})
-        return graph
+    if roots:
+        graph.output({name: values[node] for name, node in roots.items()})
+    return graph
 
 
 def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:

@@ -143,13 +143,50 @@ def test_what_no_gradient_reaches_is_held_and_no_more(tensor: int) -> None:
     program = autoptd.compile(model, mesh=(tensor, 1, 1), num_microbatches=1, example_inputs=given)
     simulated = program.simulate(SELENE)
     assert estimate.memory_bytes == simulated.memory_bytes
-    held = {name: p.placement.local_shape(p.shape, tensor) for name, p in program.manifest.parameters.items()}
-    trained = sum(prod(held[name]) for name, _ in model.named_parameters() if name.startswith("gpt"))
-    assert simulated.held_bytes["gradients"] == 4 * trained
-    assert simulated.held_bytes["optimizer"] == 8 * trained
-    assert simulated.held_bytes["parameters"] == 4 * sum(map(prod, held.values()))
+    held = {
+        name: p.dtype.itemsize * prod(p.placement.local_shape(p.shape, tensor))
+        for name, p in program.manifest.parameters.items()
+    }
+    trained = sum(held[name] for name, _ in model.named_parameters() if name.startswith("gpt"))
+    assert simulated.held_bytes["gradients"] == trained
+    assert simulated.held_bytes["optimizer"] == 2 * trained
+    assert simulated.held_bytes["parameters"] == sum(held.values())
     whole = sum(p.numel() for p in model.parameters())
     assert program.cost.evaluate(program.cost.parameters) == whole
+
+
+class Tables(nn.Module):
+    """A GPT with buffers of whole numbers and of bits, the first read through a constant that is made of it."""
+
+    order: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPTConfig(512, 128, 4, 4, 256))
+        self.register_buffer("order", torch.arange(512 * 512).view(512, 512) % 128)
+        self.register_buffer("mask", torch.ones(128, 256, dtype=torch.bool))
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.gpt(idx, targets)[1]
+        masked: torch.Tensor = self.gpt.wpe(self.order[:128, 0]).masked_fill(self.mask, 0.0)
+        return loss + masked.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_numbers_take_their_own_bytes(dtype: torch.dtype) -> None:
+    idx = torch.zeros(2, 128, dtype=torch.long)
+    given: Any = {"idx": idx, "targets": idx}
+    model = Tables().to(dtype)
+    program = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1, example_inputs=given)
+    simulated = program.simulate(SELENE)
+    held = {name: p.bytes for name, p in program.manifest.parameters.items()}
+    assert simulated.held_bytes["parameters"] == sum(held.values())
+    assert (held["order"], held["mask"]) == (8 * 512 * 512, 128 * 256)
+    estimate = Estimator(model, SELENE, example_inputs=given).estimate(
+        Candidate(1, 1, 1, 2, 1, 1, "none", "1f1b")
+    )
+    assert estimate.memory_bytes == simulated.memory_bytes
 
 
 def test_an_estimate_is_of_how_a_step_is_run() -> None:

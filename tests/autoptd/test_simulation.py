@@ -237,11 +237,8 @@ def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
     working = [max(differentiated(program, index)) for index in range(p)]
     boundary = 2 * B * LENGTH * HIDDEN
     for rank, own in enumerate(kept(program)):
-        static = sum(
-            (18 if program.manifest.parameters[n].kind == "parameter" else 2)
-            * torch.Size(program.manifest.parameters[n].shape).numel()
-            for n in program.manifest.stages[rank].parameters
-        )
+        owned = [program.manifest.parameters[n] for n in program.manifest.stages[rank].parameters]
+        static = sum(p.bytes * (9 if p.kind == "parameter" else 1) for p in owned)
         flying = (p - rank if schedule == "1f1b" else m) * own
         least = static + flying + working[rank]
         course = simulated.memory[rank]
