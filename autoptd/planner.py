@@ -130,7 +130,8 @@ class Space:
 
     def candidates(self, layers: int, units: int) -> Iterator[Candidate]:
         """All ways to train a model that has so many layers and can be cut into so many stages."""
-        recomputes = [self.recompute] if self.recompute else RECOMPUTE
+        free = RECOMPUTE if layers else RECOMPUTE[:2]  # "full" is of repeated layers
+        recomputes = [self.recompute] if self.recompute else free
         for t, p, d in self.meshes():
             share = self.global_batch // d
             sizes = [2**k for k in range(share.bit_length())]

@@ -305,6 +305,17 @@ def test_every_plan_says_why() -> None:
 # Refused
 
 
+@pytest.mark.parametrize("memory", [12e6, 24e6])
+def test_one_layer_is_not_planned_with_the_recomputation_of_layers(memory: float) -> None:
+    """Which compile refuses: not as a mesh that was not simulated, nor as the leanest of one that does not fit."""
+    size: Any = {"world_size": 4, "global_batch": 16, "cluster": with_memory(memory)}
+    plans = autoptd.plan(make_gpt(1), **size)
+    assert len(plans) == 6
+    assert all(plan.options["recompute"] != "full" for plan in plans)
+    with pytest.raises(ValueError, match="keeps the inputs of repeated layers"):
+        autoptd.plan(make_gpt(1), recompute="full", **size)
+
+
 def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() -> None:
     with pytest.raises(ValueError, match="fits in the memory of no plan") as error:
         autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(1e6))
