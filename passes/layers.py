@@ -1,9 +1,9 @@
 """A model's repeated layers, found in its graph: as the period of its operators, never by a name.
 
 Along the row of operators of all stages the calls of one layer return in the next. The longest periodic run of
-calls, by operator and shapes, is the stack of layers; of the places in a period where it may begin, those count
-at which exactly one differentiable value is alive, beside what all layers read (an encoder's output, a table of
-relative positions).
+calls, by operator, shapes and whether they have a gradient, is the stack of layers; of the places in a period where
+it may begin, those count at which exactly one differentiable value is alive, beside what all layers read (an encoder's
+output, a table of relative positions).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Search:
 
     def __init__(self, row: Row) -> None:
         known: dict[Any, int] = {}
-        signatures = (_sign(node) for node in row.items)
+        signatures = ((_sign(node), node in row.trained) for node in row.items)
         self._codes: Codes = np.array([known.setdefault(s, len(known)) for s in signatures], dtype=np.int64)
         self._reads_parameter = np.array(
             [any(source.op == "get_attr" for source in node.all_input_nodes) for node in row.items]

@@ -105,6 +105,18 @@ def test_a_group_takes_one_value_and_gives_one() -> None:
             assert len(values_taken(group)) == len(values_given(group)) == 1
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_frozen_layers_are_not_of_the_stack(tensor: int) -> None:
+    """Nothing differentiable is alive between them: they would leave no place where a layer may begin."""
+    model = GPT(GPTConfig(VOCABULARY, LENGTH, 6, 4, 32, tie_weights=False))
+    for part in (model.wte, model.wpe, model.h[0], model.h[1]):
+        part.requires_grad_(False)
+    program = autoptd.compile(model, mesh=(tensor, 1, 1), num_microbatches=1, recompute="full")
+    (groups,) = list_groups(program)
+    assert len(groups) >= 3  # into the lowest trained layer comes what needs no gradient
+    assert program.verify().passed
+
+
 def test_a_stage_has_its_part_of_a_layer() -> None:
     """Three layers on four stages: what is whole is grouped by two, the rest is alone."""
     program = compile_sample(2, layers=3, mesh=(1, 2, 1), num_model_chunks=2)
