@@ -14,7 +14,7 @@ import torch
 
 from autoptd.runtime.manifest import Manifest
 
-FORMAT = "autoptd 2"
+FORMAT = "autoptd 3"
 
 
 def to_json(manifest: Manifest) -> str:
