@@ -44,7 +44,7 @@ def diff(a: Plan | CompiledProgram, b: Plan | CompiledProgram) -> Difference:
 def _first_lines(*texts: object) -> tuple[object, object]:
     """The first lines that differ of two texts, with their number; None where a text has ended."""
     lines = (enumerate(str(text).split("\n") if text else (), 1) for text in texts)
-    pairs = zip_longest(*([f"line {number}: {line.strip()}" for number, line in own] for own in lines))
+    pairs = zip_longest(*([f"line {number}: {line}" for number, line in own] for own in lines))
     one, other = next(pair for pair in pairs if pair[0] != pair[1])
     return one, other
 

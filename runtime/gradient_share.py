@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.clipping import check_norm_type
-from autoptd.runtime.divided_dimension import NORMS, is_norm_over, names_elements
+from autoptd.runtime.divided_dimension import NORMS, Held, is_norm_over, names_elements, writes
 from autoptd.runtime.shards import Shard
 
 # What reads no values either, by the names that Tensor and torch have in common; attributes are the first.
@@ -59,9 +59,7 @@ class Whole:
     leaves: WeakMethod[Callable[[], Leaves]]  # what this rank's optimizer steps, under the names of gradients
     everywhere: WeakMethod[Callable[[], bool]]  # whether every rank has gradients, and so asks too
     shards: Mapping[int, Sequence[str]]  # the parameters of what a sharded optimizer steps
-    divided: Mapping[
-        str | int, tuple[int, str]
-    ]  # the dimension that the tensor ranks divide, and what of it is here
+    divided: Mapping[str | int, Held]  # of parameters that the tensor ranks divide, what is here
 
 
 class ShareNorm(Tensor):
@@ -106,7 +104,7 @@ class GradientShare(Tensor):
         share = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(share, cls) and (held := share.whole.divided.get(share.of)) is not None:
-                _check_divided(share.of, *held, func, args, kwargs or {})
+                _check_divided(share.of, held, func, args, kwargs or {})
             result = func(*args, **(kwargs or {}))
         if isinstance(share, cls):
             if result is share:
@@ -189,19 +187,26 @@ class Elsewhere(GradientShare):
 
 
 def _check_divided(
-    name: str | int, dim: int, held: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str | int, held: Held, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError where `func` takes elements of `dim` by number, of which this rank has what is `held`.
+    """Raise ValueError where `func` writes elements by number along the dimension of which a part is `held`.
 
-    Warn of norms along it, which optimizers take that are warned of already.
+    Warn where it reads them, or takes norms along it, as optimizers do that are warned of already.
     """
-    here = f"the gradient of {name}: tensor ranks divide dimension {dim} of it, and this rank has {held}"
-    if names_elements(func, args, kwargs, dim):
-        raise ValueError(
-            f"elements by number of {here}, so that they would be others here. Take them of whole tensors "
-            "(full_state_dict), or from a mask of that dimension cut to what is here, as a tensor of bools"
+    here = (
+        f"the gradient of {name}: tensor ranks divide dimension {held.dim}, and this rank has {held.places}"
+    )
+    if args[0].shape != held.shape:  # a view, whose dimensions are others
+        return
+    if names_elements(func, args, kwargs, held.dim):
+        text = (
+            f"elements by number of {here}, so that they are others here. Take them of whole tensors "
+            "(full_state_dict), or by a mask of that dimension, bools, cut to what is here"
         )
-    if find_norm_type(func, args, kwargs) is None and is_norm_over(func, args, kwargs, dim):
+        if writes(func):
+            raise ValueError(text)
+        warn_caller(text)
+    if find_norm_type(func, args, kwargs) is None and is_norm_over(func, args, kwargs, held.dim):
         warn_caller(
             f"norms of {here}, so that they are of a part. Take norms over other dimensions, or of the whole model's: "
             f"{CALL}"

@@ -74,7 +74,7 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
     where a state was loaded whose `marks` are of others.
 
     Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
-    parameters together, is refused: its step raises ValueError. What makes a step is noted in `steps`.
+    parameters together, is refused: its step raises ValueError.
     """
     judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -22,6 +22,8 @@ PHASES = (
 # Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
 DUTIES = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
 EVALUATION = len(DUTIES) + 1
+CALLED = ("a call in training", *DUTIES, "an evaluation")
+LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number: it is read at any time
 MARK = "_autoptd_place"  # of an exception
 CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, HISTORY, SLOTS = range(9)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
@@ -114,27 +116,29 @@ class Position:
 
     @contextmanager
     def _at(self, duty: int) -> Iterator[None]:
-        self.slots[DUTY] = duty
-        count, kinds = divmod(self.slots[HISTORY], 1 << 32)
-        self.slots[HISTORY] = (count + 1) << 32 | (kinds * 31 + duty + 1) % (
-            1 << 31
-        )  # read at any time: one write
+        slots, before = self.slots, self.slots[HISTORY]
+        slots[DUTY] = duty
+        slots[HISTORY] = _remember(before, duty)
         try:
             with self._marking():
                 yield
+        except BaseException:
+            slots[HISTORY] = before  # it may be tried again
+            raise
         finally:
-            self.slots[DUTY] = 0
+            slots[DUTY] = 0
 
     def _compare(self) -> None:
-        """Refuse what another rank has made another call in place of: messages of the two would meet."""
+        """Refuse to go on where another rank has made another call in place of one: messages of the two would meet."""
         own = self.slots[HISTORY]
         for rank, slots in self._peers.items():
-            found = slots[HISTORY]
-            if found != own and found >> 32 == own >> 32:
+            if (differing := _find_unlike(own, slots[HISTORY])) is not None:
+                here, there = differing
                 raise RuntimeError(
-                    f"this rank is at {self.read()}, and rank {rank} at {read_place(slots)}: every rank makes each "
-                    "call of the parallel model alike, in training and evaluation, and calls full_state_dict, "
-                    "save_checkpoint and the like; what one rank alone is to do goes without the parallel model"
+                    f"{here} of this rank met {there} of rank {rank}, which is at {read_place(slots)}: every rank "
+                    "makes each call of the parallel model alike, in training and evaluation, and calls "
+                    "full_state_dict, save_checkpoint and the like; what one rank alone is to do goes without the "
+                    "parallel model"
                 )
 
     @contextmanager
@@ -170,6 +174,27 @@ class Position:
 
     def read(self) -> Place:
         return read_place(self.slots)
+
+
+def _remember(history: int, duty: int) -> int:
+    """A `history` with a call more: from the right LATEST of them, a digit each, and how many there were."""
+    count, calls = divmod(history, 1 << 4 * LATEST)
+    calls = (calls << 4 | duty + 1) % (1 << 4 * LATEST)
+    return (count + 1) % COUNTED << 4 * LATEST | calls
+
+
+def _find_unlike(own: int, other: int) -> tuple[str, str] | None:
+    """The first calls of the same number that two histories have and that differ; None where none is known."""
+    (count, calls), (others, found) = (divmod(history, 1 << 4 * LATEST) for history in (own, other))
+    ahead = (others - count + COUNTED // 2) % COUNTED - COUNTED // 2
+    if abs(ahead) >= LATEST:
+        return None
+    calls, found = calls >> 4 * max(0, -ahead), found >> 4 * max(0, ahead)
+    for place in reversed(range(LATEST - abs(ahead))):
+        one, two = (digits >> 4 * place & 15 for digits in (calls, found))
+        if one != two and one and two:
+            return CALLED[one - 1], CALLED[two - 1]
+    return None
 
 
 def read_place(slots: memoryview) -> Place:

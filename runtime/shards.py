@@ -73,11 +73,21 @@ class Shard:
 
         One for all would be taken for that of tied weights, of which a file gets one.
         """
-        return {name: from_dlpack(view) for name, view in self.split(self.flat).items()}
+        views = self.split(self.flat)
+        self._addresses = {name: view.data_ptr() for name, view in views.items()}
+        return {name: from_dlpack(view) for name, view in views.items()}
 
     def rebound(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Which of its own of `parameters` are views of `flat` no longer, as ``p.data = ...`` leaves them."""
-        return [name for name, view in self._views.items() if not parameters[name].is_set_to(view)]
+        """Which of its own of `parameters` are views of `flat` no longer, as ``p.data = ...`` leaves them.
+
+        Or as their storage is elsewhere, with all that shares it: torch.multiprocessing moves it into shared memory.
+        """
+        views = self._views.items()
+        return [
+            name
+            for name, view in views
+            if not parameters[name].is_set_to(view) or view.data_ptr() != self._addresses[name]
+        ]
 
     def bind(self, parameters: Mapping[str, Tensor]) -> None:
         """Make its own of `parameters` views of `flat`, whatever they were."""

@@ -85,12 +85,12 @@ class StepLog:
     """What optimizers have done with this rank's parameters of one parallel model so far, as one number."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin anew, where all ranks have got weights that fit together."""
         self._value = 0
         self._scales: list[Tensor] = []
+
+    def reset(self) -> None:
+        """Count steps anew, where all ranks of a stage have got weights that fit together."""
+        self._value = 0
 
     def add(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
         """A step of the parameters `names` was made, with these `options`.
@@ -103,7 +103,7 @@ class StepLog:
 
     def scale(self, factor: Tensor) -> None:
         """The gradients of a call were multiplied by `factor`, on the way back from what was made of its loss."""
-        self._scales.append(factor.detach())
+        self._scales.append(factor.detach().clone())
 
     def take_scales(self, rank: Rank) -> Tensor:
         """A hash of the factors since this was asked last, as an int64 on the device of `rank`."""
@@ -120,10 +120,14 @@ class StepLog:
 
 def _read_option(value: Any) -> Any:
     """The numbers of an option, as floats; none of what is in a tensor on a GPU, which would wait for it."""
+    if isinstance(value, Tensor):
+        return _read_option(value.tolist()) if value.is_cpu else None
     if isinstance(value, tuple | list):
         return [_read_option(each) for each in value]
-    known = value.is_cpu if isinstance(value, Tensor) else isinstance(value, int | float)
-    return float(value) if known else None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):  # no number, or one that is too large
+        return None
 
 
 class Copies:
@@ -180,9 +184,7 @@ class Copies:
             own = dict(self._own()).get(number, nothing)
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
         elif (pipeline := place - len(self._columns) * self._rank.mesh.tensor) < self._rank.mesh.pipeline:
-            found = (
-                "the optimizers' steps (how many, or with which lr, weight_decay and so on) were others on"
-            )
+            found = "the optimizers' steps (how many, or with which lr, weight_decay, ...) were others on"
             own = self._steps.tensor(self._rank)
             alike = [rank for rank, c in at if c.pipeline == pipeline]
         else:
@@ -193,11 +195,10 @@ class Copies:
         others = [rank for rank in alike if table[rank] != common]
         like = next(rank for rank in alike if table[rank] == common)
         return (
-            f"{found} rank {others[0]} than on rank {like}, which hold the same part of the model, or others of "
-            f"it; of ranks {alike} {others} differ. Each step must be the same on all: call optimizer.step() on every "
-            "rank or on none, with the same learning rate, scale the loss alike (it is the whole batch's on every "
-            "rank), leave gradients alone or change them alike, and write weights on every rank; then bind again, or "
-            "load a checkpoint"
+            f"{found} rank {others[0]} than on rank {like}; of ranks {alike}, which have one model together, {others} "
+            "differ. Each step must be the same on all: call optimizer.step() on every rank or on none, with the same "
+            "options, scale the loss alike (it is the whole batch's on every rank), leave gradients alone or change "
+            "them alike, and write weights on every rank; then bind again, or load a checkpoint"
         )
 
     def _own(self) -> Iterator[tuple[int, Tensor]]:

@@ -191,15 +191,11 @@ def test_an_exception_is_shown_once(index: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("full_state_dict", "full_state_dict after step 2, which every rank must call"),
-        ("__call__", "[a-zF0-9]+ of an evaluation after step 2"),
-    ],
+    ("method", "call"), [("full_state_dict", "full_state_dict"), ("__call__", "an evaluation")]
 )
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 def test_what_one_rank_does_alone_is_refused(
-    mesh: tuple[int, int, int], method: str, words: str, tmp_path: Path
+    mesh: tuple[int, int, int], method: str, call: str, tmp_path: Path
 ) -> None:
     """As under `if rank == 0`: by whoever comes second, before messages of two calls meet."""
     program = build(mesh)
@@ -216,7 +212,9 @@ def test_what_one_rank_does_alone_is_refused(
 
     ended = run_job(work, 2, tmp_path)
     said = "\n".join(ended.lines)
-    assert re.search(rf"RuntimeError: this rank is at .*{words}.*: every rank makes each call", said), said
+    training = "a call in training"
+    pairs = f"({call} of this rank met {training} of rank 1|{training} of this rank met {call} of rank 0)"
+    assert re.search(rf"RuntimeError: {pairs}, which is at .*: every rank makes each call", said), said
     assert max(ended.seconds.values()) < 5
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ import autoptd
 from autoptd.runtime.agreement import are_finite, compare_ranks
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.hashing import hash_batch, hash_words, read_words
+from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.rank import Rank
 from autoptd.runtime.weight_agreement import Copies, StepLog
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import loss_of
@@ -198,13 +201,16 @@ def test_a_replica_that_steps_otherwise_is_refused(
         for _ in range(turns):
             train(step)
         train(act if connection.world.index == 0 else step)
-        with pytest.raises(ValueError, match="hold the same part of the model") as refused:
+        with pytest.raises(ValueError, match="which have one model together") as refused:
             evaluate()
         return str(refused.value)
 
     (text,) = set(run_threads(chain.manifest, body))
     replicas = [chain.manifest.mesh.tensor * chain.manifest.mesh.pipeline * i for i in range(mesh[2])]
-    assert f"of ranks {replicas} [{0 if mesh[2] > 2 else replicas[-1]}] differ" in text
+    assert (
+        f"of ranks {replicas}, which have one model together, [{0 if mesh[2] > 2 else replicas[-1]}] differ"
+        in text
+    )
     assert "call optimizer.step() on every rank or on none" in text
 
 
@@ -224,7 +230,7 @@ def test_owners_of_a_tied_parameter_keep_it_alike() -> None:
         return str(refused.value)
 
     (text,) = set(run_threads(chain.manifest, body))
-    assert "of ranks [0, 2] [2] differ" in text
+    assert "of ranks [0, 2], which have one model together, [2] differ" in text
 
 
 OPTIONS = ("lr", "weight_decay", "eps", "betas", "amsgrad")
@@ -237,7 +243,7 @@ OPTIONS = ("lr", "weight_decay", "eps", "betas", "amsgrad")
 def test_ranks_of_a_stage_make_the_same_steps(mesh: tuple[int, int, int], sharded: bool, option: str) -> None:
     """A step more, or another option, on one of them; the other pipeline rank's rate is its own."""
     chain = Chain(mesh, "gpipe", 1, 2)
-    others = {"betas": (0.5, 0.5), "amsgrad": True}
+    others = {"betas": (0.5, 0.5), "amsgrad": True, "lr": np.float32(0.5)}
 
     def body(connection: Connection) -> str:
         parallel = chain.parallel(connection)
@@ -262,7 +268,7 @@ def test_ranks_of_a_stage_make_the_same_steps(mesh: tuple[int, int, int], sharde
     (text,) = set(run_threads(chain.manifest, body))
     if sharded or mesh == (2, 2, 1):
         assert "steps (how many, or with which lr" in text
-    assert f"of ranks {[2, 3] if mesh[0] == 2 else [1, 3]} [" in text
+    assert f"of ranks {[2, 3] if mesh[0] == 2 else [1, 3]}, which have" in text
 
 
 @pytest.mark.parametrize(
@@ -286,7 +292,33 @@ def test_the_loss_is_scaled_alike(mesh: tuple[int, int, int], sharded: bool) -> 
         return str(refused.value)
 
     (text,) = set(run_threads(chain.manifest, body))
-    assert "of ranks [0, 1] [" in text
+    assert "of ranks [0, 1], which have" in text
+
+
+def test_options_that_are_no_numbers_are_not_compared() -> None:
+    steps, rank = StepLog(), Rank.local(Mesh(1, 1, 1))
+    own = []
+    for option in (torch.ones(2, 2), [1, (True, None)], 1 << 2000, None, "name", [[1.0, 1], [1, 1]]):
+        steps.reset()
+        steps.add(["weight"], {"option": option})
+        own.append(int(steps.tensor(rank)))
+    assert own[0] == own[-1]
+    assert own[2] == own[3] == own[4]
+    assert len(set(own)) == 3
+
+
+def test_ranks_of_a_stage_may_load_its_weights_before_the_next_call() -> None:
+    """The factors of before are those of all ranks still."""
+    chain = Chain((1, 2, 1))
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        (parallel(**chain.batch())["loss"] / 3).backward()
+        if connection.rank.coordinates.pipeline == 0:
+            parallel.load_state_dict(parallel.state_dict())
+        parallel(**chain.batch())
+
+    run_threads(chain.manifest, body)
 
 
 def interrupt(*_: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -234,35 +235,58 @@ def test_a_norm_that_is_written_out_is_refused(way: str) -> None:
     run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
 
 
-ALONG: dict[str, Callable[[Tensor], Any]] = {
+READ: dict[str, Callable[[Tensor], Any]] = {
     "row": lambda g: g[0],
     "rows": lambda g: g[1:2],
     "rows of all columns": lambda g: g[..., -1:, :],
     "numbers": lambda g: g[torch.tensor([0])],
-    "written": lambda g: g.__setitem__(slice(1), 0),
-    "filled": lambda g: g.index_fill_(0, torch.tensor([0]), 0.0),
+    "a list of numbers": lambda g: g[[0, 1]],
     "narrowed": lambda g: g.narrow(0, 0, 1),
     "selected": lambda g: torch.index_select(g, dim=-2, index=torch.tensor([0])),
 }
+WRITTEN: dict[str, Callable[[Tensor], Any]] = {
+    "row": lambda g: g.__setitem__(0, 0.0),
+    "rows": lambda g: g.__setitem__(slice(1), 0.0),
+    "filled": lambda g: g.index_fill_(0, torch.tensor([0]), 0.0),
+    "put": lambda g: g.index_put_((torch.tensor([0]),), torch.tensor(0.0, dtype=g.dtype)),
+    "scattered": lambda g: g.scatter_(0, torch.zeros(1, 8, dtype=torch.long), 0.0),
+}
 
 
-@pytest.mark.parametrize("way", ALONG)
-def test_what_is_done_along_a_divided_dimension_is_refused(way: str) -> None:
-    """Before anything is written: another rank's elements have these numbers."""
+def column_gradient(parallel: Parallel) -> Tensor:
+    """Of a weight whose rows the two tensor ranks divide."""
+    gradient = parallel.get_parameter("layer.0.column.weight").grad
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_elements_by_number_are_not_written_along_a_divided_dimension(way: str) -> None:
+    """Another rank's elements have these numbers."""
 
     def ask(parallel: Parallel) -> str:
-        gradient = parallel.get_parameter("layer.0.column.weight").grad
-        assert gradient is not None
+        gradient = column_gradient(parallel)
         before = gradient.as_subclass(Tensor).clone()
         with pytest.raises(
             ValueError, match=r"layer.0.column.weight: tensor ranks divide dimension 0"
         ) as said:
-            ALONG[way](gradient)
+            WRITTEN[way](gradient)
         assert torch.equal(gradient.as_subclass(Tensor), before)
         return str(said.value)
 
     texts = run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
     assert ["this rank has 0:6" in texts[0], "this rank has 6:12" in texts[1]] == [True, True]
+
+
+@pytest.mark.parametrize("way", READ)
+def test_elements_by_number_are_warned_of_along_a_divided_dimension(way: str) -> None:
+    def ask(parallel: Parallel) -> None:
+        gradient = column_gradient(parallel)
+        assert torch.equal(READ[way](gradient), READ[way](gradient.as_subclass(Tensor)))
+
+    with pytest.warns(UserWarning, match=r"by number of the gradient of layer.0.column.weight") as said:
+        run(Chain((2, 1, 1), "gpipe", 1, 1), ask)
+    assert {warning.filename for warning in said} == {__file__}
 
 
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -278,8 +302,7 @@ def test_a_norm_along_a_divided_dimension_is_warned_of(way: str) -> None:
     """It is of this rank's part, and some optimizers take it."""
 
     def ask(parallel: Parallel) -> None:
-        gradient = parallel.get_parameter("layer.0.column.weight").grad
-        assert gradient is not None
+        gradient = column_gradient(parallel)
         norm = NORMS[way](gradient)
         assert type(norm) is Tensor
         assert torch.equal(norm, NORMS[way](gradient.as_subclass(Tensor)))
@@ -289,8 +312,9 @@ def test_a_norm_along_a_divided_dimension_is_warned_of(way: str) -> None:
     assert {warning.filename for warning in said} == {__file__}
 
 
+@pytest.mark.filterwarnings("error")
 def test_what_is_done_along_another_dimension_is_done() -> None:
-    """Or by a mask; and where nothing is divided, along every one."""
+    """Or by a mask, or of all; and where nothing is divided, along every one."""
 
     def ask(parallel: Parallel) -> None:
         weight, bias = (parallel.get_parameter(f"layer.0.row.{name}").grad for name in ("weight", "bias"))
@@ -308,7 +332,11 @@ def test_what_is_done_along_another_dimension_is_done() -> None:
         weight[:2], plain[:2] = 3, 3
         assert torch.equal(weight.as_subclass(Tensor), plain)
         assert torch.equal(bias[2:3], bias.as_subclass(Tensor)[2:3])
-        with pytest.raises(ValueError, match="dimension 1 of it, and this rank has"):
+        for part in (slice(0, None), slice(6), ..., True, None, np.ones(6, dtype=bool), [True] * 6):
+            assert torch.equal(weight[:, part], plain[:, part])
+        assert weight.flatten()[::5].numel() == 10
+        assert weight.view(2, 4, 6)[:, 0].shape == (2, 6)
+        with pytest.raises(ValueError, match="dimension 1, and this rank has"):
             weight[:, 0] = 1
 
     run(Chain((2, 1, 1), "gpipe", 1, 1), ask)

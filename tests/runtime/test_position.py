@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.runtime.position import Position
+from autoptd.runtime.position import COUNTED, HISTORY, LATEST, Position
 
 
 def test_an_error_tells_where_it_broke_off_what_it_was_raised_in() -> None:
@@ -28,17 +28,52 @@ def test_a_call_is_of_a_step_or_of_an_evaluation(training: bool, words: str) -> 
     assert "begin" not in str(position.read())
 
 
-def test_another_call_in_place_of_a_peers_is_refused() -> None:
-    """By count: one that is a call ahead or behind has yet to make this one, or has made it."""
-    first = Position()
-    second = Position(peers={0: first.slots})
-    for position in (first, second):
+def train(*positions: Position) -> None:
+    for position in positions:
         with position.call(True, 0):
             pass
+
+
+def test_another_call_in_place_of_a_peers_is_refused() -> None:
+    first = Position()
+    second = Position(peers={3: first.slots})
+    train(first, second)
     with first.call(False, 0):
-        refusal = pytest.raises(RuntimeError, match="rank 0 at begin of an evaluation")
-        with refusal as refused, second.duty("full_state_dict"):
-            pass
-        with second.call(True, 0):  # which `first` is behind of
-            pass
-    assert "this rank is at full_state_dict after step 1" in str(refused.value)
+        with pytest.raises(
+            RuntimeError, match="full_state_dict of this rank met an evaluation of rank 3"
+        ) as said:
+            second.duty("full_state_dict").__enter__()
+        assert "which is at begin of an evaluation after step 1" in str(said.value)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 10])
+def test_so_it_is_when_the_peer_has_gone_on(ahead: int) -> None:
+    first = Position()
+    second = Position(peers={3: first.slots})
+    train(first, second)
+    with first.duty("full_state_dict"):
+        pass
+    train(*[first] * ahead)
+    with pytest.raises(RuntimeError, match="a call in training of this rank met full_state_dict of rank 3"):
+        train(second)
+
+
+def test_calls_of_one_order_are_the_same_however_far_apart() -> None:
+    """Those that broke off do not count: they are tried again."""
+    first = Position()
+    second = Position(peers={3: first.slots})
+    train(*[first] * 40, *[second] * 40, first)
+    with pytest.raises(KeyError), second.call(True, 0):
+        raise KeyError
+    train(*[second] * 30)
+
+
+def test_many_calls_are_counted_round() -> None:
+    first = Position()
+    second = Position(peers={3: first.slots})
+    first.slots[HISTORY] = second.slots[HISTORY] = (COUNTED - 2) << 4 * LATEST
+    train(first, second, first, second, first, first, second)
+    with first.duty("save_checkpoint"):
+        pass
+    with pytest.raises(RuntimeError, match="met save_checkpoint of rank 3"):
+        train(second, second)

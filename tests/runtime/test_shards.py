@@ -562,6 +562,27 @@ def test_every_parameter_has_a_storage_of_its_own(tmp_path: Path) -> None:
     run_threads(chain.manifest, train_and_save)
 
 
+def test_parameters_that_another_process_is_given_train_on() -> None:
+    """Their storages move into memory that it shares."""
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def train(connection: Connection, sent: bool) -> list[Tensor]:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        for step in range(3):
+            parallel(**chain.batch(step))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if sent and connection.world.index == 0:
+                for p in parallel.parameters():
+                    p.untyped_storage().share_memory_()
+        return [p.detach().clone() for p in parallel.parameters()]
+
+    expected, found = (run_threads(chain.manifest, partial(train, sent=sent)) for sent in (False, True))
+    for one, other in zip(expected[0], found[0], strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_was_moved_before_the_optimizer_is_sharded_is_refused() -> None:
     _, parallel = alone()
     parallel.bfloat16()
