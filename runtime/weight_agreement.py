@@ -82,7 +82,10 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
 
 
 class StepLog:
-    """What optimizers have done with this rank's parameters of one parallel model so far, as one number."""
+    """What optimizers have done with this rank's parameters of one parallel model so far, as one number.
+
+    And the factors that its losses were multiplied by since they were taken last.
+    """
 
     def __init__(self) -> None:
         self._value = 0
