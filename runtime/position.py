@@ -116,17 +116,14 @@ class Position:
 
     @contextmanager
     def _at(self, duty: int) -> Iterator[None]:
-        slots, before = self.slots, self.slots[HISTORY]
-        slots[DUTY] = duty
-        slots[HISTORY] = _remember(before, duty)
+        self.slots[DUTY] = duty
+        # One that fails stays: it does on all ranks, some of which are in it still when others make the next.
+        self.slots[HISTORY] = _remember(self.slots[HISTORY], duty)
         try:
             with self._marking():
                 yield
-        except BaseException:
-            slots[HISTORY] = before  # it may be tried again
-            raise
         finally:
-            slots[DUTY] = 0
+            self.slots[DUTY] = 0
 
     def _compare(self) -> None:
         """Refuse to go on where another rank has made another call in place of one: messages of the two would meet."""
