@@ -338,9 +338,10 @@ def wait_for_ends(processes: dict[str, int], began: float) -> dict[str, float]:
 def test_under_torchrun(victim: int, index: int, number: str, limit: float, tmp_path: Path) -> None:
     place = places(victim)[index]
     process, ranks = launch_job(tmp_path, str(victim), place, number)
-    while not (tmp_path / "failed").exists():
+    failed = tmp_path / "failed"
+    while not (failed.exists() and failed.read_text()):
         time.sleep(0.01)
-    ends = wait_for_ends(ranks, float((tmp_path / "failed").read_text()))
+    ends = wait_for_ends(ranks, float(failed.read_text()))
     assert process.wait(30) != 0
     lines = (tmp_path / "stderr").read_text().splitlines()
     ours = [line for line in lines if line.startswith("autoptd:")]
