@@ -129,7 +129,7 @@ class Position:
         """Refuse to go on where another rank has made another call in place of one: messages of the two would meet."""
         own = self.slots[HISTORY]
         for rank, slots in self._peers.items():
-            if (differing := _find_unlike(own, slots[HISTORY])) is not None:
+            if (differing := _find_other_call(own, slots[HISTORY])) is not None:
                 here, there = differing
                 raise RuntimeError(
                     f"{here} of this rank met {there} of rank {rank}, which is at {read_place(slots)}: every rank "
@@ -180,7 +180,7 @@ def _remember(history: int, duty: int) -> int:
     return (count + 1) % COUNTED << 4 * LATEST | calls
 
 
-def _find_unlike(own: int, other: int) -> tuple[str, str] | None:
+def _find_other_call(own: int, other: int) -> tuple[str, str] | None:
     """The first calls of the same number that two histories have and that differ; None where none is known."""
     (count, calls), (others, found) = (divmod(history, 1 << 4 * LATEST) for history in (own, other))
     ahead = (others - count + COUNTED // 2) % COUNTED - COUNTED // 2

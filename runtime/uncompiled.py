@@ -11,9 +11,9 @@ REASON = "a parallel model runs a schedule of stages; bind(backend='inductor') c
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> None:
-    """Let compilers call `function`, and what it calls, as ``torch.compiler.disable`` makes them.
+    """Let compilers call `function`, and what it calls, as they are: what ``torch.compiler.disable`` is for.
 
-    That imports torch._dynamo: 2 s in every process, for those who compile nothing too.
+    But that imports torch._dynamo, which takes 2 s in every process, also of those who compile nothing.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

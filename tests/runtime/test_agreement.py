@@ -311,14 +311,17 @@ def test_ranks_of_a_stage_may_load_its_weights_before_the_next_call() -> None:
     """The factors of before are those of all ranks still."""
     chain = Chain((1, 2, 1))
 
-    def body(connection: Connection) -> None:
+    def body(connection: Connection) -> list[float]:
         parallel = chain.parallel(connection)
-        (parallel(**chain.batch())["loss"] / 3).backward()
+        losses = [parallel(**chain.batch())["loss"]]
+        (losses[0] / 3).backward()
         if connection.rank.coordinates.pipeline == 0:
             parallel.load_state_dict(parallel.state_dict())
-        parallel(**chain.batch())
+        losses.append(parallel(**chain.batch())["loss"])
+        return [loss.item() for loss in losses]
 
-    run_threads(chain.manifest, body)
+    (first, second), other = run_threads(chain.manifest, body)
+    assert [first, second] == [first, first] == other
 
 
 def interrupt(*_: Any) -> None:
