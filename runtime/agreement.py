@@ -46,6 +46,12 @@ def compare_ranks(
     ranks are in different modes, or replicas have different values of one of `copies`. On a GPU it waits for the step.
     """
     rank, mesh = connection.rank, manifest.mesh
+    nonfinite: Tensor | bool = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    unknown: Tensor | bool = has_unknown_rows(manifest, batch)
+    if mesh.size == 1:
+        if unknown:
+            check_rows(manifest, batch)
+        return bool(nonfinite), not trains
     compared = copies.fingerprint()
     row = torch.full((2 * mesh.data + 5,), _LOWEST, device=rank.device)
     row[-5] = mode = 2 * rank.randomness.call + rank.randomness.training
@@ -54,8 +60,8 @@ def compare_ranks(
         own = hash_batch(batch, rank.device)
         row[2 * rank.coordinates.data] = own
         row[2 * rank.coordinates.data + 1] = ~own
-    row[-3] = has_unknown_rows(manifest, batch)
-    row[-2] = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    row[-3] = unknown
+    row[-2] = nonfinite
     row[-1] = not trains
     found = connection.world.all_reduce(torch.cat([compared, row]), "max").tolist()
     (*hashes, mode, inverse, unknown, nonfinite, lacking), found = (

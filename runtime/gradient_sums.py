@@ -148,26 +148,27 @@ class GradientSums:
         stages = [own for _, own in sorted(self._leaves.items())]
         for name in names:
             leaves = [own[name] for own in stages if name in own]
-            parts = [self._take(leaf) for leaf in leaves if leaf.requires_grad]
-            sums = [part for part in parts if part is not None]
+            sums = [part for leaf in leaves if (part := self._take(leaf)) is not None]
             if sums:
                 found[name] = sums[0]
                 for part in sums[1:]:
                     found[name] += part
-            elif parts and len(self._manifest.owners(name)) > 1:
+            elif leaves and leaves[0].requires_grad and len(self._manifest.owners(name)) > 1:
                 # Its other owners may have one and sum with this.
                 found[name] = torch.zeros_like(leaves[0], dtype=wide_dtype(leaves[0].dtype))
         self._sum_partial(found)
         return found
 
     def _take(self, leaf: Tensor) -> Tensor | None:
-        if leaf in self._wide:
+        if self._wide and leaf in self._wide:
             return self._wide.pop(leaf).sum
         gradient, leaf.grad = leaf.grad, None
         return gradient
 
     def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
         tensor = self._connection.rank.tensor
+        if tensor.size == 1:
+            return
         partial = [
             rows
             for name, gradient in gradients.items()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +47,7 @@ class ParameterWatch:
                 "stay in evaluation mode is put there before the model is compiled"
             )
         now = self.parameters
-        changed = [_list_contents(part) for part in (module, *self._parts)] != self._contents
+        changed = _list_contents([module, *self._parts]) != self._contents
         if changed:
             # A parallel model's own waits for weights on their way.
             now = dict(nn.Module.named_parameters(module))
@@ -95,16 +96,18 @@ class ParameterWatch:
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def _look_through(self, module: nn.Module) -> None:
-        self._contents = [_list_contents(part) for part in module.modules()]
+        self._contents = _list_contents(list(module.modules()))
         self._parts = list(module.modules())[1:]  # not itself, which would live as long as its own watch
         named = [(f"{name}." if name else "", part) for name, part in module.named_modules()]
         self._holders = [(prefix, part._buffers) for prefix, part in named if part._buffers]
 
 
-def _list_contents(module: nn.Module) -> list[object]:
-    """Names and identities of the module's own parameters and modules, and whether it has buffers."""
-    parameters, parts = module._parameters, module._modules
-    return [*parameters, *map(id, parameters.values()), *parts, *map(id, parts.values()), not module._buffers]
+def _list_contents(modules: Sequence[nn.Module]) -> list[object]:
+    """Names and identities of the modules' own parameters and modules, and which have buffers."""
+    held: list[Mapping[str, object]] = [m._parameters for m in modules]
+    held += [m._modules for m in modules]
+    identities = map(id, chain.from_iterable([each.values() for each in held]))
+    return [*map(len, held), *chain.from_iterable(held), *identities, *(not m._buffers for m in modules)]
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -> None:

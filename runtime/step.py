@@ -25,7 +25,8 @@ class Step(torch.autograd.Function):
         with parallel._connection.position.call(training=True, shape=shape):
             loss: Tensor = parallel._run(shape, batch, gradients=True)
         ctx.kept = parallel._shape.sums.take(keys)
-        ctx.note_scale = parallel._steps.scale
+        alone = parallel._manifest.mesh.size == 1
+        ctx.steps = None if alone else parallel._steps
         return loss
 
     @staticmethod
@@ -41,7 +42,8 @@ class Step(torch.autograd.Function):
                 "graph of their own to be differentiated by; leave it out, or compute the second order in forward"
             )
         kept, ctx.kept = ctx.kept, None
-        ctx.note_scale(scale)
+        if ctx.steps is not None:
+            ctx.steps.scale(scale)
         # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
         if not (scale.is_cpu and scale.item() == 1):
             kept = [g if g is None else g.mul_(scale) for g in kept]
