@@ -242,8 +242,8 @@ def unify(a: Axis, b: Axis) -> None:
         if a.kept and b.kept:
             _merge(a, b)
         return
-    if a in factors(b) or b in factors(a):
-        return  # one has a kept factor of size 1 beside the other
+    if _is_factor(a, b):
+        return
     if a.kind == "leaf" or b.kind == "leaf":
         if a.kind != "leaf":
             a, b = b, a
@@ -307,8 +307,13 @@ def _unify_products(a: Axis, b: Axis) -> None:
             unify(pair[0], smaller)
             rest.append(pair[1])
     a, b = find(a), find(b)
-    if a is not b:
+    if a is not b and not _is_factor(a, b):  # it may have become one
         _merge(a, b)
+
+
+def _is_factor(a: Axis, b: Axis) -> bool:
+    """Whether one is a factor of the other, of its size: that has a kept factor of size 1 beside it."""
+    return a in factors(b) or b in factors(a)
 
 
 def _contradict(a: Axis, b: Axis) -> None:

@@ -476,3 +476,22 @@ def test_an_einsum_of_one_operand_compiles() -> None:
             return torch.einsum("bsh->bsh", x) + torch.einsum("bsh->bs", x)[..., None]
 
     check(Model([Turned()]), (1, 2, 1))
+
+
+def test_rows_are_joined_behind_an_operator_that_says_nothing_of_its_batch() -> None:
+    """Of one sequence, the joined rows meet the batch and length of the labels."""
+
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixed = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mixed(x.transpose(1, 2)).transpose(1, 2)
+            return torch.cat([y[:, LENGTH // 2 :], y[:, : LENGTH // 2]], 1)
+
+    torch.manual_seed(0)
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    example = {"idx": ids, "targets": ids}
+    program = autoptd.compile(Model([Convolved()]), (1, 2, 1), example_inputs=example, num_microbatches=2)
+    assert program.verify().passed

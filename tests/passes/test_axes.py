@@ -34,6 +34,14 @@ def test_dimensions_of_size_one_come_and_go() -> None:
     assert ax.find(grouped[2]) is ax.find(width)
 
 
+def test_joined_rows_are_the_length_beside_a_batch_of_one() -> None:
+    batch, length = Axis(1), Axis(16)
+    batch.kept = True
+    rows, joined = ax.product([batch, length]), Axis(16, "sum", (Axis(8), Axis(8)))
+    ax.unify(joined, rows)
+    assert ax.factors(rows) == [batch, joined]
+
+
 def test_a_view_that_cuts_across_factors_is_none() -> None:
     assert ax.regroup([Axis(6), Axis(4)], [4, 6]) is None
 
