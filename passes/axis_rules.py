@@ -108,7 +108,8 @@ WHOLE = """
     aten.conv1d aten.glu aten.group_norm aten.tril aten.triu aten.prelu aten.cumprod aten.logcumsumexp aten.cummax
     aten.cummin aten.diff aten.var_mean aten.prod aten.median aten.kthvalue aten.tile aten.unfold aten.diagonal
     aten.masked_scatter aten.scatter_reduce aten.avg_pool1d aten.cosine_similarity aten.broadcast_tensors aten.mse_loss
-    aten.smooth_l1_loss aten.huber_loss aten.l1_loss aten.binary_cross_entropy_with_logits aten.kl_div
+    aten.smooth_l1_loss aten.huber_loss aten.l1_loss aten.binary_cross_entropy_with_logits aten.kl_div aten.argmax
+    aten.argmin aten.bucketize aten.movedim aten._weight_norm aten.matrix_exp aten.linalg_matrix_exp
 """.split()  # noqa: SIM905
 
 RULES: Mapping[str, Rule] = {
@@ -118,7 +119,7 @@ RULES: Mapping[str, Rule] = {
         ["aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"], shape_rules.view
     ),
     "aten.transpose": shape_rules.transpose,
-    "aten.swapaxes": shape_rules.transpose,
+    **dict.fromkeys(["aten.swapaxes", "aten.swapdims"], shape_rules.transpose),
     "aten.t": shape_rules.transpose_two,
     "aten.numpy_T": shape_rules.transpose_two,
     "aten.permute": shape_rules.permute,

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import autoptd
 from autoptd.compiled import CompiledProgram
@@ -495,3 +496,37 @@ def test_rows_are_joined_behind_an_operator_that_says_nothing_of_its_batch() -> 
     example = {"idx": ids, "targets": ids}
     program = autoptd.compile(Model([Convolved()]), (1, 2, 1), example_inputs=example, num_microbatches=2)
     assert program.verify().passed
+
+
+def balanced(gates: Tensor) -> Tensor:
+    """Each gate by how many tokens like it best, as a loss that balances experts has it."""
+    return gates * functional.one_hot(gates.argmax(-1), gates.shape[-1]).to(gates.dtype).mean((0, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        balanced,
+        lambda x: x * torch.bucketize(x.detach(), torch.tensor([-1.0, 1.0])),
+        lambda x: x.movedim(-1, 1).swapdims(1, 2),
+    ],
+    ids=["argmax", "bucketize", "movedim"],
+)
+def test_operators_that_every_tensor_rank_does_whole(change: Callable[[Tensor], Tensor]) -> None:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = x + self.down(change(self.up(x)))
+            return result
+
+    torch.manual_seed(0)
+    check(Model([Changed()]), (2, 1, 1))
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, orthogonal], ids=["weight_norm", "orthogonal"])
+def test_parametrized_weights_train_on_tensor_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    check(Model([wrap(nn.Linear(HIDDEN, HIDDEN))]), (2, 1, 1))
