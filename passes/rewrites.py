@@ -109,6 +109,12 @@ def _embedding(call: Call) -> fx.Node | None:
     return None
 
 
+def _embedding_bag(call: Call) -> fx.Node | None:
+    raise ValueError(
+        f"{where(call.node)}: an embedding bag is not supported: write it as an embedding and the mean or sum of a bag"
+    )
+
+
 def _same(call: Call) -> fx.Node | None:
     return call.source
 
@@ -322,6 +328,7 @@ RULES: dict[Any, Rule] = {
     aten.detach.default: _detach,
     aten.layer_norm.default: _layer_norm,
     aten.embedding.default: _embedding,
+    **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _embedding_bag),
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,

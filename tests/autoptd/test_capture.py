@@ -424,6 +424,7 @@ class Refused(nn.Module):
         self.wte = nn.Embedding(40, 8, sparse=sparse)
         self.head = nn.Linear(8, 40)
         self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.bag = nn.EmbeddingBag(8, 8)
         self.generator = torch.Generator()
         self.between = between
 
@@ -448,8 +449,12 @@ class Refused(nn.Module):
             r"aten\.mul_\.Tensor \(test_capture\.py:\d+\) reads lifted_tensor_0, a tensor .* \.detach\(\)",
         ),
         (Refused(lambda own, x: own.rnn(x)[0]), r"rnn \(.* aten\.gru\.input is a whole recurrent layer"),
+        (
+            Refused(lambda own, x: x + own.bag(x.argmax(-1))[:, None]),
+            r"bag \(test_capture\.py:\d+\): an embedding bag .* an embedding and the mean",
+        ),
     ],
-    ids=["sparse gradient", "generator", "data", "recurrent layer"],
+    ids=["sparse gradient", "generator", "data", "recurrent layer", "embedding bag"],
 )
 def test_what_a_program_cannot_hold_is_refused_with_its_place(model: nn.Module, message: str) -> None:
     example = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
