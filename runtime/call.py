@@ -172,6 +172,13 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
         raise ValueError(
             f"argument {name} is on {value.device}, expected {device}: give it .to({str(device)!r})"
         )
+    if value.layout is not torch.strided:
+        raise ValueError(f"argument {name} is {value.layout}, expected a dense tensor: give it .to_dense()")
+    if value.is_inference() and torch.is_grad_enabled():
+        raise ValueError(
+            f"argument {name} was made under torch.inference_mode, and no backward may keep it: give it .clone(), or "
+            "make it under torch.no_grad"
+        )
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"argument {name} requires gradient, but the program gives gradients to its own parameters only, so that "
