@@ -202,6 +202,20 @@ def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
     return rule
 
 
+def rotary(node: fx.Node, shares: Shares) -> Share:
+    """What is turned may be divided where a rank has the same rows of both halves, and those of the tables."""
+    own, cos, sin = node.all_input_nodes
+    share, shape, turned = read(own, shares), shape_of(own), shape_of(cos)[-1]
+    if share.dim != len(shape) - 1:
+        return share
+    rows = ((0, turned // 2), (turned // 2, turned // 2), (0, turned))
+    first, second, both = (take(own, share, *part) for part in rows)
+    if argument(node, 3, "interleaved", False) or first.runs != second.runs:
+        check_whole(own, share, [share.dim])
+    merge([(own, both), *((n, aligned(n, shape, shares)) for n in (cos, sin))], [*shape[:-1], turned])
+    return share
+
+
 def softmax_dims(node: fx.Node, rank: int) -> list[int]:
     return [int(argument(node, 1, "dim", -1))]
 

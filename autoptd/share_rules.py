@@ -299,5 +299,6 @@ RULES: Mapping[str, Rule] = {
     "kernels.linear_gelu": products.linear_gelu,
     "kernels.split_linear": products.split_linear,
     "kernels.grouped_attention": products.attention,
-    **dict.fromkeys(["kernels.rms_norm", "kernels.rotary_embedding"], products.over(products.last_dim)),
+    "kernels.rms_norm": products.over(products.last_dim),
+    "kernels.rotary_embedding": products.rotary,
 }

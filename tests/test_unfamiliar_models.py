@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.runtime.placement import Placement, Segment
+from autoptd.shares import ShareError
+from autoptd.tensor_proof import prove_tensor_parallel
 
 VOCABULARY, LENGTH, HIDDEN, HEADS, SIZE = 64, 16, 32, 4, 8
 Attend = Callable[[Any, Tensor], Tensor]
@@ -243,6 +247,55 @@ def check(model: nn.Module, mesh: tuple[int, int, int] = (2, 1, 1)) -> str:
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
 def test_gradients_go_through_complex_numbers(mesh: tuple[int, int, int]) -> None:
     check(Turned(), mesh)
+
+
+class Halves(nn.Module):
+    """Turned by halves where there are no heads: what is read behind it divides the halves alike."""
+
+    def __init__(self, spared: int = 0) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.scale = nn.Parameter(torch.rand(HIDDEN))
+        self.turned = HIDDEN - spared
+        angles = torch.outer(torch.arange(LENGTH), 1 / 10 ** torch.linspace(0, 1, self.turned // 2)).repeat(
+            1, 2
+        )
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx)
+        x, rest = x[..., : self.turned], x[..., self.turned :]
+        x = x * self.cos + torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * self.sin
+        x = torch.cat((x, rest), -1) * self.scale
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("spared", [0, 8])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
+def test_halves_that_turn_may_be_divided_alike(spared: int, mesh: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    check(Halves(spared), mesh)
+
+
+@pytest.mark.parametrize(
+    ("names", "parts", "reason"),
+    [
+        (["cos"], (Segment(1, HIDDEN, 1, True),), "these are other rows"),
+        (["tokens.weight"], (Segment(1, HIDDEN, 1, True),), "other ones on each rank"),
+        (["tokens.weight"], (Segment(1, 16, 1, True), Segment(2, 8, 1, True)), "expected it whole"),
+    ],
+)
+def test_halves_that_turn_and_are_divided_otherwise_are_refused(
+    names: list[str], parts: tuple[Segment, ...], reason: str
+) -> None:
+    program = compile_model(Halves(), (2, 1, 1))
+    (stage,) = program.stages
+    placed = Placement(1, parts)
+    changed = {name: replace(stage.parameters[name], placement=placed) for name in names}
+    parameters = {**stage.parameters, **changed}
+    with pytest.raises(ShareError, match=reason):
+        prove_tensor_parallel(program.manifest, [replace(stage, parameters=parameters)])
 
 
 @pytest.mark.parametrize("empty", [torch.float32, torch.bfloat16])
