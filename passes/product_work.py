@@ -82,15 +82,6 @@ def _einsum(node: fx.Node, value: Value) -> Iterable[Product]:
     )
 
 
-def _tensordot(node: fx.Node, value: Value) -> Iterable[Product]:
-    """The first tensor's other dimensions are rows, the second's are columns."""
-    dims: Any = node.args[2:4]
-    (own, other), (x, y) = dims, (value.shape(factor) for factor in _factors(node))
-    rows = [size for dim, size in enumerate(x) if dim not in own and dim - len(x) not in own]
-    columns = [size for dim, size in enumerate(y) if dim not in other and dim - len(y) not in other]
-    yield Product(1, prod(rows), prod(columns), prod(x[dim] for dim in own))
-
-
 def _letters(group: str, shape: Sequence[int]) -> list[Any]:
     """The letters of an operand; dimensions of "..." are numbered from the right, as they broadcast."""
     head, _, tail = group.partition("...")
@@ -126,7 +117,6 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node, Value], Iterable[Product]]] = {
     aten.bmm.default: _matmul,
     aten.baddbmm.default: _matmul,
     aten.einsum.default: _einsum,
-    aten.tensordot.default: _tensordot,
     **dict.fromkeys(
         (
             overload

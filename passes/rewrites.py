@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any, Protocol
 
 import torch
@@ -221,6 +222,42 @@ def _matmul(call: Call) -> fx.Node | None:
     return call.emit(aten.linear.default, call.source, other.args[0])
 
 
+def _einsum(call: Call) -> fx.Node:
+    """Letters for "...", and several products one by one: along the path, or the first two, their result last."""
+    equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
+    inputs, arrow, result = equation.partition("->")
+    groups = inputs.split(",")
+    if not arrow:
+        once = sorted(letter for letter in inputs if letter.isalpha() and inputs.count(letter) == 1)
+        result = "..." * ("..." in inputs) + "".join(once)
+    free = "".join(letter for letter in ascii_letters if letter not in equation)
+    dims = [x.meta["val"].dim() for x in operands]
+    hidden = [dim - len(g) + 3 if "." in g else 0 for g, dim in zip(groups, dims, strict=True)]
+    names = [free[len(free) - count :] for count in (*hidden, max(hidden))]
+    *groups, result = (g.replace("...", name) for g, name in zip((*groups, result), names, strict=True))
+    pending = list(zip(groups, operands, strict=True))
+    path = iter(call.argument("path") or [0, 1] * len(pending))
+    while len(pending) > 2:
+        second, first = (pending.pop(at) for at in sorted((next(path), next(path)), reverse=True))
+        read = result + "".join(group for group, _ in pending)
+        kept = "".join(letter for letter in dict.fromkeys(first[0] + second[0]) if letter in read)
+        product = f"{first[0]},{second[0]}->{kept}"
+        pending.append((kept, _derive(call, aten.einsum.default, product, [first[1], second[1]])))
+    product = ",".join(group for group, _ in pending) + f"->{result}"
+    return call.emit(aten.einsum.default, product, [x for _, x in pending])
+
+
+def _tensordot(call: Call) -> fx.Node:
+    """The einsum that it is, which may round otherwise where it sums over several dimensions, or has a vector."""
+    x, y, own, other = call.args
+    letters = iter(ascii_letters)
+    first, second = ([next(letters) for _ in tensor.meta["val"].shape] for tensor in (x, y))
+    for dim, twin in zip(own, other, strict=True):
+        second[twin] = first[dim]
+    kept = [letter for letter in first + second if (letter in first) is not (letter in second)]
+    return call.emit(aten.einsum.default, "".join([*first, ",", *second, "->", *kept]), [x, y])
+
+
 def _concatenate(call: Call) -> fx.Node | None:
     """Without [0], which torch joins to tensors of any shape; its dtype counts, though."""
     sources, *dim = call.args
@@ -332,6 +369,8 @@ RULES: dict[Any, Rule] = {
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,
+    aten.einsum.default: _einsum,
+    aten.tensordot.default: _tensordot,
     aten.cat.default: _concatenate,
     aten.max.other: _as(aten.maximum.default),
     aten.min.other: _as(aten.minimum.default),

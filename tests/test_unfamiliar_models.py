@@ -252,6 +252,9 @@ def test_gradients_go_through_complex_numbers(mesh: tuple[int, int, int]) -> Non
 class Halves(nn.Module):
     """Turned by halves where there are no heads: what is read behind it divides the halves alike."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, spared: int = 0) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
@@ -583,3 +586,40 @@ def test_operators_that_every_tensor_rank_does_whole(change: Callable[[Tensor], 
 def test_parametrized_weights_train_on_tensor_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
     torch.manual_seed(0)
     check(Model([wrap(nn.Linear(HIDDEN, HIDDEN))]), (2, 1, 1))
+
+
+class Products(nn.Module):
+    """Two projections by tensordot, and two at once by an einsum of three operands."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+        self.up, self.down = (
+            nn.Parameter(torch.randn(shape) * 0.1) for shape in ((HIDDEN, 4 * HIDDEN), (HIDDEN, 4 * HIDDEN))
+        )
+        self.turned = nn.Parameter(torch.randn(SIZE, HIDDEN, HEADS) * 0.1)
+        self.first, self.second = (
+            nn.Parameter(torch.randn(shape) * 0.1) for shape in ((HIDDEN, 8), (8, HIDDEN))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tensordot(functional.gelu(torch.tensordot(x, self.up, 1)), self.down, ([-1], [1]))
+        x = x + torch.einsum(self.equation, x, self.first, self.second)
+        heads: Tensor = x.unflatten(-1, (HEADS, SIZE))
+        result: Tensor = x + torch.tensordot(heads, self.turned, ([3, -2], [0, 2]))
+        return result
+
+
+@pytest.mark.parametrize("equation", ["bsh,hr,ro->bso", "...h,hr,ro->...o", "...h, hr, rz"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 2, 1)])
+def test_products_of_tensordot_and_of_three_operands_are_divided_and_counted(
+    equation: str, mesh: tuple[int, int, int]
+) -> None:
+    torch.manual_seed(0)
+    model = Model([Products(equation) for _ in range(2)])
+    check(model, mesh)
+    program = compile_model(model, mesh)
+    down = program.manifest.parameters["blocks.0.down"].placement
+    assert down.dim == (1 if mesh[0] > 1 else None)
+    products = VOCABULARY * HIDDEN + 2 * ((2 * 4 + mesh[0]) * HIDDEN * HIDDEN + 2 * 8 * HIDDEN)
+    assert program.cost.evaluate(program.cost.flops) == 6 * (2 * 2 * LENGTH) * products

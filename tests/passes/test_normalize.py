@@ -122,6 +122,15 @@ def grouped_attention(m: Any, x: Tensor) -> Any:
     return functional.scaled_dot_product_attention(q, q[:, :1], q[:, 1:2], is_causal=True, enable_gqa=True)
 
 
+def several_products(m: Any, x: Tensor) -> Any:
+    y = torch.einsum("bsh,hr,ro->bso", x, m.linear.weight, m.linear.weight)
+    y = y + torch.einsum("...h, hr, r", x, m.linear.weight, m.linear.bias)[..., None]
+    y = y + torch.ops.aten.einsum.default("bsh,hr,bsh->bsr", [x, m.linear.weight, x], path=[1, 2, 0, 1])
+    y = y + torch.tensordot(x, m.linear.weight, ([2], [1])) + torch.einsum("...ij->...ji", x.mT)
+    y = y + torch.einsum("...z, za", x, m.linear.weight)
+    return y + torch.einsum("...a, a...", x, x.mT[0])[..., None]
+
+
 def autocast_off(m: Any, x: Tensor) -> Any:
     with torch.autocast("cpu", enabled=False):
         return m.linear(x)
@@ -140,6 +149,7 @@ def autocast_off(m: Any, x: Tensor) -> Any:
         weight_transposed,
         grouped_attention,
         autocast_off,
+        several_products,
     ],
 )
 def test_same_numbers(body: Forward) -> None:
