@@ -17,7 +17,7 @@ from autoptd.check import ProgramError, check_program
 from autoptd.collector import paused_collector
 from autoptd.cost import Cost
 from autoptd.explanation import Explanation, explain_program
-from autoptd.options import Options, check_backend
+from autoptd.options import Options, check_backend, check_known
 from autoptd.overview import Overview
 from autoptd.page import write_page
 from autoptd.passes.cluster import Cluster
@@ -138,6 +138,7 @@ class CompiledProgram:
         weights: str | Mapping[str, Tensor] | None = None,
         batch: Mapping[str, Tensor] | None = None,
         seed: int = 0,
+        **unknown: object,
     ) -> Report:
         """Run one step of all ranks on this machine in float64 and compare loss and every gradient.
 
@@ -145,6 +146,7 @@ class CompiledProgram:
 
         See `autoptd.verify.verify_program` for the arguments and what is raised.
         """
+        check_known(CompiledProgram.verify, unknown)
         reference = model or self.model
         if reference is None:
             raise ValueError("a loaded program knows no model to compare with; call verify(model=...)")
@@ -181,6 +183,7 @@ class CompiledProgram:
         overlap_tensor: bool = True,
         zero: int = 0,
         wide_gradients: bool = True,
+        **unknown: object,
     ) -> Simulation:
         """Time one training step on `cluster` and count the memory of every pipeline rank, without any device.
 
@@ -201,6 +204,7 @@ class CompiledProgram:
 
         Raises ValueError for a cluster file that cannot be, and for a dtype its device does not compute in.
         """
+        check_known(CompiledProgram.simulate, unknown)
         described = Cluster.load(cluster)
         training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
         return simulate_program(self.manifest, self.stages, self.schedule, described, dtype, training)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.compiler import compile
 from autoptd.options import read_mesh
+from autoptd.planner import plan
 from autoptd.runtime.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 
@@ -100,3 +104,21 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compile(GPT(SMALL), (1, 2, 1), **options)
+
+
+@pytest.mark.parametrize("call", ["simulate", "explain", "save_report", "verify", "plan"])
+def test_an_unknown_option_of_a_call_is_refused_with_the_nearest(call: str, tmp_path: Path) -> None:
+    given, near = ("sed", "seed") if call == "verify" else ("overlap_dta", "overlap_data")
+    program = compile(GPT(SMALL), (1, 1, 1))
+    sizes: Any = {"world_size": 1, "global_batch": 1, "cluster": "dgx-a100"}
+    calls: dict[str, Callable[..., object]] = {
+        "simulate": partial(program.simulate, "dgx-a100"),
+        "explain": program.explain,
+        "save_report": partial(program.save_report, tmp_path / "report.html", "dgx-a100"),
+        "verify": program.verify,
+        "plan": partial(plan, GPT(SMALL), **sizes),
+    }
+    with pytest.raises(
+        TypeError, match=f"unknown option '{given}'; did you mean '{near}'. Known are (?!self)"
+    ):
+        calls[call](**{given: 1})
