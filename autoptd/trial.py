@@ -13,7 +13,7 @@ from autoptd.promotion import promote
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.manifest import Input, Manifest
 from autoptd.runtime.placement import Parameter
-from autoptd.runtime.weights import find_tensor, has_values
+from autoptd.runtime.weights import all_names, find_tensor, has_values
 from autoptd.weights import Overlay, read_weights
 
 DEVIATION = 0.02  # of random weights, as GPTs are initialised
@@ -64,10 +64,11 @@ def draw_weights(
 
 
 def find_empty(manifest: Manifest, model: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
-    """The buffers that have values neither in `model` nor in `buffers`: what nothing is drawn for."""
-    found = read_weights(model, buffers)
-    kinds = {name: parameter.kind for name, parameter in manifest.parameters.items()}
-    return [name for name in kinds if kinds[name] == "buffer" and not has_values(manifest, found, name)]
+    """The buffers that have values neither in `model` nor in `buffers`, or no place in `model` where to put these."""
+    own, found = read_weights(model, {}), read_weights(model, buffers)
+    names = [name for name, parameter in manifest.parameters.items() if parameter.kind == "buffer"]
+    placed = {name for name in names if any(known in own for known in all_names(manifest, name))}
+    return [name for name in names if name not in placed or not has_values(manifest, found, name)]
 
 
 def _draw(parameter: Parameter, seed: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,13 +193,18 @@ def _find_loss(result: Any, manifest: Manifest) -> Tensor:
 def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[None]:
     """Turn torch's error for a row that is not there into one that says where, and what the batch holds.
 
-    And its error for float64, which not every operator takes.
+    And its errors for float64, which not every operator takes, and for tensors without values.
     """
     try:
         yield
     except (IndexError, RuntimeError) as error:
+        line = user_line(traceback.extract_tb(error.__traceback__))
+        if re.search(r"\bmeta\b", str(error).lower()):
+            raise ValueError(
+                f"verify: {who} reads a tensor on the meta device that is neither parameter nor buffer, at {line}: "
+                f"{error}. Register it as a buffer, or make the model on the CPU"
+            ) from error
         if "got Double" in str(error):
-            line = user_line(traceback.extract_tb(error.__traceback__))
             raise ValueError(
                 f"verify computes in float64, and {who} has an operator that does not, at {line}: {error}. Compile the "
                 "model with another one; of transformers' experts: model.set_experts_implementation('batched_mm')"
@@ -210,7 +216,6 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
             for name, x in batch.items()
             if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
         )
-        line = user_line(traceback.extract_tb(error.__traceback__))
         raise ValueError(
             f"verify: {who} looks up a row that is not there: {error}, at {line}. The batch holds "
             f"{', '.join(held)}; {way}"

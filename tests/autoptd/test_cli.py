@@ -58,6 +58,16 @@ class Rotary(nn.Module):
 
 def make_rotary():
     return Rotary(10000.0)
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.out = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.scale, self.shifts = torch.arange(32.0), [torch.arange(32.0)]
+
+    def forward(self, idx, targets):
+        x = self.wte(idx) * self.scale + self.shifts[0]
+        return F.cross_entropy(self.out(x).flatten(0, 1), targets.flatten())
 """
 
 
@@ -186,6 +196,21 @@ def test_verify_computes_the_buffers_of_a_model(tmp_path: Path, capsys: pytest.C
     found = read_json(capsys, "verify", tmp_path / "rotary", "--model", name)
     assert found["passed"] is True
     assert "wte.weight" in found["gradient_errors"]
+
+
+def test_verify_builds_a_model_with_plain_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the meta device they would have no values; a program cannot give them any, and says so."""
+    name = "small_models:Scaled"
+    ids = torch.zeros((1, 16), dtype=torch.long)
+    program = autoptd.compile(
+        make_model(name, "cpu"), (2, 1, 1), example_inputs={"idx": ids, "targets": ids.clone()}
+    )
+    program.save(tmp_path / "scaled")
+    assert read_json(capsys, "verify", tmp_path / "scaled", "--model", name)["passed"] is True
+    with pytest.raises(
+        ValueError, match=r"neither parameter nor buffer, at .*small_models.py:\d+: .*Register it as a buffer"
+    ):
+        program.verify(model=make_model(name), weights="random")
 
 
 def test_a_failed_verification_is_a_failure(
