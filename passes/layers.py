@@ -3,7 +3,7 @@
 Along the row of operators of all stages the calls of one layer return in the next. The longest periodic run of
 calls, by operator, shapes and whether they have a gradient, is the stack of layers; of the places in a period where
 it may begin, those count at which exactly one differentiable value is alive, beside what all layers read (an encoder's
-output, a table of relative positions).
+output, a table of relative positions); before the first layer none may be, where what precedes it is frozen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx
 
 from autoptd.passes.program import Program, Stage, copy_graph, tensor_bytes
 from autoptd.passes.row import Row
+from autoptd.runtime.collectives import copy_to_tensor
 
 Layer = Sequence[Sequence[fx.Node]]  # its calls in every stage, none in most
 Codes = np.ndarray[Any, np.dtype[np.int64]]
@@ -36,9 +37,11 @@ def find_stacks(program: Program) -> list[list[Layer]]:
     end = None
     for start, behind in _Search(row).find(0, len(row.items)):
         calls: list[list[fx.Node]] = [[] for _ in program.stages]
-        for node in row.items[start:behind]:
-            index, own = home[node]
-            calls[index].append(own)
+        found = dict(home[node][::-1] for node in row.items[start:behind])
+        for node, index in found.items():
+            copies = (n for n in node.all_input_nodes if n.target is copy_to_tensor and n not in calls[index])
+            calls[index] += [n for n in copies if n.args[1] in found or found.keys() >= n.users.keys()]
+            calls[index].append(node)
         if start != end:
             stacks.append([])
         stacks[-1].append(calls)
@@ -77,6 +80,8 @@ def _join_stages(program: Program) -> tuple[Stage, Mapping[fx.Node, tuple[int, f
             elif node.op == "output":
                 result = fx.map_arg(node.args[0], values.__getitem__)
                 sent = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+            elif node.target is copy_to_tensor:  # which a first trained layer does without
+                values[node] = values[node.args[1]]
             elif node.op == "call_function":
                 values[node] = graph.node_copy(node, values.__getitem__)
                 home[values[node]] = index, node
@@ -102,6 +107,7 @@ class _Search:
         )
         trained = [i for i, node in enumerate(row.items) if node in row.trained]
         self._defined: Codes = np.array(trained, dtype=np.int64)
+        self._trained = np.searchsorted(trained, np.arange(len(row.items) + 1))  # before each position
         self._last_use: Codes = np.array([row.last_use[row.items[i]] for i in trained], dtype=np.int64)
         # A call with several results is no single value.
         tensors = [isinstance(row.items[i].meta["val"], torch.Tensor) for i in trained]
@@ -125,15 +131,16 @@ class _Search:
                 return
 
     def _runs(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Of each period its longest run as (first, behind, period); what covers most comes first."""
+        """Of each period its longest run with a gradient as (first, behind, period); what covers most comes first."""
         runs = []
         codes = self._codes[start:end]
         for period in range(1, len(codes) // 2 + 1):
             breaks = np.flatnonzero(codes[:-period] != codes[period:])
             edges = np.concatenate(([-1], breaks, [len(codes) - period]))
-            lengths = np.diff(edges) - 1
+            lengths, firsts = np.diff(edges) - 1, start + edges[:-1] + 1
+            lengths *= self._trained[firsts + lengths + period] > self._trained[firsts]
             longest = int(lengths.argmax())
-            length, first = int(lengths[longest]), start + int(edges[longest]) + 1
+            length, first = int(lengths[longest]), int(firsts[longest])
             behind = first + length + period
             if length >= period and self._reads_parameter[first:behind].any():
                 runs.append((first, behind, period))
@@ -150,8 +157,8 @@ class _Search:
             if count < 2:
                 break
             borders = begin + period * np.arange(count)
-            shared = self._count_shared(begin, int(borders[-1]))
-            if (self._live[borders] - shared == 1).all():
+            alive = self._live[borders] - self._count_shared(begin, int(borders[-1]))
+            if alive[0] in (0, 1) and (alive[1:] == 1).all():  # none before the first trained layer
                 best = max(best or (0, 0, 0), (count, -int(self._bytes[borders].max()), begin))
         if best is None:
             return []
