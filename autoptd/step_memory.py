@@ -24,9 +24,9 @@ MOMENT_BYTES = 4
 class Owned:
     """Elements of the tensors of one rank: all, the trained ones, and those whose gradients are partial sums.
 
-    Whole numbers are not among them: they take `fixed` bytes, whatever is computed in. Of the trained ones, `tied` has
-    those that other pipeline ranks own too, by the ranks; `after` the others, by the stage whose last backward makes
-    their gradients whole.
+    Whole numbers and buffers are not among them: they take `fixed` bytes, whatever is computed in. Of the trained ones,
+    `tied` has those that other pipeline ranks own too, by the ranks; `after` the others, by the stage whose last
+    backward makes their gradients whole.
     """
 
     elements: int
@@ -66,7 +66,7 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
     for name in sorted(first):
         parameter = manifest.parameters[name]
         size = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
-        if parameter.dtype.is_floating_point:
+        if parameter.kind == "parameter" and parameter.dtype.is_floating_point:
             elements += size
         else:
             fixed += size * parameter.dtype.itemsize

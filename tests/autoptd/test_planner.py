@@ -156,33 +156,39 @@ def test_what_no_gradient_reaches_is_held_and_no_more(tensor: int) -> None:
 
 
 class Tables(nn.Module):
-    """A GPT with buffers of whole numbers and of bits, the first read through a constant that is made of it."""
+    """A GPT with buffers of whole numbers, bits and reals, the first read through a constant that is made of it."""
 
     order: torch.Tensor
     mask: torch.Tensor
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.gpt = GPT(GPTConfig(512, 128, 4, 4, 256))
         self.register_buffer("order", torch.arange(512 * 512).view(512, 512) % 128)
         self.register_buffer("mask", torch.ones(128, 256, dtype=torch.bool))
+        self.register_buffer("scale", torch.ones(128, 256))
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.gpt(idx, targets)[1]
         masked: torch.Tensor = self.gpt.wpe(self.order[:128, 0]).masked_fill(self.mask, 0.0)
-        return loss + masked.sum()
+        return loss + (masked * self.scale).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_whole_numbers_take_their_own_bytes(dtype: torch.dtype) -> None:
+def test_buffers_take_their_own_bytes(dtype: torch.dtype) -> None:
     idx = torch.zeros(2, 128, dtype=torch.long)
     given: Any = {"idx": idx, "targets": idx}
     model = Tables().to(dtype)
+    model.scale = model.scale.float()
     program = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1, example_inputs=given)
     simulated = program.simulate(SELENE)
     held = {name: p.bytes for name, p in program.manifest.parameters.items()}
     assert simulated.held_bytes["parameters"] == sum(held.values())
-    assert (held["order"], held["mask"]) == (8 * 512 * 512, 128 * 256)
+    assert (held["order"], held["mask"], held["scale"]) == (8 * 512 * 512, 128 * 256, 4 * 128 * 256)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    narrow = program.simulate(SELENE, "bf16")
+    assert narrow.held_bytes["parameters"] == 2 * weights + sum(held.values()) - dtype.itemsize * weights
     estimate = Estimator(model, SELENE, example_inputs=given).estimate(
         Candidate(1, 1, 1, 2, 1, 1, "none", "1f1b")
     )
