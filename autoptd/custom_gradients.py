@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint
 
 from autoptd.source_lines import user_line
 
@@ -26,31 +26,44 @@ class Functions:
 
     def __init__(self) -> None:
         self.seen: dict[Any, tuple[str, tuple[Any, ...]]] = {}
+        self.checkpointed: dict[str, None] = {}  # the places of activation checkpointing
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Note every ``Function.apply`` in this block; reentrant checkpointing becomes the call it wraps."""
+        """Note every ``Function.apply`` in this block; activation checkpointing becomes the call it wraps."""
         original = Function.__dict__["apply"]
+        generator = (
+            checkpoint._checkpoint_without_reentrant_generator
+        )  # private: what is round a call, not reentrant
+
+        def look_through(*_: Any, **__: Any) -> Iterator[None]:
+            self.checkpointed[user_line(traceback.extract_stack())] = None
+            yield
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if cls is CheckpointFunction:
+            if cls is checkpoint.CheckpointFunction:
+                self.checkpointed[user_line(traceback.extract_stack())] = None
                 return args[0](*args[2:])
             if cls not in self.seen and not cls.__name__.startswith(_LIBRARY):
                 self.seen[cls] = (user_line(traceback.extract_stack()), args)
             return original.__get__(None, cls)(*args, **kwargs)
 
         Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        checkpoint._checkpoint_without_reentrant_generator = look_through
         try:
             yield
         finally:
             Function.apply = original  # type: ignore[method-assign]
+            checkpoint._checkpoint_without_reentrant_generator = generator
 
     def check(self) -> tuple[str, ...]:
         """Compare each function's own backward with autograd through its forward, on small random numbers.
 
-        Returns a log line for each; raises ValueError where they differ or cannot be compared.
+        Returns a log line for each, and for each checkpoint; raises ValueError where they differ or cannot be compared.
         """
-        return tuple(_compare(cls, place, args) for cls, (place, args) in self.seen.items())
+        says = "activation checkpointing is looked through; recompute= says what the backward computes again"
+        compared = (_compare(cls, *noted) for cls, noted in self.seen.items())
+        return (*(f"{place}: {says}" for place in self.checkpointed), *compared)
 
 
 def _compare(cls: Any, place: str, args: tuple[Any, ...]) -> str:

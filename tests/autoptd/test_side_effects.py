@@ -180,6 +180,31 @@ def test_verify_recomputes_what_the_user_checkpoints(dtype: torch.dtype, reentra
     assert compile_plain(Plain(again).to(dtype)).verify().passed
 
 
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+def test_checkpoints_of_the_user_are_looked_through_and_said(outer: bool, inner: bool) -> None:
+    """One inside the other too: torch's own trace of two that are not reentrant has no gradient."""
+
+    def nested(model: Plain, x: Tensor) -> Tensor:
+        def again(y: Tensor) -> Tensor:
+            result: Tensor = checkpoint(
+                lambda z: F.gelu(F.linear(z, model.head.weight)), y, use_reentrant=inner
+            )
+            return result.tanh()
+
+        result: Tensor = checkpoint(again, x, use_reentrant=outer)
+        return result[..., :8]
+
+    program = compile_plain(Plain(nested), (2, 1, 1))
+    said = [line for line in program.log if "activation checkpointing is looked through; recompute=" in line]
+    assert len(said) == 2
+    assert all("test_side_effects.py" in line for line in said)
+    assert said[0].split(": activation")[0] in program.texts[0]
+    report = program.verify()
+    assert report.passed, report
+    assert max(report.gradient_errors.values()) < 1e-12
+
+
 def test_verify_leaves_what_forward_keeps() -> None:
     def keep(model: Plain, x: Tensor) -> Tensor:
         if model.cache is None:
