@@ -16,7 +16,7 @@ from autoptd.capture import capture
 from autoptd.check import check_program
 from autoptd.collector import paused_collector
 from autoptd.compiled import CompiledProgram
-from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
 from autoptd.fitting import choose_fitting, fit_program
@@ -36,6 +36,7 @@ from autoptd.passes.alignment import align_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program
 from autoptd.passes.stages import boundaries, count_units, cut_at, find_cut
+from autoptd.passes.uncut import passes_from_the_cut
 from autoptd.passes.work import forward_work
 from autoptd.planner import plan
 from autoptd.row_numbers import describe_rows
@@ -214,6 +215,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
                     schedule=job.schedule,
                     num_microbatches=job.count,
                     recompute=job.options.recompute,
+                    fuse=job.options.fuse,
                     cluster=described,
                     memory_limit=memory_limit,
                 )

@@ -6,46 +6,46 @@ The row is measured on a few of a model's equal layers, and the others are repea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import astuple, replace
+from functools import cache, cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from autoptd.passes.candidates import ItemTimes, choose_cut
 from autoptd.passes.cluster import Cluster
-from autoptd.passes.durations import NANOSECONDS, Durations, Precision
-from autoptd.passes.program import Program
-from autoptd.passes.row import Row
-from autoptd.passes.sequence import CostSequence, fold, minimize_slowest_stage, undominated
+from autoptd.passes.cutting import count_pieces, cut_sequence
+from autoptd.passes.durations import Durations, Precision
+from autoptd.passes.sequence import fold
 from autoptd.passes.stages import make_boundary, name_held
+from autoptd.passes.uncut import Uncut, make_times
 from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
-from autoptd.stage_times import Seconds, StageTimes, WorkTimes, divide_work, time_stage, time_work
+from autoptd.stage_times import Seconds, StageTimes, WorkTimes, add_up, divide_work, time_stage
 from autoptd.step_memory import Owned, count_owned, freeze_others
-
-# Columns of the table of items: seconds, bytes and FLOPs of one microbatch.
-COLUMNS = (
-    *("forward", "forward_tensor", "backward", "backward_tensor", "again", "again_tensor"),
-    *("kept", "flops"),
-    *("forward_waiting", "backward_waiting", "again_waiting"),
-)
 
 
 class CostRow:
-    """The row of a one-stage program, divided for t tensor ranks, with `repeats` more of its second layer.
+    """The row of a program that is not cut, divided for t tensor ranks, with `repeats` more of its second layer.
 
     With `overlap` all-reduces hide behind the gradients of weights. ValueError where layers are to be repeated and the
     program's do not repeat.
     """
 
     def __init__(
-        self, program: Program, repeats: int, cluster: Cluster, precision: Precision, *, overlap: bool = True
+        self, uncut: Uncut, repeats: int, cluster: Cluster, precision: Precision, *, overlap: bool = True
     ) -> None:
-        (stage,) = program.stages
-        self._program, self._cluster, self.precision, self._overlap = program, cluster, precision, overlap
-        self._row = Row(stage)
-        self._table, self._working = self._measure()
+        self._program, self._row = uncut.program, uncut.row
+        self._cluster, self.precision = cluster, precision
+        # Of each item of one microbatch: seconds by direction and kind (see `Uncut.divide` and `Seconds`), what a cut
+        # before it costs either side, bytes kept and FLOPs, and what its group's backward holds.
+        cluster.device.peak(precision.dtype)  # refuses what the device has not
+        ranks = self._program.mesh.tensor_group(0)
+        measure = cache(lambda work: astuple(add_up({work: 1}, cluster, ranks, precision, overlap)))
+        self._times, self._apart = uncut.divide(measure)
+        self._amounts, self._working = self._measure(uncut)
         first, behind = self._find_period() if repeats else (0, 0)
         self._source = np.array(
             [*range(behind), *(repeats * [*range(first, behind)]), *range(behind, len(self._row.items))]
@@ -54,40 +54,22 @@ class CostRow:
         for copy in range(repeats):
             start = behind + copy * (behind - first)
             self._copy[start : start + behind - first] = copy + 1
-        columns = self._table[self._source].cumsum(0)
-        self._sums = np.vstack([np.zeros(len(COLUMNS)), columns])
+        self._sums = np.pad(self._times[self._source].cumsum(0), ((1, 0), (0, 0), (0, 0)))
+        self._held = np.pad(self._amounts[self._source].cumsum(0), ((1, 0), (0, 0)))
+        self._more = np.pad(self._apart[self._source], ((0, 1), (0, 0), (0, 0)))
         self._names, self.parameters = self._name_parameters(first, behind)
-        self._sequences: dict[bool, CostSequence] = {}
-        self._cuts: dict[tuple[int, bool], list[int]] = {}
+        self._items: dict[bool, ItemTimes] = {}
+        self._cuts: dict[tuple[int, bool, tuple[str, int] | None], list[int]] = {}
 
-    def _measure(self) -> tuple[np.ndarray, np.ndarray]:
-        """What each item takes, with the calls on no parameter before it; and what its group's backward holds."""
-        mesh = self._program.mesh
-        ranks = mesh.tensor_group(0)
-        row, places = self._row, {node: index for index, node in enumerate(self._row.items)}
-        table, working = np.zeros((len(row.items), len(COLUMNS))), np.zeros(len(row.items))
-        known: dict[object, WorkTimes] = {}
-        works = divide_work(row.stage, mesh)
-        index = 0
-        for node in row.order:
-            if node not in works:
-                continue
-            index = places.get(node, index)
-            work = works[node]
-            key = (
-                *(tuple(count) for count in (work.forward, work.backward, work.again)),
-                work.kept,
-                work.working,
-            )
-            if key not in known:
-                known[key] = time_work(work, self._cluster, ranks, self.precision, overlap=self._overlap)
-            time = known[key]
-            sides = (time.forward, time.backward, time.again)
-            seconds = [value for side in sides for value in (side.compute, side.tensor)]
-            waiting = [side.waiting for side in sides]
-            table[index] += [*seconds, time.kept, work.flops, *waiting]
-            working[index] = max(working[index], time.working)
-        return table, working
+    def _measure(self, uncut: Uncut) -> tuple[np.ndarray, np.ndarray]:
+        """What each item holds, with the calls on no parameter behind it; and what its group's backward holds."""
+        amounts, working = np.zeros((len(self._row.items), 2)), np.zeros(len(self._row.items))
+        index, scale = 0, self.precision.scale
+        for node, work in divide_work(uncut.stage, uncut.program.mesh).items():
+            index = node.meta["items"][0] if node.meta["items"] else index
+            amounts[index] += work.kept * scale, work.flops
+            working[index] = max(working[index], work.working * scale)
+        return amounts, working
 
     def _find_period(self) -> tuple[int, int]:
         """Where the second layer's items begin and end: it has one like it behind."""
@@ -96,7 +78,13 @@ class CostRow:
             label = node.meta.get("layer")
             if label is not None:
                 starts.setdefault(label[1], index)
-        if not {1, 2, 3} <= starts.keys() or starts[2] - starts[1] != starts[3] - starts[2]:
+        one, other = (slice(starts.get(i, 0), starts.get(i + 1, 0)) for i in (1, 2))
+        rows = (self._times, self._amounts)  # of groups of several layers, layers differ
+        alike = (
+            own[one].shape == own[other].shape and np.allclose(own[one], own[other], atol=1e-12)
+            for own in rows
+        )
+        if not {1, 2, 3} <= starts.keys() or not all(alike):
             raise ValueError(f"layers do not repeat: they begin at the calls {starts}")
         return starts[1], starts[2]
 
@@ -138,37 +126,33 @@ class CostRow:
     @cached_property
     def seconds(self) -> float:
         """Of one microbatch on a pipeline rank that has the whole model."""
-        return float(self._sums[-1, :6].sum())
+        return float(self._sums[-1, :, :2].sum())
 
     @cached_property
     def kept(self) -> float:
         """Bytes that one microbatch keeps for its backward, of the whole model."""
-        return float(self._sums[-1, COLUMNS.index("kept")])
+        return float(self._held[-1, 0])
 
     @cached_property
     def units(self) -> int:
         """The most stages that the row can be cut into."""
-        return len(self._sequence(Mesh(self._program.mesh.tensor, 2, 1), False).places) - 1
+        times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1), False)
+        return count_pieces(fold(times.costs, times.tolls, None, 1, 1))
 
     def divide(
-        self, mesh: Mesh, chunks: int, scatter_gather: bool = True
+        self, mesh: Mesh, chunks: int, scatter_gather: bool = True, search: tuple[str, int] | None = None
     ) -> tuple[Manifest, tuple[StageTimes, ...]]:
         """Cut into stages, the slowest as fast as can be: a manifest as far as timing needs it, and their times.
 
+        Or into those of the shortest step of a schedule with so many microbatches, which takes a `search`.
         ValueError for more stages than `units`.
         """
-        cut = self._cut(mesh, mesh.pipeline * chunks)
+        cut = self._cut(mesh, mesh.pipeline * chunks, search)
         crossing = [self._crossing(at) for at in cut[1:-1]]
         received: list[tuple[Boundary, ...]] = [(), *crossing, ()]
+        held = [tuple(sorted({n for names in self._names[a:b] for n in names})) for a, b in pairwise(cut)]
         interfaces = tuple(
-            StageInterface(
-                index,
-                received[index],
-                received[index + 1],
-                (),
-                tuple(sorted({name for names in self._names[start:end] for name in names})),
-            )
-            for index, (start, end) in enumerate(pairwise(cut))
+            StageInterface(i, received[i], received[i + 1], (), own) for i, own in enumerate(held)
         )
         manifest = self._manifest(mesh, chunks, scatter_gather, interfaces)
         times = tuple(
@@ -179,7 +163,8 @@ class CostRow:
 
     def slowest(self, mesh: Mesh, chunks: int) -> float:
         """Seconds of one microbatch on the slowest rank of the cut that `divide` makes, without messages."""
-        stages = np.diff(self._sums[self._cut(mesh, mesh.pipeline * chunks), :6].sum(1))
+        cut = self._cut(mesh, mesh.pipeline * chunks)
+        stages = np.array([self._seconds(start, end)[:, :2].sum() for start, end in pairwise(cut)])
         return float(stages.reshape(chunks, mesh.pipeline).sum(0).max())
 
     def _manifest(
@@ -202,35 +187,36 @@ class CostRow:
         )
 
     def _sum(self, start: int, end: int) -> WorkTimes:
-        total = dict(zip(COLUMNS, (self._sums[end] - self._sums[start]).tolist(), strict=True))
-        sides = [
-            Seconds(total[side], total[f"{side}_tensor"], total[f"{side}_waiting"])
-            for side in ("forward", "backward", "again")
-        ]
+        forward, backward, again = (Seconds(*side) for side in self._seconds(start, end).tolist())
+        kept, flops = (self._held[end] - self._held[start]).tolist()
         working = float(self._working[self._source[start:end]].max(initial=0.0))
-        forward, backward, again = sides
-        return WorkTimes(forward, backward, again, total["kept"], working, total["flops"])
+        return WorkTimes(forward, backward, again, kept, working, flops)
 
-    def _cut(self, mesh: Mesh, num_stages: int) -> list[int]:
+    def _seconds(self, start: int, end: int) -> np.ndarray:
+        """Of a stage, by direction and kind."""
+        seconds: np.ndarray = self._sums[end] - self._sums[start] + self._more[start] + self._more[end]
+        return seconds
+
+    def _cut(self, mesh: Mesh, num_stages: int, search: tuple[str, int] | None = None) -> list[int]:
         """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""
-        key = num_stages, mesh.pipeline * mesh.tensor > self._cluster.devices_per_node
+        key = num_stages, mesh.pipeline * mesh.tensor > self._cluster.devices_per_node, search
         if key not in self._cuts:
-            sequence = replace(self._sequence(mesh, key[1]), in_flight=np.zeros((1, num_stages), np.int64))
-            cut = minimize_slowest_stage(sequence, None)
-            if cut is None:
-                raise ValueError(f"{num_stages} stages asked, but there are {len(sequence.places) - 1} units")
-            self._cuts[key] = [int(place) for place in sequence.places[cut]]
+            times = self._item_times(mesh, key[1])
+            size: Any = {"num_stages": num_stages, "num_pipeline_ranks": mesh.pipeline}
+            if search is None:
+                cut = cut_sequence(times.costs, times.tolls, **size, effort=0.0)
+            else:
+                size |= {"schedule": search[0], "num_microbatches": search[1]}
+                cut = choose_cut(times, None, **size, memory_limit=None).cut
+            self._cuts[key] = [0, *cut.positions, len(self._source)]
         return self._cuts[key]
 
-    def _sequence(self, mesh: Mesh, apart: bool) -> CostSequence:
-        """The places worth a cut."""
-        if apart not in self._sequences:
+    def _item_times(self, mesh: Mesh, apart: bool) -> ItemTimes:
+        if apart not in self._items:
             durations = Durations(self._cluster, mesh, self.precision)
-            tolls = self._row.tolls(durations)
-            work = np.ceil(self._table[self._source, :6].sum(1) * NANOSECONDS).astype(np.int64)
-            sequence = fold(work.tolist(), [tolls[i] for i in self._source.tolist()], None, 1, 1)
-            self._sequences[apart] = sequence.take(undominated(sequence, np.zeros(0, np.int64)))
-        return self._sequences[apart]
+            times, parted = self._times[..., :2].sum(2), self._apart[..., :2].sum(2)
+            self._items[apart] = make_times(self._row, durations, times, parted, self._source)
+        return self._items[apart]
 
     def _crossing(self, at: int) -> tuple[Boundary, ...]:
         """What lives before an item of the row."""

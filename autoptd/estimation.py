@@ -16,12 +16,13 @@ from torch import nn
 
 from autoptd.capture import capture
 from autoptd.collector import paused_collector
-from autoptd.corridor import passes_from_the_cut, passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.cost_row import CostRow
 from autoptd.example_inputs import read_examples
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
 from autoptd.passes.program import Program
+from autoptd.passes.uncut import Uncut
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import Action, Schedule, make_schedule
@@ -67,7 +68,9 @@ class Estimate:
 class Estimator:
     """Estimates of one model on one cluster.
 
-    `training` is how its steps are run; the other options are those of `autoptd.compile` that are the same for all.
+    `training` is how its steps are run. With `search` stages are cut as `compile` cuts them, which takes a second where
+    ranks have several; without, the slowest stage is as fast as can be. The other options are those of
+    `autoptd.compile` that are the same for all.
     """
 
     def __init__(
@@ -83,10 +86,11 @@ class Estimator:
         fuse: bool = True,
         layout: str = "sbh",
         rules: Mapping[Any, str] | None = None,
+        search: bool = False,
     ) -> None:
         self.cluster = cluster
         self.training = training or Training()
-        self._dtype = dtype
+        self._dtype, self._search = dtype, search
         examples = read_examples(model, example_inputs, loss_fn, None)
         self._model, self._short = model, shorten_model(model, examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
@@ -165,16 +169,18 @@ class Estimator:
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
         if candidate not in self._stages:
-            cut = row.divide(candidate.mesh, candidate.num_model_chunks, self._scatter_gather)
+            search = (candidate.schedule, candidate.num_microbatches) if self._search else None
+            cut = row.divide(candidate.mesh, candidate.num_model_chunks, self._scatter_gather, search)
             self._stages[candidate] = cut
         return row, self._stages[candidate]
 
     def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
         divided, repeats = self._divide(tensor, microbatch_size)
         with Watch("plan") as watch:
-            program = run_passes(passes_from_the_cut(recompute, self._fuse), divided, watch)
-        precision = Precision.of(program.stages, self._dtype)
-        return CostRow(program, repeats, self.cluster, precision, overlap=self.training.overlap_tensor)
+            watch.say("finish uncut")
+            uncut = Uncut(divided, recompute, self._fuse)
+        precision = Precision.of(divided.stages, self._dtype)
+        return CostRow(uncut, repeats, self.cluster, precision, overlap=self.training.overlap_tensor)
 
     def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
         arranged, repeats = self._arrange(tensor, microbatch_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
 
 import torch
 from torch import fx, nn
@@ -16,6 +15,7 @@ from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.ledger import find_repeated
 from autoptd.passes.program import Stage
+from autoptd.passes.work import find_trained
 from autoptd.runtime.manifest import Manifest
 from autoptd.simulation import Simulation, Training
 
@@ -27,8 +27,7 @@ class Change:
     """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
 
     `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
-    program's own estimate, for operators are fused before it is cut, and its cut is no search. `refused` says why it
-    cannot be.
+    program's own estimate, which knows no limit of memory and sees no group parted. `refused` says why it cannot be.
     """
 
     what: str
@@ -121,6 +120,7 @@ def explain_program(
             fuse=options.fuse,
             layout=options.layout,
             rules=options.rules,
+            search=True,
         )
         changes = tuple(_change(manifest, options.recompute, estimator, simulation.step_seconds))
     return Explanation(
@@ -171,9 +171,10 @@ def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, dt
 
 def _time_nodes(stage: Stage, durations: Durations) -> Iterator[tuple[fx.Node, int]]:
     """Nanoseconds of each node, forward, backward and what the backward repeats."""
-    nodes = list(stage.graph.nodes)
-    forward, backward = durations.of_directions(stage, nodes, find_repeated(stage, durations.mesh))
-    yield from zip(nodes, map(add, forward, backward), strict=True)
+    trained, repeated = find_trained(stage), find_repeated(stage, durations.mesh)
+    for node in stage.graph.nodes:
+        forward, backward = durations.of_forward(node), durations.of_backward(node, trained)
+        yield node, forward * (1 + (node in repeated)) + backward
 
 
 # Other settings

@@ -133,15 +133,10 @@ def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
 
 
 def _join(works: Collection[StageWork]) -> StageWork:
-    forward, backward, again = Counter[Work](), Counter[Work](), Counter[Work]()
-    for work in works:
-        forward.update(work.forward)
-        backward.update(work.backward)
-        again.update(work.again)
     return StageWork(
-        forward,
-        backward,
-        again,
+        sum((work.forward for work in works), Counter()),
+        sum((work.backward for work in works), Counter()),
+        sum((work.again for work in works), Counter()),
         sum(work.kept for work in works),
         max((work.working for work in works), default=0),
         sum(work.flops for work in works),
@@ -193,9 +188,9 @@ def time_work(
     """Time a work on the tensor group `ranks`. ValueError for a dtype that the device has not."""
     cluster.device.peak(precision.dtype)
     return WorkTimes(
-        _add_up(work.forward, cluster, ranks, precision, overlap),
-        _add_up(work.backward, cluster, ranks, precision, overlap),
-        _add_up(work.again, cluster, ranks, precision, overlap),
+        add_up(work.forward, cluster, ranks, precision, overlap),
+        add_up(work.backward, cluster, ranks, precision, overlap),
+        add_up(work.again, cluster, ranks, precision, overlap),
         work.kept * precision.scale,
         work.working * precision.scale,
         work.flops,
@@ -222,9 +217,10 @@ def time_stage(
     )
 
 
-def _add_up(
+def add_up(
     works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision, overlap: bool
 ) -> Seconds:
+    """Time works, so many of each, on the tensor group `ranks`."""
     dtype, scale = precision.dtype, precision.scale
     compute = tensor = waiting = 0.0
     for work, count in works.items():

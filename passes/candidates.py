@@ -28,13 +28,15 @@ WALKED = 100_000  # actions that are simulated to move the cuts, however many mo
 @dataclass(frozen=True)
 class ItemTimes:
     """Nanoseconds of the items of a row: of the forward and the backward of each, and of sending what lives before it
-    `ahead`, and its gradients `back`. `fit` says where a cut may stand."""
+    `ahead`, and its gradients `back`. `fit` says where a cut may stand. `apart` is what the forward, and the backward,
+    of either stage at a cut take longer for the kernel that it parts."""
 
     forward: Sequence[int]
     backward: Sequence[int]
     ahead: Sequence[int]
     back: Sequence[int]
     fit: Sequence[bool]
+    apart: tuple[Sequence[int], Sequence[int]]
 
     @property
     def costs(self) -> list[int]:
@@ -42,9 +44,9 @@ class ItemTimes:
 
     @property
     def tolls(self) -> list[int | None]:
-        """Of a cut before each item."""
-        rows = zip(self.ahead, self.back, self.fit, strict=True)
-        return [ahead + back if fit else None for ahead, back, fit in rows]
+        """Of a cut before each item, on either side of it."""
+        rows = zip(self.fit, self.ahead, self.back, *self.apart, strict=True)
+        return [sum(times) if fit else None for fit, *times in rows]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ class Pipeline:
             [np.zeros((count, 1), np.int64), positions, np.full((count, 1), len(self.times.forward))]
         )
         forward, backward = (np.diff(sums[ends], axis=1).T for sums in self._sums)
+        for stages, apart in zip((forward, backward), self.times.apart, strict=True):
+            more = np.asarray(apart, np.int64)[positions].T
+            stages[1:] += more
+            stages[:-1] += more
         ahead, back = (np.asarray(row, np.int64)[positions].T for row in (self.times.ahead, self.times.back))
         messages = {(stage, "SEND_F"): time for stage, time in enumerate(ahead)}
         messages |= {(stage, "SEND_B"): time for stage, time in enumerate(back, 1)}
@@ -141,8 +147,8 @@ def choose_cut(
     """The cut whose simulated step is shortest, of those that fit in memory if any does.
 
     With one chunk a rank that is the one with the least slowest rank, which a dynamic programme finds. With several,
-    of the `SEARCHES`' the best is moved as long as its step becomes shorter. Raises ValueError for more stages than
-    units (see `cut_sequence`).
+    each of the `SEARCHES`' is moved as long as its step becomes shorter, and the best is taken. Raises ValueError for
+    more stages than units (see `cut_sequence`).
     """
     found: dict[tuple[int, ...], Cut] = {}
     for ceiling, effort in SEARCHES if num_stages > num_pipeline_ranks else SEARCHES[:1]:
@@ -164,10 +170,10 @@ def choose_cut(
     pipeline = Pipeline(times, schedule, num_pipeline_ranks, num_microbatches, chunks)
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
-    best = min(range(len(fitting)), key=lambda i: (steps[i], fitting[i].bottleneck))
-    limit = None if fitting[best].overflow else memory_limit
+    limit = None if fitting[0].overflow else memory_limit
     sequence = fold(times.costs, times.tolls, memory, num_stages, num_pipeline_ranks)
-    cut, step = _move(fitting[best], steps[best], pipeline, sequence, limit)
+    moved = [_move(cut, step, pipeline, sequence, limit) for cut, step in zip(fitting, steps, strict=True)]
+    cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
     return Choice(cut, step, fitting[lightest], steps[lightest])
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.program import Stage, tensor_bytes
-from autoptd.passes.work import Work, backward_work, find_trained, forward_work
+from autoptd.passes.work import Work, backward_work, forward_work
 from autoptd.runtime.mesh import Mesh
 
 NANOSECONDS = 10**9
@@ -53,12 +53,12 @@ class Precision:
 
 @dataclass(frozen=True)
 class Durations:
-    """Whole nanoseconds of nodes and transfers on the ranks of `mesh`; equal works are timed once."""
+    """Times of nodes and transfers on the ranks of `mesh`, whole nanoseconds; equal works are timed once."""
 
     cluster: Cluster
     mesh: Mesh
     precision: Precision
-    _known: dict[Work, int] = field(default_factory=dict, repr=False)
+    _known: dict[Work, float] = field(default_factory=dict, repr=False)
 
     def of_forward(self, node: fx.Node) -> int:
         """The forward of one microbatch; what does no work takes none."""
@@ -67,17 +67,6 @@ class Durations:
     def of_backward(self, node: fx.Node, trained: Container[fx.Node] | None = None) -> int:
         """The backward of one microbatch, where the values `trained` have a gradient (see `backward_work`)."""
         return self._of_work(backward_work(node, trained))
-
-    def of_directions(
-        self, stage: Stage, nodes: Iterable[fx.Node], repeated: Container[fx.Node]
-    ) -> tuple[list[int], list[int]]:
-        """The forward and the backward of each of a stage's `nodes`; in the backward those `repeated` once more."""
-        trained = find_trained(stage)
-        forward, backward = [], []
-        for node in nodes:
-            forward.append(self.of_forward(node))
-            backward.append(self.of_backward(node, trained) + forward[-1] * (node in repeated))
-        return forward, backward
 
     def of_transfer(self, value: torch.Tensor, *, divided: bool) -> int:
         """To send one tensor to the next stage, or its gradient back.
@@ -93,14 +82,18 @@ class Durations:
         return ceil(seconds * NANOSECONDS)
 
     def _of_work(self, work: Work) -> int:
+        return ceil(self.seconds(work) * NANOSECONDS)
+
+    def seconds(self, work: Work) -> float:
+        """One direction of one node."""
         if not work:
-            return 0
+            return 0.0
         if work not in self._known:
             ranks = self.mesh.tensor_group(self.mesh.rank_of(0, 0, 0))
             dtype, scale = self.precision.dtype, self.precision.scale
             seconds = self.cluster.device.seconds(work, dtype, scale)
             seconds += self.cluster.exposed_seconds(work, ranks, dtype, scale)
-            self._known[work] = ceil(seconds * NANOSECONDS)
+            self._known[work] = seconds
         return self._known[work]
 
     def _slowest_pair(self) -> tuple[int, int]:

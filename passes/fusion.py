@@ -101,9 +101,12 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
         new.meta = {**old.meta, **place, "name": _name(old), "val": val, "fused": False}
         old.replace_all_uses_with(new)
     made.meta["fused"] = match.call.target not in RESHAPES
+    items: set[int] = set()
     for node in sorted({*match.members, *match.results, *values}, reverse=True):
         if not node.users:
+            items.update(node.meta.get("items", ()))
             graph.erase_node(node)
+    made.meta["items"] = tuple(sorted(items))
 
 
 def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation) -> fx.Node:

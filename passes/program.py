@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -66,6 +66,9 @@ class Program:
     ) -> Program:
         """The same program with other stages, one more log line, and what these were `proved` of."""
         return replace(self, stages=stages, log=(*self.log, entry), proved=self.proved | proved)
+
+
+Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -61,14 +61,6 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     return program.replace_stages(stages, f"recompute_activations {recompute}: {entry}, {memory}")
 
 
-def find_recomputed(program: Program, recompute: str | int, ledger: Ledger) -> list[list[fx.Node]]:
-    """The groups of nodes that `recompute_activations` would mark in the one stage of an uncut `program`."""
-    if recompute == "none":
-        return []
-    ((groups,), _) = _find_groups(program, recompute, [ledger])
-    return [[node for part in group for node in part] for group in groups]
-
-
 def _find_groups(
     program: Program, recompute: str | int, ledgers: Sequence[Ledger]
 ) -> tuple[list[list[Parts]], str]:

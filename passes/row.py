@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from torch import UntypedStorage, fx
 
 from autoptd.passes.calls import values_taken
-from autoptd.passes.candidates import ItemTimes
 from autoptd.passes.durations import Durations
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
@@ -40,6 +39,7 @@ class Row:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.order = _order(stage.graph)
+        self._place = {node: i for i, node in enumerate(self.order)}
         self.loss = next(node for node in reversed(stage.graph.nodes) if node.op == "output")
         self.items: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
@@ -100,16 +100,6 @@ class Row:
         count = len(self.items)
         return list(accumulate(ahead[:count])), list(accumulate(back[:count]))
 
-    def times(self, durations: Durations, repeated: Container[fx.Node]) -> ItemTimes:
-        """Nanoseconds of each item, those of `repeated` once more in the backward, and of a cut before it."""
-        own = durations.of_directions(self.stage, self.items, repeated)
-        return ItemTimes(*own, *self.transfer_times(durations), self.allowed())
-
-    def tolls(self, durations: Durations) -> list[int | None]:
-        """Nanoseconds of both directions of a cut before each item; None where no cut may stand."""
-        times = zip(*self.transfer_times(durations), self.allowed(), strict=True)
-        return [ahead + back if fit else None for ahead, back, fit in times]
-
     def memory(self, ledger: Ledger, recomputed: Sequence[Sequence[fx.Node]], *, once: bool) -> RowBytes:
         """Bytes of each item: its parameters with their state, and what is kept for the backward on its behalf.
 
@@ -130,6 +120,46 @@ class Row:
             counted |= kept
         working = max((count_bytes(ledger.saved(group)) for group in recomputed), default=0)
         return RowBytes(static, activation, working)
+
+    def build_graph(
+        self, items: Sequence[fx.Node], receives: Sequence[fx.Node], sends: Sequence[fx.Node] | None
+    ) -> fx.Graph:
+        """One stage: what it receives, the batch inputs it reads, its items and what they need beside them."""
+        needed = self.needed(items)
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        placeholders = [node for node in self.order if node.op == "placeholder"]
+        for node in placeholders:
+            if node.meta.get("role") == "rank":
+                values[node] = graph.node_copy(node)
+        for node in receives:
+            values[node] = graph.create_node("placeholder", node.name, name=node.name)
+            values[node].meta = {**node.meta, "role": "boundary", "requires_grad": node in self.trained}
+        for node in placeholders:
+            if node in needed and node not in values:
+                values[node] = graph.node_copy(node)
+        calls = (*items, *(node for node in needed if node.op != "placeholder"))
+        for node in sorted(calls, key=self._place.__getitem__):
+            values[node] = graph.node_copy(node, values.__getitem__)
+        if sends is None:
+            output = graph.output(fx.map_arg(self.loss.args[0], values.__getitem__))
+        else:
+            results = tuple(values[node] for node in sends)
+            output = graph.output(results if len(results) > 1 else results[0])
+        output.meta = dict(self.loss.meta)
+        graph.lint()
+        return graph
+
+    def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
+        """The ambient nodes that `items` need, directly or through each other."""
+        needed: set[fx.Node] = set()
+        pending = list(items)
+        while pending:
+            for source in pending.pop().all_input_nodes:
+                if source in self.ambient and source not in needed:
+                    needed.add(source)
+                    pending.append(source)
+        return needed
 
     def _state_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]

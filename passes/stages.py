@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from torch import fx
 
 from autoptd.passes.calls import has_gradients
-from autoptd.passes.candidates import Choice, ItemTimes, choose_cut
+from autoptd.passes.candidates import Choice, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import GB
-from autoptd.passes.durations import Durations, Precision
-from autoptd.passes.ledger import Ledger
 from autoptd.passes.pipeline import live_microbatches
 from autoptd.passes.program import Program, Stage
-from autoptd.passes.recompute import find_recomputed
-from autoptd.passes.row import Row, RowBytes
+from autoptd.passes.row import Row
 from autoptd.passes.sequence import Memory
+from autoptd.passes.uncut import Uncut
 from autoptd.passes.work import backward_work, forward_work
 from autoptd.runtime.manifest import Boundary
 from autoptd.runtime.schedule import make_schedule
@@ -48,6 +45,7 @@ def find_cut(
     schedule: str = "interleaved_1f1b",
     num_microbatches: int | None = None,
     recompute: str | int = "none",
+    fuse: bool = True,
     cluster: Cluster | None = None,
     memory_limit: int | None = None,
 ) -> tuple[tuple[int, ...], str]:
@@ -60,6 +58,7 @@ def find_cut(
             shortest step decides, and it says how many microbatches a stage holds.
         recompute: what `recompute_activations` is to do after the cut: activations count as it keeps them, and the
             backward takes longer by what it repeats.
+        fuse: whether kernels are to join operators after the cut: it costs what they take then (see `Uncut`).
         cluster: whose times costs are; default the paper's, "dgx-a100".
         memory_limit: bytes of a rank for parameters, gradients, Adam's state, activations in flight, and what the
             backward of one recomputed group holds; default what a given `cluster`'s device has, else none. Where no
@@ -72,7 +71,7 @@ def find_cut(
     described = cluster or Cluster.load("dgx-a100")
     if memory_limit is None and cluster is not None:
         memory_limit = int(cluster.device.memory_bytes)
-    uncut = Uncut(program, recompute)
+    uncut = Uncut(program, recompute, fuse)
     memory, working = None, 0
     if memory_limit is not None:
         held = uncut.memory
@@ -80,46 +79,10 @@ def find_cut(
         memory = Memory(held.static, held.activation, alive)
         working = held.working
         memory_limit -= working
-    choice = choose_cut(
-        uncut.times(described),
-        memory,
-        num_stages=num_stages,
-        num_pipeline_ranks=pipeline,
-        schedule=schedule,
-        num_microbatches=m,
-        memory_limit=memory_limit,
-    )
+    counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}
+    times = uncut.times(described)
+    choice = choose_cut(times, memory, **counts, schedule=schedule, memory_limit=memory_limit)
     return choice.cut.positions, _describe(choice, pipeline, described.name, working)
-
-
-class Uncut:
-    """The one stage of a program with what its row of items takes and holds, as it is to be recomputed."""
-
-    def __init__(self, program: Program, recompute: str | int) -> None:
-        (stage,) = program.stages
-        self._program, self._recompute = program, recompute
-        self.row = Row(stage)
-
-    def times(self, cluster: Cluster) -> ItemTimes:
-        """Nanoseconds of the items on a cluster."""
-        durations = Durations(cluster, self._program.mesh, Precision.of(self._program.stages))
-        repeated = {node for group in self._groups for node in self._ledger.repeated(group)}
-        return self.row.times(durations, repeated)
-
-    @property
-    def memory(self) -> RowBytes:
-        """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
-        return self.row.memory(self._ledger, self._groups, once=self._program.mesh.pipeline == 1)
-
-    @cached_property
-    def _ledger(self) -> Ledger:
-        return Ledger(self.row.stage, self._program.mesh)
-
-    @cached_property
-    def _groups(self) -> list[list[fx.Node]]:
-        if self._recompute == "none":  # and without a limit of memory nobody needs the ledger
-            return []
-        return find_recomputed(self._program, self._recompute, self._ledger)
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
@@ -156,66 +119,20 @@ def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
     for defined, node in enumerate(row.items):
         for number in range(bisect_right(positions, defined), bisect_right(positions, row.last_use[node])):
             crossing[number].append(node)
-    place = {node: i for i, node in enumerate(row.order)}
     stages = []
     for number, (start, end) in enumerate(zip((0, *positions), ends, strict=True)):
         receives = crossing[number - 1] if number else []
         sends = crossing[number] if number < len(positions) else None
-        graph = _build_graph(row, place, row.items[start:end], receives, sends)
+        graph = row.build_graph(row.items[start:end], receives, sends)
         names = name_held(row, row.items[start:end])
         once = _select_constants(row.stage.constants, names)
         stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
     return _house_unused(row.stage, stages)
 
 
-def _build_graph(
-    row: Row,
-    place: dict[fx.Node, int],
-    items: Sequence[fx.Node],
-    receives: Sequence[fx.Node],
-    sends: Sequence[fx.Node] | None,
-) -> fx.Graph:
-    """One stage: what it receives, the batch inputs it reads, its items and what they need beside them."""
-    needed = _gather(row, items)
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    placeholders = [node for node in row.order if node.op == "placeholder"]
-    for node in placeholders:
-        if node.meta.get("role") == "rank":
-            values[node] = graph.node_copy(node)
-    for node in receives:
-        values[node] = graph.create_node("placeholder", node.name, name=node.name)
-        values[node].meta = {**node.meta, "role": "boundary", "requires_grad": node in row.trained}
-    for node in placeholders:
-        if node in needed and node not in values:
-            values[node] = graph.node_copy(node)
-    for node in sorted([*items, *(n for n in needed if n.op != "placeholder")], key=place.__getitem__):
-        values[node] = graph.node_copy(node, values.__getitem__)
-    if sends is None:
-        output = graph.output(fx.map_arg(row.loss.args[0], values.__getitem__))
-    else:
-        results = tuple(values[node] for node in sends)
-        output = graph.output(results if len(results) > 1 else results[0])
-    output.meta = dict(row.loss.meta)
-    graph.lint()
-    return graph
-
-
-def _gather(row: Row, items: Iterable[fx.Node]) -> set[fx.Node]:
-    """The ambient nodes that `items` need, directly or through each other."""
-    needed: set[fx.Node] = set()
-    pending = list(items)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source in row.ambient and source not in needed:
-                needed.add(source)
-                pending.append(source)
-    return needed
-
-
 def name_held(row: Row, items: Iterable[fx.Node]) -> set[str]:
     """The names of the tensors that a stage of `items` holds: what it reads, and what its constants are made of."""
-    names = _loads(_gather(row, items))
+    names = _loads(row.needed(items))
     return names | _loads(_select_constants(row.stage.constants, names).nodes)
 
 

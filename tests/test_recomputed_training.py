@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd import compiler
-from autoptd.corridor import passes_from_the_cut
 from autoptd.passes.program import recomputed_groups
+from autoptd.passes.uncut import passes_from_the_cut
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import read_program

@@ -20,7 +20,8 @@ from autoptd.passes.candidates import Pipeline, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import cut_sequence
 from autoptd.passes.program import Program
-from autoptd.passes.stages import Uncut, cut_stages
+from autoptd.passes.stages import cut_stages
+from autoptd.passes.uncut import Uncut
 from autoptd.runtime.mesh import Mesh
 from autoptd.watch import Watch
 from samples.benchmarks.heavy_models import CASES, Case
@@ -44,7 +45,7 @@ class Cuts:
     """The cuts of a model: what its slowest rank and its step take with any of them."""
 
     def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
-        uncut = Uncut(program, recompute)
+        uncut = Uncut(program, recompute, fuse=True)
         self.row, self.times = uncut.row, uncut.times(Cluster.load(CLUSTER))
         self.p, self.m, self.v = program.mesh.pipeline, m, v
         self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)

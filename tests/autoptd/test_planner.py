@@ -103,14 +103,12 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
     ids=str,
 )
 def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
-    """Of few layers and few microbatches, against the whole: what differs is where the cut stands. With several
-    chunks a rank the compiler moves it as long as the step becomes shorter; an estimate does not."""
-    estimate = Estimator(make_gpt(), SELENE).estimate(candidate)
+    """Of few layers and few microbatches, against the whole: what differs is what a cut makes of a recomputed layer."""
+    estimate = Estimator(make_gpt(), SELENE, search=True).estimate(candidate)
     names = ("mesh", "microbatch_size", "num_microbatches", "num_model_chunks", "recompute", "schedule")
     program = autoptd.compile(make_gpt(), **{name: getattr(candidate, name) for name in names})
     simulated = program.simulate(SELENE)
-    shorter = 0.95 if candidate.num_model_chunks > 1 else 0.97
-    assert shorter * estimate.step_seconds <= simulated.step_seconds <= 1.03 * estimate.step_seconds
+    assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=0.01)
     assert max(estimate.memory_bytes) == pytest.approx(max(simulated.memory_bytes), rel=0.05)
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
 
@@ -199,12 +197,7 @@ def test_an_estimate_is_of_how_a_step_is_run() -> None:
     """One stage, which no cut divides: the estimate is the simulation, with each way of running it and without."""
     candidate = Candidate(2, 1, 2, 2, 4, 1, "none", "1f1b")
     program = autoptd.compile(make_gpt(), candidate.mesh, microbatch_size=2, num_microbatches=4)
-    ways = [
-        Training(),
-        MEGATRON,
-        Training(zero=1),
-        Training(overlap_tensor=False),
-    ]
+    ways = [Training(), MEGATRON, Training(zero=1), Training(overlap_tensor=False)]
     found = [Estimator(make_gpt(), SELENE, training=way).estimate(candidate).step_seconds for way in ways]
     expected = [program.simulate(SELENE, **asdict(way)).step_seconds for way in ways]
     assert found == pytest.approx(expected, rel=1e-3)

@@ -26,19 +26,13 @@ def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
     forward += [head, head // 4]
     tolls = [2, 6, 6, 4, 5] * layers + [2, head]
     fit = [True, True, True, True, False] * layers + [True, True]
-    return ItemTimes(forward, [2 * time for time in forward], tolls, tolls, fit)
+    parted = generator.choices((0, 0, 3), k=len(forward)), generator.choices((0, 0, 5), k=len(forward))
+    return ItemTimes(forward, [2 * time for time in forward], tolls, tolls, fit, parted)
 
 
 def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleaved_1f1b") -> Choice:
-    return choose_cut(
-        times,
-        None,
-        num_stages=p * v,
-        num_pipeline_ranks=p,
-        schedule=schedule,
-        num_microbatches=m,
-        memory_limit=None,
-    )
+    size: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
+    return choose_cut(times, None, **size, schedule=schedule, num_microbatches=m, memory_limit=None)
 
 
 def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int, m: int, v: int) -> int:
@@ -46,9 +40,11 @@ def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int
     spans = list(itertools.pairwise(ends))
     messages = {(k, "SEND_F"): times.ahead[at] for k, at in enumerate(positions)}
     messages |= {(k, "SEND_B"): times.back[at] for k, at in enumerate(positions, 1)}
-    actions = ActionTimes(
-        [sum(times.forward[a:b]) for a, b in spans], [sum(times.backward[a:b]) for a, b in spans], messages
+    forward, backward = (
+        [sum(own[a:b]) + sum(more[at] for at in (a, b) if at in positions) for a, b in spans]
+        for own, more in zip((times.forward, times.backward), times.apart, strict=True)
     )
+    actions = ActionTimes(forward, backward, messages)
     order = execution_order(make_schedule(schedule, p, m, v))
     return int(max(end for _, action, _, end in walk(order, p, actions) if action.kind in ("F", "B")))
 

@@ -16,12 +16,14 @@ from torch import Tensor, fx, nn
 from autoptd.capture import capture
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.constants import fold_constants
+from autoptd.passes.durations import Durations, Precision
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.normalize import normalize
 from autoptd.passes.program import Program, Stage, recomputed_groups
 from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.sharding import shard_tensors
-from autoptd.passes.stages import boundaries, count_units, cut_stages
+from autoptd.passes.stages import boundaries, count_units, cut_at, cut_stages
+from autoptd.passes.uncut import Uncut, passes_from_the_cut
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.manifest import Input, Output
 from autoptd.runtime.mesh import Mesh
@@ -397,3 +399,26 @@ def test_128_layers_are_cut_into_128_stages_none_empty() -> None:
     assert len(calls) == 128
     assert min(calls) > 0
     assert sum(calls) == sum(n.op == "call_function" for n in program.stages[0].graph.nodes)
+
+
+def test_a_cut_within_a_kernel_costs_what_its_parts_take() -> None:
+    """Wherever a cut stands, both sides' forwards take what they are said to, once they are finished."""
+    inputs = {"idx": torch.zeros(2, 16, dtype=torch.long), "targets": torch.zeros(2, 16, dtype=torch.long)}
+    program = prepare(GPT(GPTConfig(16, 16, 2, 2, 32, dropout=0.1)), 2, inputs)
+    cluster = Cluster.load("dgx-a100")
+    times, durations = (
+        Uncut(program, "none", fuse=True).times(cluster),
+        Durations(cluster, program.mesh, Precision("fp32")),
+    )
+    within = 0
+    for at in (place for place, fit in enumerate(times.fit) if fit):
+        cut = cut_at(program, [at], "")
+        for _, step in passes_from_the_cut("none", True):
+            cut = step(cut)
+        taken = [sum(map(durations.of_forward, stage.graph.nodes)) for stage in cut.stages]
+        apart = times.apart[0][at]
+        within += apart > 0
+        assert [sum(own) + apart for own in (times.forward[:at], times.forward[at:])] == pytest.approx(
+            taken, 1e-3
+        )
+    assert within > 4
