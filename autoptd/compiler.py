@@ -35,8 +35,8 @@ from autoptd.pass_texts import keep_text
 from autoptd.passes.alignment import align_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program
-from autoptd.passes.stages import boundaries, count_units, cut_at, find_cut
-from autoptd.passes.uncut import passes_from_the_cut
+from autoptd.passes.stages import Found, boundaries, cut_at, find_cut
+from autoptd.passes.uncut import Uncut, passes_from_the_cut
 from autoptd.passes.work import forward_work
 from autoptd.planner import plan
 from autoptd.row_numbers import describe_rows
@@ -203,25 +203,26 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
     with Watch("compile") as watch:
         divided = job.divide(examples[0], microbatch_size, watch)
         with leave_autocast():
-            chunks = job.num_model_chunks or _default_chunks(divided, job.schedule, job.count)
+            watch.say("finish uncut")
+            uncut = Uncut(divided, job.options.recompute, job.options.fuse)
+            chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
             # Refuses before the cut is solved.
             actions = make_schedule(job.schedule, job.mesh.pipeline, job.count, chunks)
 
-            def find(memory_limit: int | None) -> tuple[tuple[int, ...], str]:
+            def find(besides: Sequence[int]) -> Found:
                 watch.say("cut stages")
                 return find_cut(
-                    divided,
+                    uncut,
                     num_stages=job.mesh.pipeline * chunks,
                     schedule=job.schedule,
                     num_microbatches=job.count,
-                    recompute=job.options.recompute,
-                    fuse=job.options.fuse,
                     cluster=described,
-                    memory_limit=memory_limit,
+                    besides=besides,
                 )
 
-            def finish(cut: tuple[tuple[int, ...], str]) -> CompiledProgram:
-                return job.finish(cut_at(divided, *cut), divided, actions, watch)
+            def finish(found: Found) -> CompiledProgram:
+                cut = cut_at(divided, found.positions, found.entry)
+                return job.finish(cut, divided, actions, watch)
 
             positions, first = fit_program(find, finish, described)
         further = []
@@ -338,11 +339,11 @@ def _load(folder: Path, name: str) -> CompiledProgram:
     return result
 
 
-def _default_chunks(program: Program, schedule: str, num_microbatches: int) -> int:
+def _default_chunks(uncut: Uncut, schedule: str, num_microbatches: int) -> int:
     """Stages per pipeline rank: 2 where the schedule and the model allow it."""
-    pipeline = program.mesh.pipeline
+    pipeline = uncut.program.mesh.pipeline
     interleaves = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0 and pipeline > 1
-    return 2 if interleaves and count_units(program) >= 2 * pipeline else 1
+    return 2 if interleaves and uncut.units >= 2 * pipeline else 1
 
 
 def _microbatch_size(program: Program) -> int:

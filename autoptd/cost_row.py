@@ -37,7 +37,7 @@ class CostRow:
     def __init__(
         self, uncut: Uncut, repeats: int, cluster: Cluster, precision: Precision, *, overlap: bool = True
     ) -> None:
-        self._program, self._row = uncut.program, uncut.row
+        self._program, self._uncut, self._row = uncut.program, uncut, uncut.row
         self._cluster, self.precision = cluster, precision
         # Of each item of one microbatch: seconds by direction and kind (see `Uncut.divide` and `Seconds`), what a cut
         # before it costs either side, bytes kept and FLOPs, and what its group's backward holds.
@@ -215,7 +215,7 @@ class CostRow:
         if apart not in self._items:
             durations = Durations(self._cluster, mesh, self.precision)
             times, parted = self._times[..., :2].sum(2), self._apart[..., :2].sum(2)
-            self._items[apart] = make_times(self._row, durations, times, parted, self._source)
+            self._items[apart] = make_times(self._uncut, durations, times, parted, self._source)
         return self._items[apart]
 
     def _crossing(self, at: int) -> tuple[Boundary, ...]:

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cluster import Cluster
+from autoptd.passes.stages import Found
 from autoptd.runtime.caller import warn_caller
 
 CUTS = 8  # that are tried
-LESS = 0.92  # of its memory has the next
-
-Cut = tuple[tuple[int, ...], str]  # positions, and a line for the log
 
 
 def fit_program(
-    find: Callable[[int | None], Cut], finish: Callable[[Cut], CompiledProgram], cluster: Cluster | None
+    find: Callable[[Sequence[int]], Found],
+    finish: Callable[[Found], CompiledProgram],
+    cluster: Cluster | None,
 ) -> tuple[tuple[int, ...], CompiledProgram]:
     """Where a program is cut, and the program: within the memory of a `cluster` that is given, if it can be.
 
-    `find` cuts within a number of bytes, but counts neither the buffers of receives nor all that a backward holds:
-    where the program that is to `finish` has too much, it is asked again with less. What no cut makes fit is warned of.
+    `find` counts neither the buffers of receives nor all that a backward holds: where the program that is to `finish`
+    has too much, it is asked again with what each rank was found to hold besides. What no cut makes fit is warned of.
     """
     if cluster is None:
-        cut = find(None)
-        return cut[0], finish(cut)
+        found = find(())
+        return found.positions, finish(found)
     limit = int(cluster.device.memory_bytes)
     made: dict[tuple[int, ...], CompiledProgram] = {}
-    for number in range(CUTS):
-        cut = find(int(limit * LESS**number))
-        if cut[0] not in made:
-            program = made[cut[0]] = finish(cut)
-            if program.simulate(cluster).fits:
-                return cut[0], program
+    besides: Sequence[int] = ()
+    for _ in range(CUTS):
+        found = find(besides)
+        if found.positions in made:
+            break
+        program = made[found.positions] = finish(found)
+        simulation = program.simulate(cluster)
+        if simulation.fits:
+            return found.positions, program
+        rows = zip(besides or [0] * len(found.held), found.held, simulation.memory_bytes, strict=True)
+        besides = [known + max(0, real - counted) for known, counted, real in rows]
     positions, program = min(made.items(), key=lambda pair: max(pair[1].simulate(cluster).memory_bytes))
     memory = program.simulate(cluster).memory_bytes
     held = max(memory)

@@ -146,9 +146,10 @@ def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
 
 
 def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
-    """Each stage's part of its rank's memory, in proportion to its `share`."""
-    whole = sequence.others(share) + share
-    return np.array([limit * part // rank for part, rank in zip(share.tolist(), whole.tolist(), strict=True)])
+    """Each stage's part of what its rank has left of the memory, in proportion to its `share`."""
+    whole, left = sequence.others(share) + share, limit - sequence.others(sequence.besides) - sequence.besides
+    rows = zip(left.tolist(), share.tolist(), whole.tolist(), strict=True)
+    return np.array([most * part // rank for most, part, rank in rows])
 
 
 def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints) -> Ints:
@@ -218,7 +219,9 @@ def _even(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> Ints:
         for first in range(0, sequence.num_stages, max(1, (ranks + 1) // 2)):
             last = min(sequence.num_stages, first + ranks)
             limits = np.minimum(slowest - sequence.others(sequence.stage_costs(cut)), ceiling)
-            room = None if memory_limit is None else memory_limit - sequence.others(sequence.stage_bytes(cut))
+            room = None
+            if memory_limit is not None:
+                room = memory_limit - sequence.others(sequence.stage_bytes(cut)) - sequence.besides
             cut = smooth(sequence, cut, first, last, limits, room)
         if np.array_equal(before, cut):
             break
@@ -300,7 +303,7 @@ class _Search:
             for rank in range(sequence.num_ranks):
                 stages = range(rank, sequence.num_stages, sequence.num_ranks)
                 total = sum(held[k, row[k]] for k in stages)
-                self.model.add(total <= (limit >> shift) - hidden)
+                self.model.add(total <= (limit - int(sequence.besides[rank]) >> shift) - hidden)
 
     def _at(self, prefix: Ints, cut: int) -> cp_model.IntVar:
         """The entry of `prefix` at the place of a cut."""

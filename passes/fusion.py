@@ -117,7 +117,7 @@ def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation
             place.prepend(node)
     with graph.inserting_before(place):
         made = graph.call_function(call.target, args, dict(call.kwargs))
-    made.meta = {**call.like.meta, "name": _name(call.like), "val": propagation.run(made)}
+    made.meta = {**call.like.meta, "name": _name(call.like), "val": propagation.run(made), "value": None}
     alike_made = (n for n in (call.like, *made.all_input_nodes) if _is_shaped(n, made.meta["val"]))
     made.meta["sizes"] = next((n.meta.get("sizes") for n in alike_made), None)
     return made

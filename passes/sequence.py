@@ -24,12 +24,21 @@ class Memory:
     """Bytes that items add to their rank: `static` once, `activation` for every microbatch in flight.
 
     Both have one entry per item. `in_flight` has a row for each moment when a rank may hold most: the microbatches
-    that each stage holds then.
+    that each stage holds then. `besides` is what each pipeline rank holds whatever its stages are.
     """
 
     static: Sequence[int]
     activation: Sequence[int]
     in_flight: Sequence[Sequence[int]]
+    besides: Sequence[int]
+
+    def of_ranks(self, positions: Sequence[int]) -> list[int]:
+        """Bytes of each pipeline rank, when it holds most, where the items are cut at `positions`."""
+        starts = [0, *positions]
+        static, activation = (np.add.reduceat(row, starts) for row in (self.static, self.activation))
+        held = static + np.asarray(self.in_flight) * activation
+        sums = held.reshape(len(held), -1, len(self.besides)).sum(1).max(0)
+        return [own + more for own, more in zip(sums.tolist(), self.besides, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,8 @@ class CostSequence:
 
     A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has
     work in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and
-    `activation` are the bytes of all items before a place. `in_flight` is [moments, stages].
+    `activation` are the bytes of all items before a place. `in_flight` is [moments, stages]; `besides` [stages] are a
+    rank's bytes besides, with its first stage.
     """
 
     places: Ints
@@ -48,6 +58,7 @@ class CostSequence:
     static: Ints
     activation: Ints
     in_flight: Ints
+    besides: Ints
     num_ranks: int
 
     @property
@@ -59,7 +70,7 @@ class CostSequence:
 
     def stage_bytes(self, cut: Ints) -> Ints:
         """Bytes of every stage, at every moment."""
-        return np.diff(self.static[cut]) + self.in_flight * np.diff(self.activation[cut])
+        return np.diff(self.static[cut]) + self.in_flight * np.diff(self.activation[cut]) + self.besides
 
     def held(self, microbatches: int) -> Ints:
         """Bytes of the items before each place, were they all in one stage that holds so many microbatches."""
@@ -110,11 +121,12 @@ def fold(
     count = len(costs)
     work, static, activation = (np.zeros(count + 1, np.int64) for _ in range(3))
     work[1:] = np.cumsum(np.asarray(costs, np.int64))
-    in_flight = np.zeros((1, num_stages), np.int64)
+    in_flight, besides = np.zeros((1, num_stages), np.int64), np.zeros(num_stages, np.int64)
     if memory is not None:
         static[1:] = np.cumsum(np.asarray(memory.static, np.int64))
         activation[1:] = np.cumsum(np.asarray(memory.activation, np.int64))
         in_flight = np.asarray(memory.in_flight, np.int64)
+        besides[:num_ranks] = memory.besides
     keys = list(zip(work.tolist(), static.tolist(), activation.tolist(), strict=True))
     cheapest: dict[tuple[int, int, int], tuple[int, int]] = {}
     for place in range(1, count):
@@ -127,9 +139,8 @@ def fold(
     tolls = np.array([0, *(toll for toll, _ in cheapest.values()), 0], np.int64)
     work = work[places]
     before = np.searchsorted(work, work, "left")
-    return CostSequence(
-        places, work - tolls, work + tolls, before, static[places], activation[places], in_flight, num_ranks
-    )
+    held = static[places], activation[places], in_flight, besides
+    return CostSequence(places, work - tolls, work + tolls, before, *held, num_ranks)
 
 
 def undominated(sequence: CostSequence, kept: Ints) -> Ints:
@@ -149,8 +160,8 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
 
 
 def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> Ints | None:
-    """A cut whose stages each cost at most their (or one) `limit` and hold at most their `room` of bytes, whenever;
-    near equal shares.
+    """A cut whose stages each cost at most their (or one) `limit` and hold at most their `room` of bytes, whenever,
+    not counted what is besides; near equal shares.
 
     Exact: None means that there is none. Walks the stages and keeps every place where the next may start: a
     stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.

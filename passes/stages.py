@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -23,86 +22,76 @@ from autoptd.passes.program import Program, Stage
 from autoptd.passes.row import Row
 from autoptd.passes.sequence import Memory
 from autoptd.passes.uncut import Uncut
-from autoptd.passes.work import backward_work, forward_work
 from autoptd.runtime.manifest import Boundary
 from autoptd.runtime.schedule import make_schedule
 
 
-def cut_stages(program: Program, **options: Any) -> Program:
+def cut_stages(
+    program: Program, *, recompute: str | int = "none", fuse: bool = True, **options: Any
+) -> Program:
     """Cut the one stage of `program` where `find_cut` says; `options` and errors are its own.
 
     A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
     reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
-    ``requires_grad``.
+    ``requires_grad``. It is cut for what `recompute_activations` and `fuse_operators` are to do after it (see `Uncut`).
     """
-    return cut_at(program, *find_cut(program, **options))
+    found = find_cut(Uncut(program, recompute, fuse), **options)
+    return cut_at(program, found.positions, found.entry)
+
+
+class Found(NamedTuple):
+    """The positions of a cut, a line for the log, and the bytes that each pipeline rank holds, as the cut counts them;
+    none without a limit."""
+
+    positions: tuple[int, ...]
+    entry: str
+    held: Sequence[int]
 
 
 def find_cut(
-    program: Program,
+    uncut: Uncut,
     *,
     num_stages: int,
     schedule: str = "interleaved_1f1b",
     num_microbatches: int | None = None,
-    recompute: str | int = "none",
-    fuse: bool = True,
     cluster: Cluster | None = None,
     memory_limit: int | None = None,
-) -> tuple[tuple[int, ...], str]:
-    """Where to cut the one stage of `program` into `num_stages`, stage k for pipeline rank k mod p.
-
-    Gives what `cut_at` takes: the positions, and a line for the log.
+    besides: Sequence[int] = (),
+) -> Found:
+    """Where to cut into `num_stages`, stage k for pipeline rank k mod p.
 
     Args:
         schedule: the one that the stages are for, and `num_microbatches` of it (default 8 p): of several cuts its
             shortest step decides, and it says how many microbatches a stage holds.
-        recompute: what `recompute_activations` is to do after the cut: activations count as it keeps them, and the
-            backward takes longer by what it repeats.
-        fuse: whether kernels are to join operators after the cut: it costs what they take then (see `Uncut`).
         cluster: whose times costs are; default the paper's, "dgx-a100".
         memory_limit: bytes of a rank for parameters, gradients, Adam's state, activations in flight, and what the
             backward of one recomputed group holds; default what a given `cluster`'s device has, else none. Where no
             cut is found to fit, the log says so.
+        besides: bytes that each pipeline rank holds more than that; default none.
 
     Raises ValueError if there are fewer cuttable units than stages.
     """
-    pipeline = program.mesh.pipeline
+    pipeline = uncut.program.mesh.pipeline
     m = 8 * pipeline if num_microbatches is None else num_microbatches
     described = cluster or Cluster.load("dgx-a100")
     if memory_limit is None and cluster is not None:
         memory_limit = int(cluster.device.memory_bytes)
-    uncut = Uncut(program, recompute, fuse)
     memory, working = None, 0
     if memory_limit is not None:
-        held = uncut.memory
+        static, activation, working = uncut.memory
         alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
-        memory = Memory(held.static, held.activation, alive)
-        working = held.working
-        memory_limit -= working
+        memory = Memory(static, activation, alive, [working + more for more in besides or [0] * pipeline])
     counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}
     times = uncut.times(described)
     choice = choose_cut(times, memory, **counts, schedule=schedule, memory_limit=memory_limit)
-    return choice.cut.positions, _describe(choice, pipeline, described.name, working)
+    held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
+    return Found(choice.cut.positions, _describe(choice, pipeline, described.name, working), held)
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
     """Cut the one stage of `program` before the items (of its `Row`) at `positions`; `entry` is for the log."""
     (stage,) = program.stages
     return program.replace_stages(_build_stages(Row(stage), positions), entry)
-
-
-def count_units(program: Program) -> int:
-    """The most stages that the one stage of `program` can be cut into."""
-    (stage,) = program.stages
-    row = Row(stage)
-    allowed = row.allowed()
-    busy = [0, *accumulate(_works(node) for node in row.items)]
-    inside = {busy[i] for i in range(1, len(row.items)) if allowed[i]} - {0, busy[-1]}
-    return len(inside) + 1
-
-
-def _works(node: fx.Node) -> bool:
-    return bool(forward_work(node)) or bool(backward_work(node))
 
 
 def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,9 @@ Measured = tuple[tuple[int, ...], Floats]
 class Uncut:
     """The one stage of a program as a `row` of items, and as the finished `stage` that they would become.
 
-    Each call of that says in ``meta["items"]`` which positions of the row it stands for.
+    Each call of that says in ``meta["items"]`` which positions of the row it stands for, and in ``meta["value"]`` the
+    one whose value it gives. `fit` says where a cut may stand: where values live that some kernel gives, so that no
+    kernel is parted within its arithmetic, and all cuts round alike.
     """
 
     def __init__(self, program: Program, recompute: str | int, fuse: bool) -> None:
@@ -43,18 +45,31 @@ class Uncut:
         self.row = Row(stage)
         graph = copy_graph(stage.graph)
         for old, node in zip(stage.graph.nodes, graph.nodes, strict=True):
-            node.meta["items"] = (self.row.position[old],) if old in self.row.position else ()
+            node.meta["value"] = self.row.position.get(old)
+            node.meta["items"] = () if node.meta["value"] is None else (node.meta["value"],)
         (_, mark), *self._passes = passes_from_the_cut(recompute, fuse)
         self.program = mark(program.replace_stages((Stage(graph, stage.parameters, stage.constants),), ""))
         self._marked = Row(self.program.stages[0])
         self._order = sorted(self._marked.items, key=lambda node: node.meta["items"])
         self.stage = self._finish(self._marked.stage)
+        given = {node.meta.get("value") for node in self.stage.graph.nodes}
+        self.fit = self.row.allowed()
+        for item, node in enumerate(self.row.items):
+            if item not in given:
+                behind = min(self.row.last_use[node] + 1, len(self.fit))
+                self.fit[item + 1 : behind] = [False] * (behind - item - 1)
 
     def _finish(self, stage: Stage) -> Stage:
         program = self.program.replace_stages((stage,), "")
         for _, step in self._passes:
             program = step(program)
         return program.stages[0]
+
+    @property
+    def units(self) -> int:
+        """The most stages that the row can be cut into."""
+        busy = [0, *accumulate(_works(node) for node in self.row.items)]
+        return 1 + len({at for at, fit in zip(busy, self.fit, strict=False) if fit} - {0, busy[-1]})
 
     @property
     def memory(self) -> RowBytes:
@@ -69,7 +84,7 @@ class Uncut:
         """Nanoseconds of the items on a cluster."""
         durations = Durations(cluster, self.program.mesh, Precision.of(self.program.stages))
         table, apart = self.divide(lambda work: (durations.seconds(work),))
-        return make_times(self.row, durations, table[..., 0], apart[..., 0], slice(None))
+        return make_times(self, durations, table[..., 0], apart[..., 0], slice(None))
 
     def divide(self, measure: Measure) -> tuple[Floats, Floats]:
         """Each item's part of what the calls measure, by direction: forward, backward, what the backward repeats. And
@@ -83,12 +98,12 @@ class Uncut:
         for items, own in measured:
             index = units[items[0]][0] if items else index
             (sums if items else table)[index] += own
-        fit, known = self.row.allowed(), dict[str, Floats]()
+        known: dict[str, Floats] = {}
         for unit in (unit for item, unit in enumerate(units) if unit[0] == item):
             whole = sums[unit[0]]
             share = np.zeros_like(whole)
             for count, (last, end) in enumerate(pairwise(unit), 1):
-                places = [place for place in range(last + 1, end + 1) if fit[place]]
+                places = [place for place in range(last + 1, end + 1) if self.fit[place]]
                 if places:
                     parts, again = (unit[:count], unit[count:]), bool(whole[2].any())
                     before, behind = (self._take(part, measure, again, known) for part in parts)
@@ -129,15 +144,19 @@ def passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
     )
 
 
-def make_times(row: Row, durations: Durations, table: Floats, apart: Floats, items: Any) -> ItemTimes:
+def make_times(uncut: Uncut, durations: Durations, table: Floats, apart: Floats, items: Any) -> ItemTimes:
     """The times of a row's `items` from seconds by direction, as `Uncut.divide` gives them."""
     ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
     forward, backward, again = np.diff(ends, axis=0, prepend=0).T
     more = np.rint(apart[items] * NANOSECONDS).astype(np.int64)
     parted = more[:, 0].tolist(), more[:, 1:].sum(1).tolist()
-    cuts = (*row.transfer_times(durations), row.allowed())
+    cuts = (*uncut.row.transfer_times(durations), uncut.fit)
     ahead, back, fit = (np.array(own)[items].tolist() for own in cuts)
     return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, fit, parted)
+
+
+def _works(node: fx.Node) -> bool:
+    return bool(forward_work(node)) or bool(backward_work(node))
 
 
 def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Iterator[Measured]:

@@ -1,5 +1,5 @@
-"""Programs that recompute train bit for bit like those of the same stages that keep everything, on processes and on
-threads. (The cut weighs what is repeated; in other stages a gradient's summands come in another order.)"""
+"""Programs that recompute train bit for bit like those that keep everything, on processes and on threads, though they
+are cut elsewhere: the cut weighs what is repeated."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ import transformers
 from torch import Tensor, nn
 
 import autoptd
-from autoptd import compiler
-from autoptd.passes.program import recomputed_groups
-from autoptd.passes.uncut import passes_from_the_cut
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.program_text import read_program
@@ -65,20 +62,9 @@ def compile_model(name: str, dtype: torch.dtype, mesh: Any, recompute: str | int
     )
 
 
-def compile_keeping(
-    name: str, dtype: torch.dtype, mesh: Any, recompute: str | int
-) -> autoptd.CompiledProgram:
-    """The stages of `recompute`, with nothing recomputed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "passes_from_the_cut", lambda _, fuse: passes_from_the_cut("none", fuse))
-        program = compile_model(name, dtype, mesh, recompute)
-    assert not any(recomputed_groups(stage.graph) for stage in program.stages)
-    return program
-
-
 @cache
-def train_keeping(name: str, dtype: torch.dtype, mesh: Any, recompute: str | int) -> Run:
-    program = compile_keeping(name, dtype, mesh, recompute)
+def train_keeping(name: str, dtype: torch.dtype, mesh: Any) -> Run:
+    program = compile_model(name, dtype, mesh, "none")
     return train_compiled(program, make_batches(name), Training(lr=0.1))
 
 
@@ -95,12 +81,14 @@ def check_same(found: Run, expected: Run) -> None:
 @pytest.mark.parametrize("recompute", MODES[:3])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("mesh", "dtype"), [((1, 1, 1), torch.float64), ((2, 2, 1), torch.float32)], ids=lambda x: str(x)
+    ("mesh", "dtype"),
+    [((1, 1, 1), torch.float64), ((1, 2, 1), torch.float64), ((2, 2, 1), torch.float32)],
+    ids=lambda x: str(x),
 )
 def test_processes(name: str, mesh: Any, dtype: torch.dtype, recompute: str | int) -> None:
     program = compile_model(name, dtype, mesh, recompute)
     found = train_compiled(program, make_batches(name), Training(lr=0.1))
-    check_same(found, train_keeping(name, dtype, mesh, recompute))
+    check_same(found, train_keeping(name, dtype, mesh))
 
 
 @pytest.mark.slow
@@ -117,35 +105,48 @@ def test_processes_in_the_other_precision(
 
 
 @one_thread()
-def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Batch) -> list[list[Tensor]]:
-    """Loss and gradients of every rank after one step in training mode, the ranks as threads."""
+def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Batch) -> dict[Any, Tensor]:
+    """Losses and gradients, by tensor rank and name, after one step in training mode, the ranks as threads."""
     texts = [read_program(text, f"program_{i:02}.py") for i, text in enumerate(program.texts)]
     weights = {**program.buffers, **model.state_dict()}
 
-    def step(connection: Connection) -> list[Tensor]:
-        text = texts[connection.rank.coordinates.pipeline]
+    def step(connection: Connection) -> dict[Any, Tensor]:
+        at = connection.rank.coordinates
+        text = texts[at.pipeline]
         constants = text.constants or (lambda p: {})
         parallel = Parallel(
             program.manifest, connection, text.stages, constants, program.schedule, weights
         ).train()
         loss = loss_of(parallel(**batch))
         loss.backward()
-        return [loss.detach(), *(p.grad for p in parallel.parameters() if p.grad is not None)]
+        named = parallel.named_parameters()
+        found: dict[Any, Tensor] = {(at.tensor, name): p.grad for name, p in named if p.grad is not None}
+        return {**found, at: loss.detach()}
 
-    return run_threads(program.manifest, step)
+    return {key: value for own in run_threads(program.manifest, step) for key, value in own.items()}
 
 
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
 def test_threads(mesh: Any, recompute: str | int) -> None:
     model, (batch, _) = make_model("gpt2", torch.float64), make_batches("gpt2")
-    runs = [
-        train_threads(make("gpt2", torch.float64, mesh, recompute), model, batch)
-        for make in (compile_model, compile_keeping)
-    ]
-    for own, other in zip(*runs, strict=True):
-        assert all(map(torch.equal, own, other))
-        assert len(own) == len(other) > 1
+    own, other = (
+        train_threads(compile_model("gpt2", torch.float64, mesh, mode), model, batch)
+        for mode in (recompute, "none")
+    )
+    assert own.keys() == other.keys()
+    assert len(own) > 1
+    assert all(torch.equal(value, own[key]) for key, value in other.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_they_are_cut_elsewhere(name: str) -> None:
+    """So that the above says something."""
+    found = set()
+    for recompute in ("none", *MODES):
+        program = compile_model(name, torch.float64, (1, 2, 1), recompute)
+        found.add(tuple(tuple(b.name for b in stage.receives) for stage in program.manifest.stages))
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize("recompute", MODES)
@@ -158,4 +159,4 @@ def test_a_step_without_gradients_recomputes_nothing() -> None:
     program = compile_model("sample", torch.float64, (1, 1, 1), "full")
     with torch.no_grad():
         loss = loss_of(program.bind()(**make_batches("sample")[0]))
-    assert torch.equal(loss, train_keeping("sample", torch.float64, (1, 1, 1), "full").steps[0].loss)
+    assert torch.equal(loss, train_keeping("sample", torch.float64, (1, 1, 1)).steps[0].loss)

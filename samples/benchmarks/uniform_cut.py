@@ -8,8 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from autoptd import compiler
-from autoptd.passes.program import Program
 from autoptd.passes.row import Row
+from autoptd.passes.stages import Found
+from autoptd.passes.uncut import Uncut
 
 
 def uniform_positions(row: Row, num_stages: int) -> list[int]:
@@ -30,10 +31,10 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     return [max(i for i in range(1, at + 1) if fit[i]) for at in wanted]
 
 
-def find_uniform_cut(program: Program, *, num_stages: int, **_: Any) -> tuple[list[int], str]:
+def find_uniform_cut(uncut: Uncut, *, num_stages: int, **_: Any) -> Found:
     """In the place of `find_cut`."""
-    (stage,) = program.stages
-    return uniform_positions(Row(stage), num_stages), f"cut_stages {num_stages} stages by layers"
+    positions = tuple(uniform_positions(uncut.row, num_stages))
+    return Found(positions, f"cut_stages {num_stages} stages by layers", ())
 
 
 @contextmanager

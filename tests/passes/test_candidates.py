@@ -125,7 +125,7 @@ def test_one_chunk_a_rank_needs_no_steps() -> None:
 def test_moves_stay_in_memory(slack: int) -> None:
     times, p, v, m = make_times(14, 300), 2, 2, 8
     moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
-    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p)
 
     def fullest(choice: Choice) -> int:
         ends = (0, *choice.cut.positions, len(times.forward))
@@ -151,7 +151,7 @@ def test_where_no_candidate_fits_the_fastest_is_taken_and_says_so(v: int, words:
     """Two ranks hold 3 bytes of each item and 1 for each microbatch in flight: more than 10 in any cut."""
     times, p, m = make_times(8, 300), 2, 8
     moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
-    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p)
     bound = choose_cut(
         times, memory, num_stages=p * v, num_pipeline_ranks=p,
         schedule="interleaved_1f1b", num_microbatches=m, memory_limit=10,

@@ -33,8 +33,9 @@ def rank_sums(per_stage: list[int], ranks: int) -> list[int]:
 def stage_bytes(memory: Memory, positions: tuple[int, ...]) -> list[int]:
     ends = (0, *positions, len(memory.static))
     (in_flight,) = memory.in_flight
+    besides = [*memory.besides, *[0] * len(positions)]
     return [
-        sum(memory.static[a:b]) + sum(memory.activation[a:b]) * in_flight[k]
+        sum(memory.static[a:b]) + sum(memory.activation[a:b]) * in_flight[k] + besides[k]
         for k, (a, b) in enumerate(itertools.pairwise(ends))
     ]
 
@@ -109,7 +110,8 @@ def test_memory_is_a_hard_limit(sequence: tuple[list[int], Tolls], stages: int, 
     cuts = list(all_cuts(costs, tolls, stages))
     assume(cuts)
     sizes = st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs))
-    memory = Memory(data.draw(sizes), data.draw(sizes), [range(stages, 0, -1)])
+    besides = data.draw(st.lists(st.integers(0, 20), min_size=stages, max_size=stages))
+    memory = Memory(data.draw(sizes), data.draw(sizes), [range(stages, 0, -1)], besides)
     limit = data.draw(st.integers(1, 200))
     fitting = [c for c in cuts if max(stage_bytes(memory, c)) <= limit]
 
@@ -131,7 +133,7 @@ def test_memory_is_a_hard_limit(sequence: tuple[list[int], Tolls], stages: int, 
 
 def test_chunks_of_a_rank_share_its_memory() -> None:
     costs = [10] * 12
-    memory = Memory([1, 1, 1, 9, 9, 9, 1, 1, 1, 1, 1, 1], [0] * 12, [[1] * 4])
+    memory = Memory([1, 1, 1, 9, 9, 9, 1, 1, 1, 1, 1, 1], [0] * 12, [[1] * 4], [0] * 2)
     cut = cut_sequence(
         costs, [0] * 12, memory, num_stages=4, num_pipeline_ranks=2, memory_limit=20, stage_ceiling=None
     )
@@ -145,7 +147,8 @@ def test_memory_of_chunks_is_never_exceeded(sequence: tuple[list[int], Tolls], d
     cuts = list(all_cuts(costs, tolls, 4))
     assume(cuts)
     sizes = st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs))
-    memory = Memory(data.draw(sizes), data.draw(sizes), [[4, 3, 2, 1]])
+    besides = data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2))
+    memory = Memory(data.draw(sizes), data.draw(sizes), [[4, 3, 2, 1]], besides)
     limit = data.draw(st.integers(10, 100))
     fitting = [c for c in cuts if max(rank_sums(stage_bytes(memory, c), 2)) <= limit]
     options = {"num_stages": 4, "num_pipeline_ranks": 2, "memory_limit": limit}
@@ -154,7 +157,8 @@ def test_memory_of_chunks_is_never_exceeded(sequence: tuple[list[int], Tolls], d
         assert cut.overflow.startswith("found no cut that fits")
         return
     assert not cut.overflow
-    assert max(rank_sums(stage_bytes(memory, cut.positions), 2)) <= limit
+    assert memory.of_ranks(cut.positions) == rank_sums(stage_bytes(memory, cut.positions), 2)
+    assert max(memory.of_ranks(cut.positions)) <= limit
     assert cut.bottleneck == min(max(rank_sums(stage_costs(costs, tolls, c), 2)) for c in fitting)
 
 
@@ -179,7 +183,7 @@ def test_too_few_units() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    memory = Memory([10**9, 7 * 10**9, 10**9], [10**9] * 3, [[3, 2, 1]])
+    memory = Memory([10**9, 7 * 10**9, 10**9], [10**9] * 3, [[3, 2, 1]], [0] * 3)
     cut = cut_sequence([1] * 3, [0] * 3, memory, num_stages=3, num_pipeline_ranks=3, memory_limit=5 * 10**9)
     assert re.match(
         r"no cut fits in 5\.00 GB .* stage 1 holds 9\.00 GB .* rank 1 is 4\.00 GB over", cut.overflow
