@@ -15,6 +15,7 @@ from torch import fx, nn
 import autoptd
 from autoptd.check import ProgramError, check_program
 from autoptd.compiled import CompiledProgram
+from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.manifest import Manifest, StageInterface
@@ -26,6 +27,7 @@ from autoptd.tracing import trace_program
 from samples.gpt import GPT, GPTConfig
 from tests.passes.test_sharding import MODELS, build, prepare, tokens
 
+SELENE = Cluster.load("dgx-a100")
 F, G = collectives.copy_to_tensor, collectives.reduce_from_tensor
 Change = Callable[[fx.Graph], None]
 
@@ -38,7 +40,10 @@ def program() -> CompiledProgram:
 def compile_gpt(mesh: tuple[int, int, int], **options: Any) -> CompiledProgram:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.1))
-    options = {"num_microbatches": 4, "num_model_chunks": 1, "schedule": "1f1b", **options}
+    # Where messages take long, stages end where one value lives.
+    cluster = replace(SELENE, devices_per_node=2, network=replace(SELENE.network, latency_seconds=1e-3))
+    given = {"num_microbatches": 4, "num_model_chunks": 1, "schedule": "1f1b", "cluster": cluster}
+    options = {**given, **options}
     return autoptd.compile(model, mesh=mesh, microbatch_size=2, **options)
 
 
