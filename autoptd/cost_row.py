@@ -65,7 +65,7 @@ class CostRow:
         """What each item holds, with the calls on no parameter behind it; and what its group's backward holds."""
         amounts, working = np.zeros((len(self._row.items), 2)), np.zeros(len(self._row.items))
         index, scale = 0, self.precision.scale
-        for node, work in divide_work(uncut.stage, uncut.program.mesh).items():
+        for node, work in divide_work(uncut.stage, uncut.ledger).items():
             index = node.meta["items"][0] if node.meta["items"] else index
             amounts[index] += work.kept * scale, work.flops
             working[index] = max(working[index], work.working * scale)

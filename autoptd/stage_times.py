@@ -79,7 +79,7 @@ def time_stages(
     for index, stage in enumerate(stages):
         signature = _sign(stage)
         if signature not in known:
-            known[signature] = _join(divide_work(stage, manifest.mesh).values())
+            known[signature] = _join(divide_work(stage, Ledger(stage, manifest.mesh)).values())
         ranks = manifest.mesh.tensor_group(manifest.mesh.rank_of(0, index % manifest.mesh.pipeline, 0))
         times = time_work(known[signature], cluster, ranks, precision, overlap=overlap)
         found.append(time_stage(manifest, index, times, cluster, precision))
@@ -103,9 +103,8 @@ class StageWork:
     flops: float
 
 
-def divide_work(stage: Stage, mesh: Mesh) -> dict[fx.Node, StageWork]:
+def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, StageWork]:
     """The work of each call of a stage. A storage is kept by the first call that saves it, or group that takes it."""
-    ledger = Ledger(stage, mesh)
     groups = recomputed_groups(stage.graph)
     first = {group[0]: group for group in groups}
     inside = {node: group for group in groups for node in group}

@@ -127,16 +127,14 @@ def fold(
         activation[1:] = np.cumsum(np.asarray(memory.activation, np.int64))
         in_flight = np.asarray(memory.in_flight, np.int64)
         besides[:num_ranks] = memory.besides
-    keys = list(zip(work.tolist(), static.tolist(), activation.tolist(), strict=True))
-    cheapest: dict[tuple[int, int, int], tuple[int, int]] = {}
-    for place in range(1, count):
-        toll = boundary_costs[place]
-        if toll is not None and 0 < keys[place][0] < keys[-1][0]:
-            known = cheapest.get(keys[place])
-            if known is None or toll < known[0]:
-                cheapest[keys[place]] = (toll, place)
-    places = np.array([0, *(place for _, place in cheapest.values()), count], np.int64)
-    tolls = np.array([0, *(toll for toll, _ in cheapest.values()), 0], np.int64)
+    prices = np.array([UNLIMITED if toll is None else toll for toll in boundary_costs], np.int64)
+    inside = np.flatnonzero((prices < UNLIMITED) & (work[:-1] > 0) & (work[:-1] < work[-1]))
+    alike = [row[inside][1:] == row[inside][:-1] for row in (work, static, activation)]  # none ever falls
+    run = np.concatenate([[0], np.cumsum(~np.all(alike, axis=0))])[: len(inside)]
+    order = np.lexsort((prices[inside], run))
+    cheapest = inside[order[np.unique(run[order], return_index=True)[1]]]
+    places = np.concatenate([[0], cheapest, [count]])
+    tolls = np.concatenate([[0], prices[cheapest], [0]])
     work = work[places]
     before = np.searchsorted(work, work, "left")
     held = static[places], activation[places], in_flight, besides

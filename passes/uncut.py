@@ -8,7 +8,7 @@ its operators. A cut within it costs what its two parts, each finished by itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from autoptd.passes.candidates import ItemTimes
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.fusion import fuse_operators
-from autoptd.passes.ledger import Ledger, find_repeated
+from autoptd.passes.ledger import Ledger
 from autoptd.passes.overlap import overlap_reductions
 from autoptd.passes.program import Passes, Program, Stage, copy_graph, recomputed_groups
 from autoptd.passes.recompute import recompute_activations
@@ -65,6 +65,11 @@ class Uncut:
             program = step(program)
         return program.stages[0]
 
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Of the finished stage."""
+        return Ledger(self.stage, self.program.mesh)
+
     @property
     def units(self) -> int:
         """The most stages that the row can be cut into."""
@@ -91,7 +96,9 @@ class Uncut:
         by how much more a cut before it makes that of the stage on either side. Calls on no parameter count with the
         item before them.
         """
-        measured = list(_measure(self.stage, measure, find_repeated(self.stage, self.program.mesh)))
+        groups = recomputed_groups(self.stage.graph)
+        repeated = {node for group in groups for node in self.ledger.repeated(group)}
+        measured = list(_measure(self.stage, measure, repeated))
         units = _join((items for items, _ in measured), len(self.row.items))
         table, sums, apart = (np.zeros((len(units), 3, len(measure(Work())))) for _ in range(3))
         index = 0
