@@ -16,6 +16,7 @@ from torch.utils import checkpoint
 from autoptd.source_lines import user_line
 
 _TOLERANCE = 1e-6
+_ROUND = "_checkpoint_without_reentrant_generator"
 _LIBRARY = (
     "GeneratedBackwardFor_"  # torch.library's own: such an operator stays whole in a trace, gradient included
 )
@@ -32,9 +33,8 @@ class Functions:
     def watch(self) -> Iterator[None]:
         """Note every ``Function.apply`` in this block; activation checkpointing becomes the call it wraps."""
         original = Function.__dict__["apply"]
-        generator = (
-            checkpoint._checkpoint_without_reentrant_generator
-        )  # private: what is round a call, not reentrant
+        # Private: what is round a call that is not reentrant. A torch without it has its own trace of those.
+        generator = getattr(checkpoint, _ROUND, None)
 
         def look_through(*_: Any, **__: Any) -> Iterator[None]:
             self.checkpointed[user_line(traceback.extract_stack())] = None
@@ -49,12 +49,14 @@ class Functions:
             return original.__get__(None, cls)(*args, **kwargs)
 
         Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        checkpoint._checkpoint_without_reentrant_generator = look_through
+        if generator is not None:
+            setattr(checkpoint, _ROUND, look_through)
         try:
             yield
         finally:
             Function.apply = original  # type: ignore[method-assign]
-            checkpoint._checkpoint_without_reentrant_generator = generator
+            if generator is not None:
+                setattr(checkpoint, _ROUND, generator)
 
     def check(self) -> tuple[str, ...]:
         """Compare each function's own backward with autograd through its forward, on small random numbers.

@@ -30,7 +30,7 @@ def fit_program(
     besides: Sequence[int] = ()
     for _ in range(CUTS):
         found = find(besides)
-        if found.positions in made:
+        if found.positions in made or (made and not found.fits):
             break
         program = made[found.positions] = finish(found)
         simulation = program.simulate(cluster)

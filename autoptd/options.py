@@ -135,7 +135,8 @@ def check_planned(
 
 def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
     """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has."""
-    known = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
+    parameters = inspect.signature(function).parameters.items()
+    known = [name for name, p in parameters if p.kind is not p.VAR_KEYWORD and name != "self"]
     for name in unknown:
         raise TypeError(
             f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}"

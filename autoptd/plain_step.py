@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module  # private: functional_call's, for the backward too
 
 from autoptd.ambient import leave_autocast
+from autoptd.custom_gradients import Functions
 from autoptd.evaluation import keeping_attributes
 from autoptd.example_inputs import make_example, read_examples
 from autoptd.objective import Objective
@@ -48,6 +49,7 @@ def run_plain(
         _reparametrize_module(objective, swapped),
         torch.enable_grad(),
         leave_autocast(),
+        Functions().watch(),  # what a checkpoint computes again in the backward would have its dropout
         Undropped(),
         Promotion() as promotion,
     ):

@@ -237,11 +237,13 @@ def _describe_overflow(sequence: CostSequence, cut: Ints, memory_limit: int) -> 
     held = sequence.stage_bytes(cut)
     on_rank = sequence.rank_sums(held)
     moment, rank = (int(i) for i in np.unravel_index(on_rank.argmax(), on_rank.shape))
+    held, more = held - sequence.besides, int(sequence.besides[rank])
     stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[moment, k]))
+    besides = f" ({more / GB:.2f} GB are held besides)" if more else ""
     proved = "no cut fits" if sequence.num_stages == sequence.num_ranks else "found no cut that fits"
     return (
         f"{proved} in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
-        f"{held[moment, stage] / GB:.2f} GB and its pipeline rank {rank} is "
+        f"{held[moment, stage] / GB:.2f} GB{besides} and its pipeline rank {rank} is "
         f"{(on_rank[moment, rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
         "pipeline axis, a smaller microbatch, or more recomputation"
     )

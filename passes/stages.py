@@ -16,7 +16,6 @@ from torch import fx
 from autoptd.passes.calls import has_gradients
 from autoptd.passes.candidates import Choice, choose_cut
 from autoptd.passes.cluster import Cluster
-from autoptd.passes.cutting import GB
 from autoptd.passes.pipeline import live_microbatches
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.row import Row
@@ -40,11 +39,12 @@ def cut_stages(
 
 
 class Found(NamedTuple):
-    """The positions of a cut, a line for the log, and the bytes that each pipeline rank holds, as the cut counts them;
-    none without a limit."""
+    """The positions of a cut, a line for the log, whether it fits, and the bytes that each pipeline rank holds, as the
+    cut counts them; none without a limit."""
 
     positions: tuple[int, ...]
     entry: str
+    fits: bool
     held: Sequence[int]
 
 
@@ -76,7 +76,7 @@ def find_cut(
     described = cluster or Cluster.load("dgx-a100")
     if memory_limit is None and cluster is not None:
         memory_limit = int(cluster.device.memory_bytes)
-    memory, working = None, 0
+    memory = None
     if memory_limit is not None:
         static, activation, working = uncut.memory
         alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
@@ -85,7 +85,9 @@ def find_cut(
     times = uncut.times(described)
     choice = choose_cut(times, memory, **counts, schedule=schedule, memory_limit=memory_limit)
     held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
-    return Found(choice.cut.positions, _describe(choice, pipeline, described.name, working), held)
+    return Found(
+        choice.cut.positions, _describe(choice, pipeline, described.name), not choice.cut.overflow, held
+    )
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
@@ -170,13 +172,12 @@ def make_boundary(node: fx.Node) -> Boundary:
     )
 
 
-def _describe(choice: Choice, pipeline: int, name: str, working: int) -> str:
+def _describe(choice: Choice, pipeline: int, name: str) -> str:
     cut = choice.cut
-    besides = f" (besides {working / GB:.2f} GB for the backward of a recomputed group)" if working else ""
     mean = sum(cut.stage_costs) / pipeline
     return (
         f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
         f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
         f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({choice})"
-        + (f"; {cut.overflow}{besides}" if cut.overflow else "")
+        + (f"; {cut.overflow}" if cut.overflow else "")
     )

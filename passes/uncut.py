@@ -76,7 +76,7 @@ class Uncut:
         busy = [0, *accumulate(_works(node) for node in self.row.items)]
         return 1 + len({at for at, fit in zip(busy, self.fit, strict=False) if fit} - {0, busy[-1]})
 
-    @property
+    @cached_property
     def memory(self) -> RowBytes:
         """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
         row, mesh = self._marked, self.program.mesh

@@ -34,7 +34,7 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
 def find_uniform_cut(uncut: Uncut, *, num_stages: int, **_: Any) -> Found:
     """In the place of `find_cut`."""
     positions = tuple(uniform_positions(uncut.row, num_stages))
-    return Found(positions, f"cut_stages {num_stages} stages by layers", ())
+    return Found(positions, f"cut_stages {num_stages} stages by layers", True, ())
 
 
 @contextmanager

@@ -180,6 +180,23 @@ def test_verify_recomputes_what_the_user_checkpoints(dtype: torch.dtype, reentra
     assert compile_plain(Plain(again).to(dtype)).verify().passed
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_verify_drops_nothing_in_what_the_user_checkpoints(reentrant: bool) -> None:
+    """What the backward computes again neither; where one checkpoint has two dropouts torch would refuse that."""
+
+    def again(model: Plain, x: Tensor) -> Tensor:
+        def block(y: Tensor) -> tuple[Tensor, Tensor]:
+            first = F.dropout(F.gelu(F.linear(y, model.head.weight)), 0.1, model.training)[..., :8]
+            return first, F.dropout(first.tanh(), 0.1, model.training)
+
+        for _ in range(2):
+            first, second = checkpoint(block, x, use_reentrant=reentrant)
+            x = x + first + second
+        return x
+
+    assert compile_plain(Plain(again), (2, 1, 1)).verify().passed
+
+
 @pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("outer", [True, False])
 def test_checkpoints_of_the_user_are_looked_through_and_said(outer: bool, inner: bool) -> None:

@@ -190,6 +190,13 @@ def test_what_does_not_fit_is_named() -> None:
     )
 
 
+def test_what_does_not_fit_is_named_beside_what_a_rank_holds_besides() -> None:
+    memory = Memory([4 * 10**9, *[10**9] * 3], [0] * 4, [[0] * 4], [9 * 10**9] * 2)
+    cut = cut_sequence([1] * 4, [0] * 4, memory, num_stages=4, num_pipeline_ranks=2, memory_limit=8 * 10**9)
+    held = r"stage 0 holds 4\.00 GB \(9\.00 GB are held besides\) and its pipeline rank 0 is 6\.00 GB over"
+    assert re.search(held, cut.overflow)
+
+
 def test_without_time_the_dynamic_programme_stands_and_says_so() -> None:
     costs, tolls = transformer(24)
     cut = cut_sequence(costs, tolls, num_stages=12, num_pipeline_ranks=4, effort=0.0)
