@@ -132,10 +132,15 @@ def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, StageWork]:
 
 
 def _join(works: Collection[StageWork]) -> StageWork:
+    forward, backward, again = Counter[Work](), Counter[Work](), Counter[Work]()
+    for work in works:
+        forward.update(work.forward)
+        backward.update(work.backward)
+        again.update(work.again)
     return StageWork(
-        sum((work.forward for work in works), Counter()),
-        sum((work.backward for work in works), Counter()),
-        sum((work.again for work in works), Counter()),
+        forward,
+        backward,
+        again,
         sum(work.kept for work in works),
         max((work.working for work in works), default=0),
         sum(work.flops for work in works),

@@ -55,7 +55,6 @@ def find_cut(
     schedule: str = "interleaved_1f1b",
     num_microbatches: int | None = None,
     cluster: Cluster | None = None,
-    memory_limit: int | None = None,
     besides: Sequence[int] = (),
 ) -> Found:
     """Where to cut into `num_stages`, stage k for pipeline rank k mod p.
@@ -63,10 +62,9 @@ def find_cut(
     Args:
         schedule: the one that the stages are for, and `num_microbatches` of it (default 8 p): of several cuts its
             shortest step decides, and it says how many microbatches a stage holds.
-        cluster: whose times costs are; default the paper's, "dgx-a100".
-        memory_limit: bytes of a rank for parameters, gradients, Adam's state, activations in flight, and what the
-            backward of one recomputed group holds; default what a given `cluster`'s device has, else none. Where no
-            cut is found to fit, the log says so.
+        cluster: whose times costs are, and what a rank has of memory for parameters, gradients, Adam's state,
+            activations in flight, and what the backward of one recomputed group holds. Where no cut is found to fit,
+            the log says so. Default the paper's, "dgx-a100", of any memory.
         besides: bytes that each pipeline rank holds more than that; default none.
 
     Raises ValueError if there are fewer cuttable units than stages.
@@ -74,10 +72,9 @@ def find_cut(
     pipeline = uncut.program.mesh.pipeline
     m = 8 * pipeline if num_microbatches is None else num_microbatches
     described = cluster or Cluster.load("dgx-a100")
-    if memory_limit is None and cluster is not None:
+    memory, memory_limit = None, None
+    if cluster is not None:
         memory_limit = int(cluster.device.memory_bytes)
-    memory = None
-    if memory_limit is not None:
         static, activation, working = uncut.memory
         alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
         memory = Memory(static, activation, alive, [working + more for more in besides or [0] * pipeline])

@@ -125,9 +125,11 @@ class Uncut:
         """What some items of one kernel take, finished by themselves; `known` is that of their like."""
         row, nodes = self._marked, [self._order[i] for i in items]
         place = {node: str(i) for i, node in enumerate(nodes)}
+        outside: dict[fx.Node, str] = {}
 
         def read(node: fx.Node) -> Any:  # in a ``repr`` meta tensors are shapes
-            return place.get(node, node.op), node.meta.get("val"), node in row.trained
+            which = place.get(node) or outside.setdefault(node, f"{node.op} {len(outside)}")
+            return which, node.meta.get("val"), node in row.trained
 
         sends = [node for node in nodes if not node.users.keys() <= place.keys()]
         calls = [(n.target, fx.map_arg((n.args, n.kwargs), read), n in sends) for n in nodes]

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def prepare(model: nn.Module, pipeline: int, inputs: Mapping[str, Tensor], tensor: int = 1) -> Program:
     program = capture(model, mesh=Mesh(tensor, pipeline, 1), example_inputs=dict(inputs))
     return shard_tensors(fold_constants(normalize(program)))
+
+
+def with_memory(count: int) -> Cluster:
+    cluster = Cluster.load("dgx-a100")
+    return replace(cluster, device=replace(cluster.device, memory_bytes=count))
 
 
 def run_stages(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
@@ -330,11 +336,11 @@ def test_stages_within_memory() -> None:
     program = sketch.program(loss, 4)
     matrix, value = HIDDEN * HIDDEN * 32, 4 * HIDDEN * 8
     limit = 2 * (matrix + 4 * value)
-    cut = cut_stages(program, num_stages=4, memory_limit=limit)
+    cut = cut_stages(program, num_stages=4, cluster=with_memory(limit))
     linears = [sum(n.target is aten.linear.default for n in stage.graph.nodes) for stage in cut.stages]
     assert linears == [2, 2, 2, 2]
     assert "no cut fits" not in cut.log[-1]
-    entry = cut_stages(program, num_stages=4, memory_limit=limit // 2).log[-1]
+    entry = cut_stages(program, num_stages=4, cluster=with_memory(limit // 2)).log[-1]
     assert re.search(r"; no cut fits in 0\.00 GB a rank: .* stage \d holds .*; use a larger", entry)
 
 
@@ -351,7 +357,7 @@ def test_memory_is_what_the_stages_keep(recompute: str) -> None:
     needed = 16 * sum(p.numel() for p in model.parameters()) + 100 * kept + working
     options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 100, "recompute": recompute}
     for limit, fits in ((needed, True), (needed - 1, False)):
-        entry = cut_stages(program, num_stages=1, memory_limit=limit, **options).log[-1]
+        entry = cut_stages(program, num_stages=1, cluster=with_memory(limit), **options).log[-1]
         assert ("no cut fits" not in entry) is fits
 
 
@@ -361,8 +367,11 @@ def test_recomputation_leaves_room() -> None:
     ids = torch.zeros(4, 64, dtype=torch.long)
     program = prepare(model, 4, {"idx": ids, "targets": ids.clone()})
     limit = 2 * 10**6
-    assert "no cut fits in 0.00 GB a rank" in cut_stages(program, num_stages=4, memory_limit=limit).log[-1]
-    cut = cut_stages(program, num_stages=4, memory_limit=limit, recompute="full")
+    assert (
+        "no cut fits in 0.00 GB a rank"
+        in cut_stages(program, num_stages=4, cluster=with_memory(limit)).log[-1]
+    )
+    cut = cut_stages(program, num_stages=4, cluster=with_memory(limit), recompute="full")
     assert "no cut fits" not in cut.log[-1]
     for stage, count in zip(recompute_activations(cut, recompute="full").stages, (4, 3, 2, 1), strict=True):
         held = count_bytes(Ledger(stage, cut.mesh).kept(recomputed_groups(stage.graph)))
@@ -390,7 +399,7 @@ def test_memory_is_that_of_the_schedule(schedule: str, fits: bool) -> None:
     model = GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=8, n_embd=32, n_head=4))
     ids = torch.zeros(4, 64, dtype=torch.long)
     program = prepare(model, 4, {"idx": ids, "targets": ids.clone()})
-    options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 16, "memory_limit": 4 * 10**6}
+    options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 16, "cluster": with_memory(4 * 10**6)}
     entry = cut_stages(program, schedule=schedule, **options).log[-1]
     assert ("no cut fits" not in entry) is fits
 
