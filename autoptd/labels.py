@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoptd.passes import product_work
-from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.calls import argument, called, shape_of
 from autoptd.passes.letters import letter
 from autoptd.passes.program import Program
 from autoptd.passes.work import find_trained
@@ -84,6 +84,14 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "replicas: their number times smaller than the sum over the whole batch, and the gradients with it. Return "
             "a mean, or scale the loss that the call returns"
         )
+    if (pairs := find_pairs(divided)) is not None:
+        sizes = ", ".join(map(str, pairs.meta["sizes"]))
+        yield (
+            f"{called(pairs)} makes [{sizes}], each of a microbatch's sequences with each: there are "
+            f"{divided.letters.get('b', 1)} of them, and none of another microbatch. A step's loss is the mean of the "
+            "microbatches' losses, which is not that of contrasts within the whole batch; for that, compile for the "
+            "batch as one microbatch: microbatch_size= its sequences, num_microbatches=1"
+        )
 
 
 def find_uncounted(program: Program) -> tuple[str, ...]:
@@ -133,6 +141,13 @@ def is_sum(program: Program) -> bool:
     )
 
 
+def find_pairs(program: Program) -> fx.Node | None:
+    """The first trained value with two dimensions of the batch: its sequences against each other, as contrasts are."""
+    (stage,) = program.stages
+    trained = find_trained(stage)
+    return next((node for node in stage.graph.nodes if node in trained and _count_batches(node) > 1), None)
+
+
 def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether `node` has every sample of its `sources`, or their sum."""
     if not sources:
@@ -177,8 +192,13 @@ def _divisors(node: fx.Node) -> Sequence[Any]:
 
 def _has_batch(node: fx.Node) -> bool:
     """Whether one of the dimensions is the batch, or made of it."""
-    sizes = node.meta.get("sizes", ())
-    return any(letter("b") in getattr(size, "free_symbols", ()) for size in sizes)
+    return _count_batches(node) > 0
+
+
+def _count_batches(node: fx.Node) -> int:
+    """How many dimensions are the batch, or made of it."""
+    sizes = node.meta.get("sizes") or ()
+    return sum(letter("b") in getattr(size, "free_symbols", ()) for size in sizes)
 
 
 def _name(node: fx.Node) -> str:

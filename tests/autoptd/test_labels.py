@@ -288,3 +288,40 @@ def test_a_factor_is_not_taken_for_a_count(loss: Callable[[Tensor, Tensor, Tenso
 )
 def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     assert find_warnings(loss, 2) == ["w comes to its loss changed"]
+
+
+class Contrast(nn.Module):
+    """Each sequence is to be nearest to its own other half."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.table, self.project, self.whole = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 4), whole
+
+    def forward(self, ids: Tensor, others: Tensor) -> Tensor:
+        first, second = (self.project(self.table(x)) for x in (ids, others))
+        if not self.whole:  # of one sequence's tokens with each other
+            return torch.matmul(first, second.transpose(1, 2)).logsumexp(-1).mean()
+        scores = (
+            functional.normalize(first.mean(1), dim=-1) @ functional.normalize(second.mean(1), dim=-1).t()
+        )
+        return functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("whole", [True, False])
+def test_pairs_of_sequences_are_said(whole: bool, size: int) -> None:
+    """In a microbatch of one sequence their loss is 0."""
+    ids = torch.zeros(size, LENGTH, dtype=torch.long)
+    model, examples = Contrast(whole=whole), {"ids": ids, "others": ids}
+
+    def compile_for(count: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autoptd.compile(model, mesh=(1, 1, 1), example_inputs=examples, num_microbatches=count)
+        return [str(entry.message) for entry in caught if "num_microbatches=1" in str(entry.message)]
+
+    said = compile_for(2)
+    assert len(said) == whole
+    expected = f"makes [b, b], each of a microbatch's sequences with each: there are {size} of them"
+    assert all(text.startswith("aten.matmul (test_labels.py:") and expected in text for text in said)
+    assert compile_for(1) == []
