@@ -20,7 +20,8 @@ def fit_program(
     """Where a program is cut, and the program: within the memory of a `cluster` that is given, if it can be.
 
     `find` counts neither the buffers of receives nor all that a backward holds: where the program that is to `finish`
-    has too much, it is asked again with what each rank was found to hold besides. What no cut makes fit is warned of.
+    has too much, it is asked again with what each rank was found to hold besides. That is of one cut, and another may
+    hold less: where no cut has room for so much, half of what was added is tried. What no cut makes fit is warned of.
     """
     if cluster is None:
         found = find(())
@@ -28,16 +29,26 @@ def fit_program(
     limit = int(cluster.device.memory_bytes)
     made: dict[tuple[int, ...], CompiledProgram] = {}
     besides: Sequence[int] = ()
+    above: Sequence[int] = ()  # for which there is no cut
     for _ in range(CUTS):
         found = find(besides)
-        if found.positions in made or (made and not found.fits):
-            break
-        program = made[found.positions] = finish(found)
-        simulation = program.simulate(cluster)
-        if simulation.fits:
-            return found.positions, program
-        rows = zip(besides or [0] * len(found.held), found.held, simulation.memory_bytes, strict=True)
-        besides = [known + max(0, real - counted) for known, counted, real in rows]
+        if made and not found.fits:
+            above = besides
+        else:
+            known = besides or [0] * len(found.held)
+            fresh = found.positions not in made
+            if fresh:
+                program = made[found.positions] = finish(found)
+                memory = program.simulate(cluster).memory_bytes
+                if max(memory) <= limit:
+                    return found.positions, program
+            if not found.fits or not (fresh or above):
+                break
+        if above:
+            besides = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
+        else:
+            rows = zip(known, found.held, memory, strict=True)
+            besides = [own + max(0, real - counted) for own, counted, real in rows]
     positions, program = min(made.items(), key=lambda pair: max(pair[1].simulate(cluster).memory_bytes))
     memory = program.simulate(cluster).memory_bytes
     held = max(memory)

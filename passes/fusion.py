@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ from autoptd.passes.patterns import (
     read_linear,
     split_bias,
 )
+from autoptd.passes.product_work import find_factors
 from autoptd.passes.program import Program, Stage, copy_graph
 from autoptd.passes.propagation import Propagation
 from autoptd.passes.work import describe_saving, find_trained
 from autoptd.runtime import aten, kernels
 
 Rule = Callable[[fx.Node], Match | None]
+NEAR = 8  # products that may stand between a chain's operators, as where branches of one layer wait for each other
 
 
 def fuse_operators(program: Program) -> Program:
@@ -61,14 +64,27 @@ def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts
     whole = (match_whole_loss,) if propagation.rank.mesh.tensor == 1 else ()
     for rule in (judge.match, *RULES, *whole):
         trained = find_trained(replace(stage, graph=graph))  # anew: the rule before wrote calls
+        counted = accumulate(bool(find_factors(node)) for node in graph.nodes)
+        products = dict(zip(graph.nodes, counted, strict=True))  # up to each node
         for node in list(graph.nodes):
             match = rule(node) if node.op == "call_function" and node.users else None
-            if match is not None and _is_one_region(match) and _keeps_gradients(match, trained):
+            if match is None or not (_is_near(match, products) and _is_one_region(match)):
+                continue
+            if _keeps_gradients(match, trained):
                 _replace(graph, match, propagation)
     for node in graph.nodes:
         if node.meta.pop("fused", False):
             counts[operator_word(node.target)] += 1
     return rename_nodes(graph)
+
+
+def _is_near(match: Match, products: Mapping[fx.Node, int]) -> bool:
+    """Whether the chain is of one layer: no stage ends within a kernel, and one over a long skip would be of them all.
+
+    `products` counts those up to each node that no rule has written.
+    """
+    places = [products[node] for node in (*match.members, *match.results) if node in products]
+    return not places or max(places) - min(places) <= NEAR
 
 
 def _is_one_region(match: Match) -> bool:

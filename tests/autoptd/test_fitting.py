@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 import autoptd
 from autoptd import Cluster
+from autoptd.fitting import fit_program
+from autoptd.passes.stages import Found
 from samples.gpt import GPT, GPTConfig
 
 LAPTOP = Cluster.load("laptop-cpu")
@@ -35,6 +39,31 @@ def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_heavy(cluster, chunks).simulate(cluster).fits
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(119, "quick"), (105, "middling"), (101, "middling"), (96, "lean")]
+)
+def test_what_one_cut_holds_besides_is_not_what_another_does(limit: int, expected: str) -> None:
+    """Of three cuts, the best first: bytes that are counted, and those besides."""
+    cuts = {"quick": (90, 29), "middling": (80, 21), "lean": (79, 17)}
+    places: dict[tuple[int, ...], str] = {(number,): cut for number, cut in enumerate(cuts)}
+
+    def find(besides: Sequence[int]) -> Found:
+        more = max(besides, default=0)
+        fitting = [place for place, cut in places.items() if cuts[cut][0] + more <= limit]
+        place = fitting[0] if fitting else (2,)
+        return Found(place, "", bool(fitting), [cuts[places[place]][0]])
+
+    def finish(found: Found) -> Any:
+        counted, more = cuts[places[found.positions]]
+        memory = [counted + more]
+        return SimpleNamespace(simulate=lambda cluster: SimpleNamespace(memory_bytes=memory))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        positions, _ = fit_program(find, finish, with_memory(limit))
+    assert places[positions] == expected
 
 
 def test_a_program_that_does_not_fit_is_warned_of() -> None:

@@ -464,3 +464,31 @@ def test_no_cut_changes_a_bit(name: str, recompute: str) -> None:
     assert len(places) > 30
     for place in places[:: 1 if name == "sample" else 5]:
         assert all(map(torch.equal, finish([place]), whole)), place
+
+
+class Skip(nn.Module):
+    """A short chain that waits for all layers before it goes on."""
+
+    def __init__(self, chain: str) -> None:
+        super().__init__()
+        self.table, self.side, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)
+        )
+        self.chain = chain
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(idx)
+        side = self.side(x)
+        side = nn.functional.dropout(side, 0.1) if self.chain == "dropout" else nn.functional.silu(side)
+        for layer in self.layers:
+            x = x + layer(x)
+        x = x * side if self.chain == "silu" else x + side
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("chain", ["dropout", "silu"])
+def test_a_chain_over_a_long_skip_lets_stages_end(chain: str) -> None:
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    program = prepare(Skip(chain), 4, {"idx": ids, "targets": ids.clone()})
+    assert len(cut_stages(program, num_stages=8).stages) == 8
