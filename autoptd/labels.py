@@ -87,10 +87,10 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
     if (pairs := find_pairs(divided)) is not None:
         sizes = ", ".join(map(str, pairs.meta["sizes"]))
         yield (
-            f"{called(pairs)} makes [{sizes}], each of a microbatch's sequences with each: there are "
-            f"{divided.letters.get('b', 1)} of them, and none of another microbatch. A step's loss is the mean of the "
-            "microbatches' losses, which is not that of contrasts within the whole batch; for that, compile for the "
-            "batch as one microbatch: microbatch_size= its sequences, num_microbatches=1"
+            f"{called(pairs)} makes [{sizes}], each of a microbatch's sequences ({divided.letters.get('b', 1)} here) "
+            "with each, and with none of another microbatch. A step's loss is the mean of the microbatches' losses, which "
+            "is not that of contrasts within the whole batch, and no contrast at all where a microbatch is one sequence; "
+            "for the whole batch compile for one microbatch: microbatch_size= its sequences, num_microbatches=1"
         )
 
 

@@ -322,6 +322,6 @@ def test_pairs_of_sequences_are_said(whole: bool, size: int) -> None:
 
     said = compile_for(2)
     assert len(said) == whole
-    expected = f"makes [b, b], each of a microbatch's sequences with each: there are {size} of them"
+    expected = f"makes [b, b], each of a microbatch's sequences ({size} here) with each"
     assert all(text.startswith("aten.matmul (test_labels.py:") and expected in text for text in said)
     assert compile_for(1) == []
