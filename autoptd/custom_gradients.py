@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 from autoptd.source_lines import user_line
 
@@ -42,8 +43,15 @@ class Functions:
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if cls is checkpoint.CheckpointFunction:
-                self.checkpointed[user_line(traceback.extract_stack())] = None
-                return args[0](*args[2:])
+                place = user_line(traceback.extract_stack())
+                self.checkpointed[place] = None
+                result = args[0](*args[2:])
+                if _needs_gradient(tree_leaves(result)) and not _needs_gradient(args[2:]):
+                    raise ValueError(
+                        f"{place}: no tensor that this reentrant checkpoint is given needs a gradient, and torch gives "
+                        "none to what is in it either; say use_reentrant=False, or give it one that needs it"
+                    )
+                return result
             if cls not in self.seen and not cls.__name__.startswith(_LIBRARY):
                 self.seen[cls] = (user_line(traceback.extract_stack()), args)
             return original.__get__(None, cls)(*args, **kwargs)
@@ -66,6 +74,10 @@ class Functions:
         says = "activation checkpointing is looked through; recompute= says what the backward computes again"
         compared = (_compare(cls, *noted) for cls, noted in self.seen.items())
         return (*(f"{place}: {says}" for place in self.checkpointed), *compared)
+
+
+def _needs_gradient(values: Iterable[object]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 def _compare(cls: Any, place: str, args: tuple[Any, ...]) -> str:

@@ -216,12 +216,30 @@ def test_checkpoints_of_the_user_are_looked_through_and_said(outer: bool, inner:
     said = [line for line in program.log if "activation checkpointing is looked through; recompute=" in line]
     assert len(said) == 2
     assert all("test_side_effects.py" in line for line in said)
-    assert said[0] in " ".join(
-        program.texts[0].split()
-    )  # its lines are wrapped: where, the folder's length says
+    # Its lines are wrapped: where, the folder's length says.
+    assert said[0] in " ".join(program.texts[0].split())
     report = program.verify()
     assert report.passed, report
     assert max(report.gradient_errors.values()) < 1e-12
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_that_lose_gradients_are_refused(reentrant: bool, trained: bool) -> None:
+    """As torch does to the parameters in a reentrant one whose inputs need none: then `trained` ones are lost."""
+
+    def lose(model: Plain, x: Tensor) -> Tensor:
+        weight = model.head.weight if trained else model.head.weight.detach()
+        scale: Tensor = checkpoint(lambda y: (y @ weight.t()).mean(), x.detach(), use_reentrant=reentrant)
+        return x * scale
+
+    if reentrant and trained:
+        with pytest.raises(
+            ValueError, match=r"test_side_effects.py:\d+: .*no tensor that this reentrant checkpoint"
+        ):
+            compile_plain(Plain(lose))
+    else:
+        assert compile_plain(Plain(lose)).verify().passed
 
 
 def test_verify_leaves_what_forward_keeps() -> None:
