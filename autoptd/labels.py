@@ -88,9 +88,9 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
         sizes = ", ".join(map(str, pairs.meta["sizes"]))
         yield (
             f"{called(pairs)} makes [{sizes}], each of a microbatch's sequences ({divided.letters.get('b', 1)} here) "
-            "with each, and with none of another microbatch. A step's loss is the mean of the microbatches' losses, which "
-            "is not that of contrasts within the whole batch, and no contrast at all where a microbatch is one sequence; "
-            "for the whole batch compile for one microbatch: microbatch_size= its sequences, num_microbatches=1"
+            "with each, and with none of another microbatch. A step's loss is the mean of the microbatches' losses, "
+            "not that of contrasts within the whole batch, and of none where a microbatch is one sequence. For the "
+            "whole batch compile for one microbatch: microbatch_size= its sequences, num_microbatches=1"
         )
 
 

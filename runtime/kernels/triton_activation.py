@@ -25,7 +25,14 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     tile = plan_tiles(rows)
     result, written = empty_rows(x, torch.promote_types(x.dtype, bias.dtype))
     _bias_gelu[count_programs(rows, tile)](
-        rows, bias.contiguous(), written, *rows.shape, rows.stride(0), KIND=kind, **tile
+        rows,
+        bias.contiguous(),
+        written,
+        *rows.shape,
+        rows.stride(0),
+        KIND=kind,
+        enable_fp_fusion=True,
+        **tile,
     )
     return result if written is result else result.copy_(written)
 
@@ -38,7 +45,7 @@ def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> 
     partial = torch.empty(groups, rows.shape[1], dtype=torch.float32, device=x.device)
     _bias_gelu_backward[(groups * triton.cdiv(rows.shape[1], tile["COLUMNS"]),)](
         slopes, rows, bias.contiguous(), written, partial, *rows.shape, slopes.stride(0), rows.stride(0), steps,
-        KIND=kind, **tile
+        KIND=kind, enable_fp_fusion=True, **tile
     )  # fmt: skip
     of_x = of_x if written is of_x else of_x.copy_(written)
     return of_x, partial.sum(0).to(bias.dtype)
@@ -49,7 +56,15 @@ def gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     tile = plan_tiles(gates, ups)
     result, written = empty_rows(gate, torch.promote_types(gate.dtype, up.dtype))
     _gated_product[count_programs(gates, tile)](
-        gates, ups, written, *gates.shape, gates.stride(0), ups.stride(0), KIND=kind, **tile
+        gates,
+        ups,
+        written,
+        *gates.shape,
+        gates.stride(0),
+        ups.stride(0),
+        KIND=kind,
+        enable_fp_fusion=True,
+        **tile,
     )
     return result if written is result else result.copy_(written)
 
@@ -61,18 +76,47 @@ def gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str
     of_up, up_written = empty_rows(up, up.dtype)
     strides = slopes.stride(0), gates.stride(0), ups.stride(0)
     _gated_product_backward[count_programs(gates, tile)](
-        slopes, gates, ups, gate_written, up_written, *gates.shape, *strides, KIND=kind, **tile
+        slopes,
+        gates,
+        ups,
+        gate_written,
+        up_written,
+        *gates.shape,
+        *strides,
+        KIND=kind,
+        enable_fp_fusion=True,
+        **tile,
     )
     of_gate = of_gate if gate_written is of_gate else of_gate.copy_(gate_written)
     return of_gate, of_up if up_written is of_up else of_up.copy_(up_written)
 
 
 @triton.jit
+def _tail_over_density(x):
+    """The normal distribution's share beyond `x` >= 0, times exp(x^2 / 2), within 1.5e-7 of it.
+
+    Least squares, weighted until the largest relative error on 0 to 14 was least. libdevice's erf takes twice the
+    instructions, more than memory gives time for, cancels where x is negative, and has no use of the slope's exp.
+    """
+    t = 1 / (1 + 0.3 * x)
+    series = 0.03567617
+    series = series * t - 0.15720913
+    series = series * t + 0.2063643
+    series = series * t - 0.0536939
+    series = series * t + 0.12856721
+    series = series * t + 0.09991176
+    series = series * t + 0.12075424
+    return (series * t + 0.11962928) * t
+
+
+@triton.jit
 def _activate(x, KIND: tl.constexpr):
     """The activation's value and slope at `x`, both float32."""
     if KIND == "gelu":
-        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-        slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        density = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x^2 / 2)
+        beyond = density * _tail_over_density(tl.abs(x))
+        share = tl.where(x < 0, beyond, 1 - beyond)
+        slope = share + x * 0.3989422804014327 * density
     elif KIND == "silu":
         share = tl.sigmoid(x)
         slope = share + x * share * (1 - share)

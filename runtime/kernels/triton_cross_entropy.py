@@ -18,7 +18,7 @@ def sum_exponentials(logits: Tensor, own: int, results: Tensor) -> None:
     columns = plan_rows(*logits.shape)["COLUMNS"]
     largest, total = results.unbind()
     _sum_exponentials[(logits.shape[0],)](
-        logits, largest, total, own, logits.stride(0), COLUMNS=columns, num_warps=WARPS
+        logits, largest, total, own, logits.stride(0), COLUMNS=columns, num_warps=WARPS, enable_fp_fusion=True
     )
 
 
@@ -41,6 +41,7 @@ def differentiate_losses(
         logits.stride(0),
         COLUMNS=columns,
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
 
 

@@ -1,4 +1,8 @@
-"""dropout(x + bias) + residual and its backward in Triton; computed in float32, masks drawn on the way."""
+"""dropout(x + bias) + residual and its backward in Triton; computed in float32, masks drawn on the way.
+
+Product and sum are rounded apart, here and in `triton_norm`: a fused multiply-add in one of them alone would give
+the sum other bits where a stage or a recomputed layer ends before its norm.
+"""
 
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -34,7 +38,7 @@ def bias_dropout_add(
     _bias_dropout_add[count_programs(rows, tile)](
         rows, None if bias is None else bias.contiguous(), None if residual is None else others, written,
         *rows.shape, rows.stride(0), others.stride(0), keep_factor(p), mask_argument(key, p) if key else None,
-        ALIGNED=bool(key) and is_aligned(key, rows.shape[1]), **tile
+        ALIGNED=bool(key) and is_aligned(key, rows.shape[1]), enable_fp_fusion=False, **tile
     )  # fmt: skip
     return result if written is result else result.copy_(written)
 
@@ -49,7 +53,7 @@ def bias_dropout_add_backward(
     partial = torch.empty(groups, rows.shape[1], dtype=torch.float32, device=gradient.device)
     _bias_dropout_add_backward[(groups * triton.cdiv(rows.shape[1], tile["COLUMNS"]),)](
         rows, written, partial, *rows.shape, rows.stride(0), steps, keep_factor(p), mask_argument(key, p),
-        ALIGNED=is_aligned(key, rows.shape[1]), **tile
+        ALIGNED=is_aligned(key, rows.shape[1]), enable_fp_fusion=False, **tile
     )  # fmt: skip
     of_x = of_x if written is of_x else of_x.copy_(written)
     return of_x, partial.sum(0).to(bias_dtype)

@@ -63,6 +63,7 @@ def normalize_rows(
         ALIGNED=bool(key) and is_aligned(key, width),
         **tile,
         num_warps=WARPS,
+        enable_fp_fusion=False,
     )
 
 
@@ -103,6 +104,7 @@ def differentiate_rows(
         ALIGNED=bool(key) and is_aligned(key, width),
         **tile,
         num_warps=WARPS,
+        enable_fp_fusion=False,
     )
     return [None if partial is None else partial.sum(0) for partial in sums]
 

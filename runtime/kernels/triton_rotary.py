@@ -33,7 +33,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, bac
     _rotate[(triton.cdiv(rows, height),)](
         *tensors, tuple(sizes), *strides, width, turned, INTERLEAVED=interleaved, BACKWARD=backward, ROWS=height,
         PAIRS=pairs, REST=triton.next_power_of_2(width - turned) if turned < width else 0,
-        WIDE=max(extents) >= triton_tiles.WIDE_FROM
+        WIDE=max(extents) >= triton_tiles.WIDE_FROM, enable_fp_fusion=True
     )  # fmt: skip
     return result
 

@@ -54,6 +54,7 @@ def normalize_scores(
         CAUSAL=is_causal,
         **tile,
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
 
 
@@ -83,6 +84,7 @@ def differentiate_scores(
         CAUSAL=is_causal,
         **tile,
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
 
 
