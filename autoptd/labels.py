@@ -32,6 +32,8 @@ SCALING = frozenset(["neg", "mul", "div"])
 LINEAR = (
     MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
 )
+# Operators with one result that reduce dimensions.
+REDUCING = frozenset(["mean", "sum", "var", "std", "amax", "amin", "logsumexp"])
 SOFTMAX = frozenset(["softmax", "log_softmax"])
 
 
@@ -84,13 +86,12 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "replicas: their number times smaller than the sum over the whole batch, and the gradients with it. Return "
             "a mean, or scale the loss that the call returns"
         )
-    if (pairs := find_pairs(divided)) is not None:
-        sizes = ", ".join(map(str, pairs.meta["sizes"]))
+    if (mixed := find_mixed(divided)) is not None:
         yield (
-            f"{called(pairs)} makes [{sizes}], each of a microbatch's sequences ({divided.letters.get('b', 1)} here) "
-            "with each, and with none of another microbatch. A step's loss is the mean of the microbatches' losses, "
-            "not that of contrasts within the whole batch, and of none where a microbatch is one sequence. For the "
-            "whole batch compile for one microbatch: microbatch_size= its sequences, num_microbatches=1"
+            f"{called(mixed)} joins a microbatch's sequences ({divided.letters.get('b', 1)} here) with each other, as "
+            "contrasts and statistics of the batch do, and with none of another microbatch: a step's loss is the mean "
+            "of the microbatches' losses, which is another one than over the whole batch. For that, compile for one "
+            "microbatch on one replica: microbatch_size= all sequences, num_microbatches=1"
         )
 
 
@@ -141,11 +142,24 @@ def is_sum(program: Program) -> bool:
     )
 
 
-def find_pairs(program: Program) -> fx.Node | None:
-    """The first trained value with two dimensions of the batch: its sequences against each other, as contrasts are."""
+def find_mixed(program: Program) -> fx.Node | None:
+    """The first trained value that one sequence of the batch has of the others; None where each is by itself.
+
+    It has two dimensions of the batch, or is made with what was reduced over it.
+    """
     (stage,) = program.stages
-    trained = find_trained(stage)
-    return next((node for node in stage.graph.nodes if node in trained and _count_batches(node) > 1), None)
+    trained, reduced = find_trained(stage), set[fx.Node]()
+    node: fx.Node
+    for node in stage.graph.nodes:
+        if node not in trained:
+            continue
+        sources, batches = node.all_input_nodes, _count_batches(node)
+        known = not reduced.isdisjoint(sources)
+        if batches > 1 or (batches and known) or "batch_norm" in _name(node):
+            return node
+        if known or (_name(node) in REDUCING and not batches and any(map(_has_batch, sources))):
+            reduced.add(node)
+    return None
 
 
 def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
