@@ -19,6 +19,7 @@ from autoptd.collector import paused_collector
 from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.cost_row import CostRow
 from autoptd.example_inputs import read_examples
+from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
 from autoptd.passes.program import Program
@@ -115,6 +116,8 @@ class Estimator:
         if key not in self._rows:
             try:
                 self._rows[key] = self._measure(*key)
+            except IndivisibleError:
+                raise  # a layer says so for all
             except ValueError:
                 if not self._short[1]:
                     raise

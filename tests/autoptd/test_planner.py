@@ -13,8 +13,10 @@ from torch import nn
 
 import autoptd
 from autoptd import Cluster
+from autoptd.capture import capture
 from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import read_examples
+from autoptd.passes.program import Program
 from autoptd.planner import Search, Space
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
@@ -442,3 +444,18 @@ def test_a_forward_that_counts_its_layers_is_measured_whole() -> None:
     whole, short = (Estimator(m, SELENE).estimate(candidate) for m in (model, make_gpt()))
     assert whole.step_seconds == pytest.approx(short.step_seconds, rel=0.01)
     assert whole.memory_bytes == short.memory_bytes
+
+
+def test_tensor_ranks_that_do_not_divide_are_refused_by_a_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+
+    def count(model: GPT, **given: Any) -> Program:
+        captured.append(len(model.h))
+        return capture(model, **given)
+
+    monkeypatch.setattr("autoptd.estimation.capture", count)
+    estimator = Estimator(make_gpt(), SELENE)
+    with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=8 at h\.0\.attn \(gpt\.py"):
+        estimator.measure(8, 1, "none")
+    assert estimator.measure(2, 1, "none").layers == 8
+    assert captured == [4]
