@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoptd.estimation import Candidate, Estimate, Estimator
-from autoptd.options import check_counts, check_known, check_modes
+from autoptd.options import check_counts, check_flags, check_free_counts, check_known, check_modes
 from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.cluster import Cluster
 from autoptd.ranking import Plan, explain_rank, make_plan
@@ -81,17 +81,16 @@ def plan(
     fits: then the one that needs least, its fullest rank and the bytes that it is over.
     """
     check_known(plan, unknown)
-    check_modes(schedule=schedule or "1f1b", recompute=recompute or "none", layout=layout, fuse=fuse)
-    if recompute not in (None, *RECOMPUTE):
+    how = RECOMPUTE[0] if recompute is None else recompute
+    check_modes(schedule="1f1b" if schedule is None else schedule, recompute=how, layout=layout)
+    check_flags(fuse=fuse, scatter_gather=scatter_gather)
+    if how not in RECOMPUTE:
         raise ValueError(
             f"recompute={recompute!r}: plans know {', '.join(map(repr, RECOMPUTE))}, or None for any"
         )
-    check_counts(
-        world_size=world_size,
-        global_batch=global_batch,
-        max_tensor=max_tensor,
-        microbatch_size=microbatch_size,
-        num_model_chunks=num_model_chunks,
+    check_counts(world_size=world_size, global_batch=global_batch)
+    check_free_counts(
+        max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks
     )
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn, "rules": rules}
