@@ -173,7 +173,7 @@ class Cluster:
                 )
             path = SHIPPED / f"{name}.toml"
         try:
-            table = tomllib.loads(path.read_text())
+            table = tomllib.loads(path.read_text("utf-8"))
         except OSError as error:
             raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -190,7 +190,7 @@ class Cluster:
         if file.suffix != ".toml":
             raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
         try:
-            file.write_text(write_tables(self, source, others or {}))
+            file.write_text(write_tables(self, source, others or {}), "utf-8")
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
 
