@@ -18,6 +18,7 @@ from autoptd import Cluster
 from autoptd.capture import capture
 from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import read_examples
+from autoptd.passes.axis_rules import RULES
 from autoptd.passes.program import Program
 from autoptd.planner import Search, Space
 from autoptd.runtime.schedule import make_schedule
@@ -477,4 +478,7 @@ def test_tensor_ranks_that_do_not_divide_are_refused_by_a_few_layers(monkeypatch
     with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=8 at h\.0\.attn \(gpt\.py"):
         estimator.measure(8, 1, "none")
     assert estimator.measure(2, 1, "none").layers == 8
+    monkeypatch.delitem(RULES, "aten.gelu")
+    with pytest.raises(ValueError, match=r"no sharding rule for aten\.gelu at h\.0\.mlp"):
+        estimator.measure(4, 1, "none")
     assert captured == [4]
