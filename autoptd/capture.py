@@ -47,7 +47,7 @@ def capture(
     Raises TypeError for what is not a plain module and ValueError for what cannot be traced, with the user's file and
     line.
     """
-    _check_model(model)
+    check_model(model)
     for part in (model, loss_fn):
         if isinstance(part, nn.Module):
             refuse_hooks(part)
@@ -83,10 +83,11 @@ def capture(
     )
 
 
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
+    """Raise TypeError for what is no plain module."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {name}; compile takes an nn.Module or an fx.GraphModule")
+        raise TypeError(f"model is a {name}; expected an nn.Module or an fx.GraphModule")
     if isinstance(model, (DataParallel, DistributedDataParallel)) or "FSDP" in name:
         raise TypeError(
             f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh"

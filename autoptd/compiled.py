@@ -233,8 +233,8 @@ class CompiledProgram:
 
         The critical rank, what the bubble costs, which communication nothing hides, what the slowest stage's cuts
         would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
-        (see `Estimator`) with the program's own `options`, and need the model, which a loaded program does not know.
-        `training` as `simulate` takes it; ValueError as there.
+        (see `Estimator`) with the program's own `options`, and need the model, which a loaded program does not know,
+        and ranks in their default order. `training` as `simulate` takes it; ValueError as there.
         """
         simulation = self.simulate(cluster, dtype, **training)
         known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options

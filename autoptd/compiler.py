@@ -24,7 +24,8 @@ from autoptd.initialization import read_initial
 from autoptd.labels import describe_labels, describe_means
 from autoptd.options import (
     Options,
-    check_counts,
+    check_flags,
+    check_free_counts,
     check_known,
     check_modes,
     check_planned,
@@ -128,9 +129,10 @@ def compile(
         return choose_fitting(found, Cluster.load(size["cluster"]))
     settled = "interleaved_1f1b" if schedule is None else schedule
     options = Options("none" if recompute is None else recompute, fuse, layout, rules)
-    check_modes(schedule=settled, recompute=options.recompute, layout=layout, fuse=fuse)
+    check_modes(schedule=settled, recompute=options.recompute, layout=layout)
+    check_flags(fuse=fuse, scatter_gather=scatter_gather)
     counts: Any = {"num_microbatches": num_microbatches, "num_model_chunks": num_model_chunks}
-    check_counts(microbatch_size=microbatch_size, **counts)
+    check_free_counts(microbatch_size=microbatch_size, **counts)
     job = _Job(model, read_mesh(mesh), loss_fn, settled, options, scatter_gather, **counts, **own)
     return _compile(job, list_examples(example_inputs), microbatch_size)
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autoptd.capture import capture
+from autoptd.capture import capture, check_model
 from autoptd.collector import paused_collector
 from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.cost_row import CostRow
 from autoptd.example_inputs import read_examples
+from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
 from autoptd.passes.program import Program
@@ -91,6 +92,7 @@ class Estimator:
         self.cluster = cluster
         self.training = training or Training()
         self._dtype, self._search = dtype, search
+        check_model(model)
         examples = read_examples(model, example_inputs, loss_fn, None)
         self._model, self._short = model, shorten_model(model, examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
@@ -115,6 +117,8 @@ class Estimator:
         if key not in self._rows:
             try:
                 self._rows[key] = self._measure(*key)
+            except IndivisibleError:
+                raise  # a layer says so for all
             except ValueError:
                 if not self._short[1]:
                     raise

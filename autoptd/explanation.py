@@ -20,6 +20,10 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.simulation import Simulation, Training
 
 UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
+REORDERED = (
+    "as estimates are of ranks in the default order, tensor innermost, and this mesh has another: see them of a "
+    "program for mesh=(tensor, pipeline, data)"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Change:
     """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
 
     `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
-    program's own estimate, which knows no limit of memory and sees no group parted. `refused` says why it cannot be.
+    program's own estimate, which knows no limit of memory and sees no group parted; a change that is `within_error` may
+    be of the other sign. `refused` says why it cannot be.
     """
 
     what: str
@@ -37,12 +42,18 @@ class Change:
     error: float = 0.0
     refused: str = ""
 
+    @property
+    def within_error(self) -> bool:
+        """Whether it changes the time of a sequence by no more than the program's own estimate is off."""
+        return not self.refused and abs(1 - self.seconds_per_sequence) <= self.error
+
     def __str__(self) -> str:
         if self.refused:
             return f"{self.what}: cannot be, {self.refused}"
         faster = 1 - self.seconds_per_sequence
+        within = f" (within the estimate's error of {self.error:.1%})" if self.within_error else ""
         return (
-            f"{self.what}: {abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence, "
+            f"{self.what}: {abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence{within}, "
             f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates, of which the program's own is "
             f"{self.error:.1%} off"
         )
@@ -98,7 +109,8 @@ def explain_program(
 ) -> Explanation:
     """See `CompiledProgram.explain`; the `simulation` is of `training`.
 
-    Without the `model` and its `options` no change is estimated, which is said.
+    Without the `model` and its `options`, or where ranks have an order of their own, no change is estimated, which is
+    said.
     """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     work = tuple(
@@ -107,8 +119,9 @@ def explain_program(
     )
     kinds = ("tensor", "pipeline", "data")
     shared = simulation.cluster.shared_by(manifest.mesh.size)
-    changes: tuple[Change, ...] = (Change("other settings", refused=UNKNOWN),)
-    if model is not None and options is not None:
+    reordered = manifest.mesh.ranks is not None
+    changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
+    if model is not None and options is not None and not reordered:
         estimator = Estimator(
             model,
             shared,
@@ -192,7 +205,7 @@ def _change(
         m,
         v,
         recompute,
-        "1f1b" if manifest.schedule == "interleaved_1f1b" and v == 1 else manifest.schedule,
+        manifest.schedule,
     )
     estimated = estimator.estimate(own).step_seconds
     now, off = estimated / (m * mesh.data), abs(estimated / simulated - 1)
@@ -216,7 +229,7 @@ def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
     if p > 1:
         reason = f"{m} microbatches are no multiple of {p} pipeline ranks"
         yield f"{v + 1} model chunks for {v}", chunk if m % p == 0 else reason
-    more = p if v > 1 else 1
+    more = p if own.schedule == "interleaved_1f1b" else 1
     yield f"{m + more} microbatches for {m} (a larger batch)", own._replace(num_microbatches=m + more)
     if d % 2 == 0:
         twice = own._replace(tensor=2 * t, data=d // 2, num_microbatches=2 * m)

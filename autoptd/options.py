@@ -68,7 +68,7 @@ def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
     return Mesh(tensor, pipeline, data, None if ranks == tuple(range(len(ranks))) else ranks)
 
 
-def check_modes(*, schedule: str, recompute: object, layout: str, fuse: object) -> None:
+def check_modes(*, schedule: str, recompute: object, layout: str) -> None:
     """Raise ValueError for a mode that does not exist, with what does."""
     if schedule not in SCHEDULES:
         raise ValueError(
@@ -84,8 +84,6 @@ def check_modes(*, schedule: str, recompute: object, layout: str, fuse: object) 
         raise ValueError(
             f"unknown layout {layout!r}; use 'sbh' (sequence first) or 'bsh' (as the model has it)"
         )
-    if not isinstance(fuse, bool):
-        raise ValueError(f"fuse is {fuse!r}; expected True or False")
 
 
 def check_seed(seed: object) -> None:
@@ -106,11 +104,23 @@ def check_backend(backend: str) -> None:
         )
 
 
+def check_flags(**flags: object) -> None:
+    """Raise ValueError unless each is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; expected True or False")
+
+
 def check_counts(**counts: object) -> None:
-    """Raise ValueError unless each is a positive integer or None."""
+    """Raise ValueError unless each is a positive integer."""
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a positive integer")
+
+
+def check_free_counts(**counts: object) -> None:
+    """Raise ValueError unless each is a positive integer, or None: then it is chosen."""
+    check_counts(**{name: value for name, value in counts.items() if value is not None})
 
 
 def check_planned(

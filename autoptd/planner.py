@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from autoptd.estimation import Candidate, Estimate, Estimator
-from autoptd.options import check_counts, check_known, check_modes
+from autoptd.options import check_counts, check_flags, check_free_counts, check_known, check_modes
+from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.cluster import Cluster
 from autoptd.ranking import Plan, explain_rank, make_plan
 from autoptd.runtime.mesh import Mesh
@@ -74,23 +75,22 @@ def plan(
             `CompiledProgram.simulate` takes it: zero=1 is for those who call ``parallel.shard_optimizer``.
 
     The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
-    model and the batch, the best first, and those that do not fit at the end.
+    model and the batch: the best first, then those too slow to be simulated, and those that do not fit at the end.
 
     Raises TypeError or ValueError for what the user gave, for a world size that no mesh divides, and where no plan
     fits: then the one that needs least, its fullest rank and the bytes that it is over.
     """
     check_known(plan, unknown)
-    check_modes(schedule=schedule or "1f1b", recompute=recompute or "none", layout=layout, fuse=fuse)
-    if recompute not in (None, *RECOMPUTE):
+    how = RECOMPUTE[0] if recompute is None else recompute
+    check_modes(schedule="1f1b" if schedule is None else schedule, recompute=how, layout=layout)
+    check_flags(fuse=fuse, scatter_gather=scatter_gather)
+    if how not in RECOMPUTE:
         raise ValueError(
             f"recompute={recompute!r}: plans know {', '.join(map(repr, RECOMPUTE))}, or None for any"
         )
-    check_counts(
-        world_size=world_size,
-        global_batch=global_batch,
-        max_tensor=max_tensor,
-        microbatch_size=microbatch_size,
-        num_model_chunks=num_model_chunks,
+    check_counts(world_size=world_size, global_batch=global_batch)
+    check_free_counts(
+        max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks
     )
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn, "rules": rules}
@@ -163,7 +163,7 @@ class Search:
         twice = self._whole if space.microbatch_size else estimator.measure(1, 2, self._recompute)
         # Seconds of one microbatch of b sequences are at least fixed + b * each.
         self._each = (twice.seconds - self._whole.seconds) / self._size
-        self._refused: dict[tuple[int, str | int], str] = {}
+        self._refused: dict[tuple[int, str | int | None], str] = {}  # None: whatever is computed again
         self._measured: set[tuple[int, int, str | int]] = set()
         self._walked: set[Candidate] = set()
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
@@ -260,12 +260,13 @@ class Search:
     # Steps
 
     def _measure(self, candidate: Candidate) -> bool:
-        if (candidate.tensor, candidate.recompute) in self._refused:
+        t, how = candidate.tensor, candidate.recompute
+        if (t, None) in self._refused or (t, how) in self._refused:
             return False
         try:
             self._estimator.measure(*self._key(candidate))
         except ValueError as error:
-            self._refused[candidate.tensor, candidate.recompute] = str(error)
+            self._refused[t, None if isinstance(error, IndivisibleError) else how] = str(error)
             return False
         self._measured.add(self._key(candidate))
         return True
@@ -276,6 +277,14 @@ class Search:
             candidate.pipeline * candidate.num_model_chunks
             <= self._estimator.measure(*self._key(candidate)).units
         )
+
+    def _divides(self, candidate: Candidate) -> bool:
+        """Whether as many tensor ranks divide the model, and leave places for the stages: one measurement says so."""
+        keys = [key for key in self._measured if key[0] == candidate.tensor]
+        if not keys and self._measure(candidate):
+            keys = [self._key(candidate)]
+        stages = candidate.pipeline * candidate.num_model_chunks
+        return any(stages <= self._estimator.measure(*key).units for key in keys)
 
     def _simulate(self, candidate: Candidate) -> None:
         estimate = self._estimator.estimate(candidate)
@@ -294,26 +303,28 @@ class Search:
         order = sorted(self._found.values(), key=lambda found: found[1].step_seconds)
         best = order[0]
         plans = [
-            make_plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), estimate.breakdown)
+            make_plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), True, estimate.breakdown)
             for candidate, estimate in order
         ]
         plans = [replace(own, why=explain_rank(own, plans)) for own in plans]
         seen = set(self._found)
         for bound, candidate in sorted(left):
-            if candidate.mesh not in seen:
+            if candidate.mesh not in seen and self._divides(candidate):
                 seen.add(candidate.mesh)
                 slower = bound / best[1].step_seconds - 1
                 why = (
                     f"not simulated: at least {slower:.0%} slower, were its stages even and its messages free, "
                     "with these settings or others"
                 )
-                plans.append(replace(make_plan(candidate, bound, round(self._need(candidate))), why=why))
+                own = make_plan(candidate, bound, round(self._need(candidate)), None)
+                plans.append(replace(own, why=why))
         for mesh, full in self._full.items():
-            if mesh not in seen:
-                need, candidate = min(full)
+            possible = (pair for pair in sorted(full) if self._divides(pair[1]))
+            if mesh not in seen and (leanest := next(possible, None)):
+                need, candidate = leanest
                 over = (need - self._limit) / 1e9
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
-                own = make_plan(candidate, self._bound(candidate), round(need), fits=False)
+                own = make_plan(candidate, self._bound(candidate), round(need), False)
                 plans.append(replace(own, why=why))
         return tuple(plans)
 
@@ -360,7 +371,10 @@ class Search:
         )
 
     def _list_refusals(self) -> str:
-        return "".join(f"; t={t}, recompute={how!r}: {why}" for (t, how), why in self._refused.items())
+        return "".join(
+            f"; t={t}{f', recompute={how!r}' if how else ''}: {why}"
+            for (t, how), why in self._refused.items()
+        )
 
 
 def _count_held(candidate: Candidate, rank: int) -> int:

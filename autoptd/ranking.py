@@ -26,8 +26,8 @@ class Plan:
 
     Where it is `simulated`, `breakdown` says what `step_seconds` are made of on the busiest rank (see `Simulation`),
     and `memory_bytes` is what the fullest rank holds at its peak. Else both are lower bounds, for the mesh whatever its
-    settings, of which those with the lowest bound stand for the rest. `why` says why the plan is the best, or what it
-    loses by.
+    settings, of which those with the lowest bound stand for the rest; `fits` is False where that is too much already,
+    and None where it is unknown: not simulated. `why` says why the plan is the best, or what it loses by.
     """
 
     mesh: Mesh
@@ -38,7 +38,7 @@ class Plan:
     recompute: str | int
     step_seconds: float
     memory_bytes: int
-    fits: bool
+    fits: bool | None
     breakdown: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
 
@@ -66,8 +66,8 @@ def make_plan(
     candidate: Candidate,
     step_seconds: float,
     memory_bytes: int,
+    fits: bool | None,
     breakdown: Mapping[str, float] | None = None,
-    fits: bool = True,
 ) -> Plan:
     """The plan of a candidate; why, is not said yet."""
     return Plan(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autoptd.options import check_flags
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.durations import Precision
 from autoptd.passes.pipeline import ActionTimes, walk
@@ -103,7 +104,13 @@ class Training:
     wide_gradients: bool = True
 
     def __post_init__(self) -> None:
-        if self.zero not in (0, 1):
+        check_flags(
+            overlap_transfers=self.overlap_transfers,
+            overlap_data=self.overlap_data,
+            overlap_tensor=self.overlap_tensor,
+            wide_gradients=self.wide_gradients,
+        )
+        if type(self.zero) is not int or self.zero not in (0, 1):
             raise ValueError(f"zero={self.zero!r}: expected 0 or 1 (ZeRO's first stage)")
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+from autoptd.options import check_counts
 from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
@@ -43,6 +44,7 @@ def simulate_schedule(
     while both ranks compute on. Times are exact inside and rounded once, at the end. ValueError for times or
     a schedule that cannot be.
     """
+    check_counts(p=p, m=m, v=v)
     schedule = make_schedule(name, p, m, v)
     forward, backward, transfer, tick = _whole_ticks(v, forward_seconds, backward_seconds, transfer_seconds)
     stages = range(p * v)
@@ -76,8 +78,9 @@ def _whole_ticks(
         "transfer_seconds": transfer_seconds,
     }
     for keyword, seconds in times.items():
-        if not math.isfinite(seconds) or seconds < 0:
-            raise ValueError(f"{keyword}={seconds}: expected a finite time of 0 seconds or more")
+        number = isinstance(seconds, (int, float, Fraction)) and not isinstance(seconds, bool)
+        if not number or not math.isfinite(seconds) or seconds < 0:
+            raise ValueError(f"{keyword}={seconds!r}: expected a finite time of 0 seconds or more")
     if forward_seconds == backward_seconds == 0:
         raise ValueError(
             "forward_seconds and backward_seconds are both 0: there is no computation to be idle beside"

@@ -96,7 +96,7 @@ def _format_link(rate: float, link: Link) -> str:
 
 
 def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
-    """The best plans first; a time that is a lower bound has a >=."""
+    """The best plans first; a time that is a lower bound has a >=, and memory a mark where it is not known to fit."""
     head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
     rows = [
         [
@@ -106,13 +106,15 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
             ("" if plan.simulated else ">= ") + format_seconds(plan.step_seconds),
             ("" if plan.simulated else ">= ")
             + format_bytes(plan.memory_bytes)
-            + ("" if plan.fits else " (!)"),
+            + {True: "", False: " (!)", None: " (?)"}[plan.fits],
             plan.why,
         ]
         for plan in plans[:shown]
     ]
     _print_table(console, head, rows, words=(6, 7, 10))
     console.print("t tensor, p pipeline, d data ranks; v model chunks a rank; m microbatches of b sequences")
+    if not all(plan.fits for plan in plans[:shown]):
+        console.print("(!) does not fit, (?) unknown: not simulated")
     if len(plans) > shown:
         console.print(f"and {len(plans) - shown} more; --top shows them")
 

@@ -182,7 +182,7 @@ class Analysis:
             return rule
         if self.tensor > 1 and node in self._learned:
             shapes = [list(shape_of(n)) for n in node.all_input_nodes if n in self.axes]
-            raise ValueError(
+            raise ax.IndivisibleError(
                 f"no sharding rule for {name} at {where(node)}, whose tensors have shapes {shapes}; give one, e.g. "
                 f'autoptd.compile(..., rules={{"{name}": "b s h -> b s h"}}) with one name per dimension and "!" '
                 "after a name that must stay whole, or use tensor=1"

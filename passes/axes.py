@@ -16,6 +16,10 @@ from math import prod
 _serial = count()
 
 
+class IndivisibleError(ValueError):
+    """What one operator says of a number of tensor ranks, however many layers are beside it."""
+
+
 class Axis:
     """One dimension or a part of one; compare the results of `find`, never two `Axis` objects themselves.
 

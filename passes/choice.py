@@ -297,7 +297,7 @@ def replicated_heads(analysis: Analysis) -> frozenset[fx.Node]:
         ):
             continue
         if tensor % sizes[0]:
-            raise ValueError(
+            raise ax.IndivisibleError(
                 f"{sizes[0]} key-value heads do not divide over tensor={tensor} at {where(node)}, and tensor is not a "
                 f"multiple of them (which would replicate them); use tensor={_listed(_divisors(sizes[0]))}"
             )
@@ -331,9 +331,11 @@ def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
         if groups % analysis.tensor == 0:  # it is not their number
             continue
         name, usable = f"{heads} heads", heads
+        kind: type[ValueError] = ax.IndivisibleError
         if heads % analysis.tensor == 0:  # other rows lie between the heads of a group
-            name, usable = f"{heads} heads in {groups} groups", groups
-        raise ValueError(
+            # What all layers save decides whether they are divided, too.
+            name, usable, kind = f"{heads} heads in {groups} groups", groups, ValueError
+        raise kind(
             f"{name} do not divide over tensor={analysis.tensor} at {where(node)}; "
             f"use tensor={_listed(_divisors(usable))}"
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,16 @@ class Cluster:
     def load(cls, name: Cluster | str | Path) -> Cluster:
         """A cluster by its shipped name ("dgx-a100"), or from a TOML file of your own by path; a cluster is itself.
 
-        Raises ValueError for an unknown name, and for a file with missing, unknown or impossible values, all named.
+        Raises TypeError for another type, ValueError for an unknown name, and for a file with missing, unknown or
+        impossible values, all named.
         """
         if isinstance(name, Cluster):
             return name
+        if not isinstance(name, (str, PathLike)):
+            raise TypeError(
+                f'cluster is {name!r}; expected a shipped name such as "dgx-a100", the path of a .toml file, '
+                "or a Cluster"
+            )
         path = Path(name)
         if path.suffix != ".toml":
             known = sorted(file.stem for file in SHIPPED.glob("*.toml"))
@@ -166,7 +173,7 @@ class Cluster:
                 )
             path = SHIPPED / f"{name}.toml"
         try:
-            table = tomllib.loads(path.read_text())
+            table = tomllib.loads(path.read_text("utf-8"))
         except OSError as error:
             raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -183,7 +190,7 @@ class Cluster:
         if file.suffix != ".toml":
             raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
         try:
-            file.write_text(write_tables(self, source, others or {}))
+            file.write_text(write_tables(self, source, others or {}), "utf-8")
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
 

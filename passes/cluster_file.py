@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -33,14 +34,15 @@ def read_table(table: Mapping[str, Any], kind: type, source: str, place: str) ->
     return values
 
 
-LARGEST = 1e30  # of a value in a file
+SMALLEST, LARGEST = 1e-30, 1e30  # of a value in a file: what times are made of neither vanishes nor overflows
 
 
 def read_number(value: object, kind: type, source: str, name: str) -> Any:
     share = name.endswith("efficiency")
     fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if not fits or not 0 < value <= (1 if share else LARGEST):  # type: ignore[operator]
-        noun = "a share above 0 and at most 1" if share else "a number above 0"
+    most = 1.0 if share else LARGEST
+    if not fits or not SMALLEST <= value <= most:  # type: ignore[operator]
+        noun = f"a {'share' if share else 'number'} above 0, from {SMALLEST:g} to {most:g}"
         raise ValueError(
             f"{source}: {name} = {value!r}: expected {'a whole number above 0' if kind is int else noun}"
         )
@@ -72,8 +74,13 @@ def _write_table(record: Any, place: str, source: str, others: Mapping[str, str]
     for key, value in values.items():
         if key not in tables:
             text = (
-                json.dumps(value) if isinstance(value, str) else f"{value:.6g}"
-            )  # a text of JSON is one of TOML
-            yield f"{f'{key} = {text}':<35} # {others.get(key, source)}"
+                _escape(json.dumps(value, ensure_ascii=False)) if isinstance(value, str) else f"{value:.6g}"
+            )
+            yield f"{f'{key} = {text}':<35} # {_escape(others.get(key, source))}"
     for key, table in tables.items():
         yield from _write_table(table, f"{place}.{key}" if place else key, others.get(key, source), others)
+
+
+def _escape(text: str) -> str:
+    """A text of JSON as one of TOML, or a text as a comment's: neither has control characters."""
+    return re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -84,7 +84,9 @@ def find_best(
 ) -> tuple[Candidate, Estimate]:
     """The best of the plans with even stages; what the planner has only a bound of is simulated while that is lower."""
     found: list[tuple[float, Candidate]] = []
-    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds):
+    for plan in sorted(
+        (plan for plan in plans if plan.fits is not False), key=lambda plan: plan.step_seconds
+    ):
         if found and min(found)[0] <= plan.step_seconds:
             break
         found += time_mesh(row, (plan.mesh.tensor, plan.mesh.pipeline), estimator, space)

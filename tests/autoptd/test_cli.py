@@ -297,6 +297,10 @@ def test_other_ranks_are_silent(
                 (-1, "--top is -1: expected a positive"),
             )
         ),
+        (
+            "plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --schedule=",
+            "unknown schedule ''; did you mean",
+        ),
         ("compile samples.gpt:make_model --mesh 1,1 -o {folder}", "mesh has 2 entries (1, 1)"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ful", "recompute is 'ful'"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --schedule 1f2b", "did you mean '1f1b'?"),

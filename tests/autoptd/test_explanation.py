@@ -13,10 +13,12 @@ from torch import nn
 
 import autoptd
 from autoptd import Cluster
+from autoptd.explanation import Change
+from autoptd.runtime.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 
 
-def compile_gpt(mesh: tuple[int, int, int], **options: object) -> autoptd.CompiledProgram:
+def compile_gpt(mesh: tuple[int, int, int] | Mesh, **options: object) -> autoptd.CompiledProgram:
     with torch.device("meta"):
         model = GPT(GPTConfig(512, 128, 8, 4, 256)).to(torch.bfloat16)
     counts = {"microbatch_size": 2, "num_microbatches": 4}
@@ -95,6 +97,31 @@ def test_a_loaded_program_says_that_estimates_need_the_model(tmp_path: Path) -> 
 def test_what_cannot_be_is_said() -> None:
     changes = {change.what: change for change in compile_gpt((4, 2, 2)).explain().changes}
     assert "divide" in changes["8 tensor ranks for 4, and half the replicas"].refused
+
+
+def test_estimates_of_ranks_in_another_order_are_refused() -> None:
+    explained = compile_gpt(Mesh(1, 2, 2, (0, 2, 1, 3))).explain()
+    assert "with other settings: cannot be, as estimates are of ranks in the default order" in str(explained)
+
+
+def test_a_change_smaller_than_the_error_says_so() -> None:
+    def change(seconds: float, error: float) -> Change:
+        return Change("3 model chunks for 2", 1.0, 10**9, seconds, error)
+
+    assert "1.0% less time a sequence (within the estimate's error of 3.5%), 1 GB" in str(change(0.99, 0.035))
+    assert "2.0% more time a sequence (within the estimate's error of 3.5%), 1 GB" in str(change(1.02, 0.035))
+    assert "9.0% less time a sequence, 1 GB" in str(change(0.91, 0.035))
+    assert [change(0.99, 0.035).within_error, change(0.91, 0.035).within_error] == [True, False]
+    assert not Change("8 tensor ranks for 4", refused="4 heads do not divide").within_error
+
+
+@pytest.mark.parametrize(("schedule", "more"), [("interleaved_1f1b", 6), ("1f1b", 5), ("gpipe", 5)])
+def test_more_microbatches_are_as_many_as_the_schedule_takes(schedule: str, more: int) -> None:
+    changes = compile_gpt((1, 2, 1), num_model_chunks=1, schedule=schedule).explain().changes
+    (larger,) = (change for change in changes if "a larger batch" in change.what)
+    assert larger.what == f"{more} microbatches for 4 (a larger batch)"
+    changed = compile_gpt((1, 2, 1), num_model_chunks=1, schedule=schedule, num_microbatches=more)
+    assert larger.step_seconds == pytest.approx(changed.simulate("dgx-a100").step_seconds, rel=0.005)
 
 
 def test_difference_of_programs() -> None:

@@ -87,6 +87,7 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
         ({"num_microbatches": 0}, ValueError, "num_microbatches is 0; expected a positive integer"),
         ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
         ({"fuse": 1}, ValueError, "fuse is 1; expected True or False"),
+        ({"scatter_gather": "no"}, ValueError, "scatter_gather is 'no'; expected True or False"),
         ({"layout": "hsb"}, ValueError, "unknown layout 'hsb'; use 'sbh'"),
         (
             {"recompute": "half"},
@@ -104,6 +105,31 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compile(GPT(SMALL), (1, 2, 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"overlap_data": "no"}, ValueError, "overlap_data is 'no'; expected True or False"),
+        ({"scatter_gather": "no"}, ValueError, "scatter_gather is 'no'; expected True or False"),
+        ({"schedule": ""}, ValueError, "unknown schedule ''; did you mean"),
+        ({"schedule": 0}, ValueError, "unknown schedule 0; did you mean"),
+        ({"schedule": False}, ValueError, "unknown schedule False; did you mean"),
+        ({"recompute": ""}, ValueError, "recompute is ''; expected 'none'"),
+        ({"recompute": 0}, ValueError, "recompute is 0; expected 'none'"),
+        ({"world_size": None}, ValueError, "world_size is None; expected a positive integer"),
+        ({"global_batch": None}, ValueError, "global_batch is None; expected a positive integer"),
+        ({"cluster": None}, TypeError, 'cluster is None; expected a shipped name such as "dgx-a100"'),
+        ({"model": 5}, TypeError, "model is a int; expected an nn.Module or an fx.GraphModule"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_of_a_plan_is_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given: Any = {"model": GPT(SMALL), "world_size": 1, "global_batch": 1, "cluster": "dgx-a100", **options}
+    with pytest.raises(error, match=message):
+        plan(**given)
 
 
 @pytest.mark.parametrize("call", ["simulate", "explain", "save_report", "verify", "plan"])

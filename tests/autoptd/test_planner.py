@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
+from io import StringIO
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import autoptd
 from autoptd import Cluster
+from autoptd.capture import capture
 from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import read_examples
+from autoptd.passes.axis_rules import RULES
+from autoptd.passes.program import Program
 from autoptd.planner import Search, Space
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
 from autoptd.simulation import Training, simulate_times
+from autoptd.terminal import print_plans
 from samples.gpt import GPT, GPTConfig
 
 EXAMPLES = read_examples(GPT(GPTConfig(512, 128, 1, 4, 64)), None, None, 1)
@@ -88,7 +94,7 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
         plans = Search(estimator, replace(space, cluster=with_memory(limit))).run()
         fitting = [(e.step_seconds, c.mesh) for e, c in every if max(e.memory_bytes) <= limit]
         assert plans[0].step_seconds == pytest.approx(min(fitting)[0], rel=1e-9)
-        assert {own.mesh for own in plans if own.fits} >= {mesh for _, mesh in fitting}
+        assert {own.mesh for own in plans if own.fits is not False} >= {mesh for _, mesh in fitting}
 
 
 @pytest.mark.parametrize(
@@ -214,8 +220,8 @@ def test_plans_know_how_a_step_is_run() -> None:
     """What fits only divided among the replicas is planned so, and the program's own simulation says the same."""
     size: Any = {"world_size": 4, "global_batch": 16, "cluster": with_memory(45e6), "max_tensor": 1}
     whole, divided = (autoptd.plan(make_gpt(), **size, zero=zero) for zero in (0, 1))
-    assert min(own.mesh.pipeline for own in divided if own.fits) < min(
-        own.mesh.pipeline for own in whole if own.fits
+    assert min(own.mesh.pipeline for own in divided if own.fits is not False) < min(
+        own.mesh.pipeline for own in whole if own.fits is not False
     )
     best = autoptd.plan(make_gpt(), **{**size, "cluster": SELENE}, zero=1)[0]
     simulated = autoptd.compile(make_gpt(), **best.options).simulate(SELENE, zero=1)
@@ -297,14 +303,30 @@ def test_no_tensor_group_leaves_its_node_unless_asked() -> None:
 def test_every_plan_says_why() -> None:
     plans = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(50e6))
     assert plans[0].why.startswith("the fastest that fits")
-    kinds = [(not own.fits, not own.simulated) for own in plans]
+    kinds = [(own.fits is False, not own.simulated) for own in plans]
     assert kinds == sorted(kinds)
     for own in plans:
-        if not own.fits:
+        assert own.simulated == (own.fits is True)
+        if own.fits is False:
             assert own.memory_bytes > 50e6 * 0.95
             assert "does not fit" in own.why
         elif not own.simulated:
             assert "not simulated: at least" in own.why
+    screen = StringIO()
+    print_plans(Console(file=screen, width=200), plans, len(plans))
+    table = screen.getvalue().split("t tensor,")[0]
+    for mark, fits in (("(!)", False), ("(?)", None)):
+        assert table.count(mark) == sum(own.fits is fits for own in plans) > 0
+    assert "(!) does not fit, (?) unknown: not simulated" in screen.getvalue()
+
+
+@pytest.mark.parametrize("memory", [80e9, 25e6])
+def test_no_mesh_is_listed_that_compile_refuses(memory: float) -> None:
+    """Neither as too slow to be simulated nor as too large: three tensor ranks do not divide four heads."""
+    size: Any = {"world_size": 6, "global_batch": 6, "microbatch_size": 1, "recompute": "full"}
+    plans = autoptd.plan(make_gpt(6), cluster=with_memory(memory), **size)
+    assert {own.mesh.tensor for own in plans} == {1, 2}
+    assert len(plans) == 6
 
 
 # Refused
@@ -442,3 +464,21 @@ def test_a_forward_that_counts_its_layers_is_measured_whole() -> None:
     whole, short = (Estimator(m, SELENE).estimate(candidate) for m in (model, make_gpt()))
     assert whole.step_seconds == pytest.approx(short.step_seconds, rel=0.01)
     assert whole.memory_bytes == short.memory_bytes
+
+
+def test_tensor_ranks_that_do_not_divide_are_refused_by_a_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+
+    def count(model: GPT, **given: Any) -> Program:
+        captured.append(len(model.h))
+        return capture(model, **given)
+
+    monkeypatch.setattr("autoptd.estimation.capture", count)
+    estimator = Estimator(make_gpt(), SELENE)
+    with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=8 at h\.0\.attn \(gpt\.py"):
+        estimator.measure(8, 1, "none")
+    assert estimator.measure(2, 1, "none").layers == 8
+    monkeypatch.delitem(RULES, "aten.gelu")
+    with pytest.raises(ValueError, match=r"no sharding rule for aten\.gelu at h\.0\.mlp"):
+        estimator.measure(4, 1, "none")
+    assert captured == [4]

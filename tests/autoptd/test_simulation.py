@@ -27,6 +27,7 @@ from autoptd.runtime import collectives
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
+from autoptd.simulation import Training
 from autoptd.timeline import box_colours, write_svg
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
@@ -317,18 +318,35 @@ def test_another_dtype_than_the_programs() -> None:
         ),
         (("dgx-a100", "bf61"), "dtype='bf61': expected one of fp64, fp32"),
         (("dgx-1-v100", "bf16"), "V100-SXM2-32GB has no bf16: expected one of fp16, fp32, fp64"),
+        (("dgx-a100", ["bf16"]), "dtype=['bf16']: expected one of fp64, fp32"),
         (("dgx-b100",), "cluster 'dgx-b100' is not shipped"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_simulated_is_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match="expected") as refusal:
         compile_gpt((1, 1, 1)).simulate(*arguments)
     assert message in str(refusal.value)
 
 
-def test_zero_has_one_stage_here() -> None:
-    with pytest.raises(ValueError, match="zero=3: expected 0 or 1"):
-        compile_gpt((1, 1, 1)).simulate(SELENE, zero=3)
+@pytest.mark.parametrize("zero", [3, True, 1.0, "1"])
+def test_zero_has_one_stage_here(zero: Any) -> None:
+    with pytest.raises(ValueError, match=f"zero={zero!r}: expected 0 or 1"):
+        Training(zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("overlap_transfers", "False"),
+        ("overlap_data", "no"),
+        ("overlap_tensor", None),
+        ("wide_gradients", "off"),
+    ],
+)
+def test_how_a_step_is_run_is_true_or_false(name: str, value: Any) -> None:
+    """A text is neither, whatever it says."""
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; expected True or False"):
+        Training(**{name: value})
 
 
 def test_equal_layers_are_one(monkeypatch: pytest.MonkeyPatch) -> None:

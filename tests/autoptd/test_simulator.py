@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -77,10 +78,12 @@ def test_timeline_has_every_action_of_the_schedule_in_order() -> None:
         ((-1.0, 1.0, 0.0), "forward_seconds=-1.0: expected a finite time of 0 seconds or more"),
         ((1.0, float("nan"), 0.0), "backward_seconds=nan: expected a finite time"),
         ((1.0, 1.0, float("inf")), "transfer_seconds=inf: expected a finite time"),
+        ((True, 1.0, 0.0), "forward_seconds=True: expected a finite time"),
+        ((1.0, "2", 0.0), "backward_seconds='2': expected a finite time"),
         ((0, 0, 1.0), "forward_seconds and backward_seconds are both 0"),
     ],
 )
-def test_times_that_cannot_be(times: tuple[float, float, float], message: str) -> None:
+def test_times_that_cannot_be(times: tuple[Any, Any, Any], message: str) -> None:
     forward, backward, transfer = times
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         simulate_schedule(
@@ -89,6 +92,15 @@ def test_times_that_cannot_be(times: tuple[float, float, float], message: str) -
     assert str(refusal.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("v", 0), ("p", "2"), ("p", 2.0), ("p", True), ("m", 4.0), ("v", None)]
+)
+def test_counts_that_cannot_be(name: str, count: Any) -> None:
+    given: Any = {"p": 2, "m": 2, "forward_seconds": 1, "backward_seconds": 1, name: count}
+    with pytest.raises(ValueError, match=f"{name} is {count!r}; expected a positive integer"):
+        simulate_schedule("1f1b", **given)
+
+
 def test_a_schedule_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="0 model chunks per pipeline rank: a schedule needs at least 1"):
-        simulate_schedule("1f1b", p=2, m=2, v=0, forward_seconds=1, backward_seconds=1)
+    with pytest.raises(ValueError, match="schedule='1f1b' runs one model chunk per pipeline rank, not 2"):
+        simulate_schedule("1f1b", p=2, m=2, v=2, forward_seconds=1, backward_seconds=1)

@@ -47,9 +47,15 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
         ("80e9", "-80e9", "device.memory_bytes = -80000000000.0: expected a number above 0"),
         ("80e9", "inf", "device.memory_bytes = inf: expected a number above 0"),
         ("80e9", "nan", "device.memory_bytes = nan: expected a number above 0"),
+        (
+            "80e9",
+            "1e-320",
+            "device.memory_bytes = 1e-320: expected a number above 0, from 1e-30 to 1e+30",
+        ),
+        ("0.74", "1e-320", "network.message_efficiency = 1e-320: expected a share above 0, from 1e-30 to 1"),
         ("80e9", "true", "device.memory_bytes = True: expected a number above 0"),
         ("80e9", '"80 GB"', "device.memory_bytes = '80 GB': expected a number above 0"),
-        ("0.74", "74", "network.message_efficiency = 74: expected a share above 0 and at most 1"),
+        ("0.74", "74", "network.message_efficiency = 74: expected a share above 0, from 1e-30 to 1"),
         ("= 108", "= 108.5", "device.multiprocessors = 108.5: expected a whole number above 0"),
         (
             "core_seconds = 1.5e-6",
@@ -79,6 +85,13 @@ def test_a_file_that_cannot_be(tmp_path: Path, old: str, new: str, message: str)
     with pytest.raises(ValueError, match=r"mine\.toml") as refusal:
         Cluster.load(file)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["x\ny = 3", "a\r\x00\x7f\t", 'größer "😀" \\n \u2028'])
+def test_any_text_is_saved_as_toml(text: str, tmp_path: Path) -> None:
+    cluster = replace(SELENE, name=text, device=replace(DEVICE, name=text))
+    cluster.save(tmp_path / "mine.toml", text, {"network": text})
+    assert Cluster.load(tmp_path / "mine.toml") == cluster
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
