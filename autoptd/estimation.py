@@ -7,6 +7,7 @@ tensor ranks. What its calls take is then cut into stages and walked by the sche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -102,6 +103,12 @@ class Estimator:
         self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
         self._rows: dict[tuple[int, int | None, str | int], CostRow] = {}
         self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
+
+    def searching(self) -> Estimator:
+        """The same with `search`; what is measured is shared."""
+        other = copy(self)
+        other._search, other._stages = True, {}
+        return other
 
     @property
     def example_size(self) -> int | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from autoptd.ranking import Plan, explain_rank, make_plan
 from autoptd.runtime.mesh import Mesh
 from autoptd.shapes import list_examples
 from autoptd.simulation import Training
+from autoptd.space import RECOMPUTE, Space
 from autoptd.step_memory import optimizer_bytes, state_bytes
 
-RECOMPUTE = ("none", "selective", "full")
-MOST_CHUNKS = 8  # more save little bubble and send as much again
 SLACK = 0.95  # of a bound that is an extrapolation
+SEARCHED = 8192  # actions of a schedule for which a cut is searched: for more it takes longer than planning
 TRIED = 4  # of those that need least memory, where nothing fits
 
 
@@ -102,55 +102,6 @@ def plan(
     return Search(estimator, Space(world_size, global_batch, described, *fixed)).run()
 
 
-@dataclass(frozen=True)
-class Space:
-    """What is considered; None is free."""
-
-    world_size: int
-    global_batch: int
-    cluster: Cluster
-    max_tensor: int | None = None
-    microbatch_size: int | None = None
-    num_model_chunks: int | None = None
-    schedule: str | None = None
-    recompute: str | None = None
-
-    def meshes(self) -> Iterator[tuple[int, int, int]]:
-        """All (t, p, d) whose replicas divide the batch; no tensor group beyond a node unless it is asked for."""
-        for t in _divisors(self.world_size):
-            if t <= self.max_tensor if self.max_tensor else self._in_node(t):
-                for p in _divisors(self.world_size // t):
-                    d = self.world_size // t // p
-                    if self.global_batch % d == 0:
-                        yield t, p, d
-
-    def _in_node(self, t: int) -> bool:
-        size = self.cluster.devices_per_node
-        return t <= size and (size % t == 0 or self.world_size <= size)
-
-    def candidates(self, layers: int, units: int) -> Iterator[Candidate]:
-        """All ways to train a model that has so many layers and can be cut into so many stages."""
-        free = RECOMPUTE if layers else RECOMPUTE[:2]  # "full" is of repeated layers
-        recomputes = [self.recompute] if self.recompute else free
-        for t, p, d in self.meshes():
-            share = self.global_batch // d
-            sizes = [2**k for k in range(share.bit_length())]
-            for b in [self.microbatch_size] if self.microbatch_size else sizes:
-                if share % b == 0:
-                    for v, schedule in self._chunks(p, share // b, layers, units):
-                        for recompute in recomputes:
-                            yield Candidate(t, p, d, b, share // b, v, recompute, schedule)
-
-    def _chunks(self, p: int, m: int, layers: int, units: int) -> Iterator[tuple[int, str]]:
-        """Model chunks with their schedule: chunks of unequal layers wait for each other, and are not considered."""
-        for v in [self.num_model_chunks] if self.num_model_chunks else range(1, MOST_CHUNKS + 1):
-            schedule = self.schedule or ("1f1b" if v == 1 else "interleaved_1f1b")
-            even = v == 1 or (p > 1 and layers % (p * v) == 0) or v == self.num_model_chunks
-            grouped = schedule != "interleaved_1f1b" or m % p == 0
-            if p * v <= (layers or units) and grouped and even and not (schedule == "1f1b" and v > 1):
-                yield v, schedule
-
-
 class Search:
     """Best bound first: a candidate is bounded by what is known, then measured, then simulated."""
 
@@ -198,7 +149,18 @@ class Search:
                 self._simulate(candidate)
         if not self._found:
             raise ValueError(self._explain_full() if self._full else self._explain_none())
+        self._search_cuts()
         return self._rank([(bound, candidates[index]) for bound, index in heap])
+
+    def _search_cuts(self) -> None:
+        """Cut what was found into several chunks a rank as `compile` does: the step is up to an eighth shorter."""
+        searching = self._estimator.searching()
+        for mesh, (candidate, _) in self._found.items():
+            chunks = candidate.num_model_chunks
+            if chunks > 1 and candidate.pipeline * chunks * candidate.num_microbatches <= SEARCHED:
+                estimate = searching.estimate(candidate)
+                if max(estimate.memory_bytes) <= self._limit:
+                    self._found[mesh] = candidate, estimate
 
     # Bounds
 
@@ -385,7 +347,3 @@ def _count_held(candidate: Candidate, rank: int) -> int:
     if candidate.num_model_chunks == 1:
         return min(m, p - rank)
     return min(m, p, 2 * (p - 1 - rank) + 1)  # of the last chunk, which is begun last
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]

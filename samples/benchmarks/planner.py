@@ -16,8 +16,8 @@ from typing import Any
 import autoptd
 from autoptd.estimation import Candidate, Estimate, Estimator
 from autoptd.passes.cluster import Cluster
-from autoptd.planner import Space
 from autoptd.ranking import Plan
+from autoptd.space import Space
 from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.paper_rows import CLUSTER, MEGATRON, TABLE_1, PaperRow
 from samples.benchmarks.report import publish

@@ -20,11 +20,12 @@ from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import read_examples
 from autoptd.passes.axis_rules import RULES
 from autoptd.passes.program import Program
-from autoptd.planner import Search, Space
+from autoptd.planner import Search
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
 from autoptd.simulation import Training, simulate_times
+from autoptd.space import Space
 from autoptd.terminal import print_plans
 from samples.gpt import GPT, GPTConfig
 
@@ -65,8 +66,13 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Tr
     fitting = [(e.step_seconds, c) for e, c in every if max(e.memory_bytes) <= memory]
     assert 0 < len(fitting) < len(every) or memory == 80e9
     seconds, best = min(fitting)
-    assert plans[0].step_seconds == pytest.approx(seconds, rel=1e-9)
-    assert plans[0].options == {
+    if best.num_model_chunks > 1:  # it is cut again, as compile cuts it
+        searched = estimator.searching().estimate(best)
+        seconds = searched.step_seconds if max(searched.memory_bytes) <= memory else seconds
+    own = next(own for own in plans if own.mesh == best.mesh)
+    assert own.step_seconds == pytest.approx(seconds, rel=1e-9)
+    assert plans[0].step_seconds <= own.step_seconds
+    assert own.options == {
         "mesh": best.mesh,
         "schedule": best.schedule,
         "num_model_chunks": best.num_model_chunks,
@@ -74,7 +80,7 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Tr
         "num_microbatches": best.num_microbatches,
         "recompute": best.recompute,
     }
-    for own in plans:  # no bound is above what it bounds
+    for own in (own for own in plans if not own.simulated):  # no bound is above what it bounds
         of_mesh = [seconds for seconds, c in fitting if c.mesh == own.mesh]
         assert own.step_seconds <= min(of_mesh, default=own.step_seconds) * (1 + 1e-9)
     assert {own.mesh for own in plans} == {c.mesh for _, c in every}
@@ -97,6 +103,25 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
         assert {own.mesh for own in plans if own.fits is not False} >= {mesh for _, mesh in fitting}
 
 
+def test_several_chunks_are_planned_as_they_are_cut() -> None:
+    """On slow links the mesh that an even cut puts second is the faster one."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(16000, 256, 16, 8, 512)).bfloat16()
+    cluster = replace(SELENE, devices_per_node=1, devices_at_once=1, nics_per_node=1)
+    size: Any = {
+        "world_size": 8,
+        "global_batch": 64,
+        "cluster": cluster,
+        "microbatch_size": 4,
+        "recompute": "none",
+    }
+    plans = [own for own in autoptd.plan(model, **size) if own.simulated and own.num_model_chunks > 1]
+    assert len(plans) > 1
+    for own in plans[:2]:
+        step = autoptd.compile(model, **own.options, cluster=cluster).simulate(cluster).step_seconds
+        assert own.step_seconds == pytest.approx(step, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "candidate",
     [
@@ -111,7 +136,7 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
 def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     """Of few layers and few microbatches, against the whole: what differs is what a cut makes of a recomputed layer.
 
-    The planner does not search for a cut: with several chunks a rank the compiler's makes a shorter step.
+    The planner searches for a cut at its end only: with several chunks a rank the compiler's makes a shorter step.
     """
     estimate = Estimator(make_gpt(), SELENE, search=True).estimate(candidate)
     planned = Estimator(make_gpt(), SELENE).estimate(candidate)
