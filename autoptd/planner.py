@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd.collector import paused_collector
 from autoptd.estimation import Candidate, Estimate, Estimator
 from autoptd.options import check_counts, check_flags, check_free_counts, check_known, check_modes
 from autoptd.passes.axes import IndivisibleError
@@ -31,6 +32,7 @@ SEARCHED = 8192  # actions of a schedule for which a cut is searched: for more i
 TRIED = 4  # of those that need least memory, where nothing fits
 
 
+@paused_collector()
 def plan(
     model: nn.Module,
     *,
