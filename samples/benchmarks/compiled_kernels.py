@@ -78,12 +78,12 @@ class Driver:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's machine code: registers of a thread, bytes it spills, and its instructions in all and of a kind.
+    """A kernel's machine code: registers of a thread, accesses of spilled ones, instructions in all and of a kind.
 
-    `elements` are those of a tile that a thread has; each loop goes over the tiles once.
+    `accesses` are of global memory, and `wide` those of 16 bytes. `elements` are those of a tile that a thread has;
+    each loop goes over the tiles once.
     """
 
-    name: str
     registers: int
     spilled: int
     instructions: int
@@ -98,26 +98,25 @@ class Compiled:
         return max(self.instructions / ISSUED, self.special / SPECIAL) / self.elements
 
 
-def read_code(name: str, code: bytes, elements: float) -> Compiled:
+def read_code(code: bytes, elements: float) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
         usage, listing = (
-            subprocess.run([tool, *options, path], capture_output=True, text=True, check=True).stdout
-            for tool, *options in (
+            subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+            for tool, option in (
                 (knobs.nvidia.cuobjdump.path, "--dump-resource-usage"),
                 (knobs.nvidia.nvdisasm.path, "-c"),
             )
         )
-    used = {key: int(number) for key, number in re.findall(r"(\w+):(\d+)", usage)}
+    (registers,) = re.findall(r"\bREG:(\d+)", usage)
     # An instruction's line: its place in a comment, perhaps a predicate, its name.
     names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", listing, re.MULTILINE)
     names = [name for name in names if name != "NOP"]
     accesses = [each for each in names if each.startswith(("LDG", "STG"))]
     return Compiled(
-        name,
-        used["REG"],
-        used["LOCAL"],
+        int(registers),
+        sum(each.startswith(("STL", "LDL")) for each in names),
         len(names),
         sum(each.startswith("MUFU") for each in names),
         len(accesses),
@@ -129,7 +128,7 @@ def read_code(name: str, code: bytes, elements: float) -> Compiled:
 @contextmanager
 def compile_only(capability: int) -> Iterator[list[Compiled]]:
     """Launches of tensors on the CPU compile for `capability` and do no more; what they made is in the list."""
-    made: dict[str, Compiled] = {}
+    made = set[str]()
     found: list[Compiled] = []
     run = JITFunction.run
 
@@ -140,8 +139,8 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
                 options["COLUMNS"] if "COLUMNS" in options else 2 * options["PAIRS"]
             )
             elements = tile / (LANES * kernel.metadata.num_warps)
-            made[kernel.hash] = read_code(self.fn.__name__.strip("_"), kernel.asm["cubin"], elements)
-            found.append(made[kernel.hash])
+            made.add(kernel.hash)
+            found.append(read_code(kernel.asm["cubin"], elements))
         return kernel
 
     driver.set_active(Driver(capability))
@@ -206,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     publish(
         "compiled_kernels",
         f"Kernels compiled for GPUs, {given.dtype}: what they are made of, not how fast they ran",
-        ["kernel", "sm_", "registers", "bytes spilled", "accesses of 16 bytes", "instructions an element",
+        ["kernel", "sm_", "registers", "spills", "accesses of 16 bytes", "instructions an element",
          "time for, of the bandwidth"],
         rows,
         [

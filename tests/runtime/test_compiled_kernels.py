@@ -12,18 +12,20 @@ import pytest
 pytest.importorskip("triton.backends.nvidia")
 
 
-def compile_kernels(
-    folder: Path, *arguments: str, interpret: bool = False
-) -> subprocess.CompletedProcess[str]:
+SCRIPT = ("-m", "samples.benchmarks.compiled_kernels")
+# Too few registers for any of the kernels.
+STARVED = """
+from triton.runtime.jit import JITFunction
+run = JITFunction.run
+JITFunction.run = lambda self, *args, **options: run(self, *args, **options, maxnreg=32)
+from samples.benchmarks import compiled_kernels
+compiled_kernels.main(["--only", "gelu", "--capability", "90"])
+"""
+
+
+def run_python(folder: Path, *arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret)), "TRITON_CACHE_DIR": str(folder)}
-    command = [
-        sys.executable,
-        "-W",
-        "error::UserWarning",
-        "-m",
-        "samples.benchmarks.compiled_kernels",
-        *arguments,
-    ]
+    command = [sys.executable, "-W", "error::UserWarning", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -38,13 +40,19 @@ def compile_kernels(
     ids=" ".join,
 )
 def test_kernels_compile_and_spill_nothing(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = compile_kernels(tmp_path, *arguments)
+    done = run_python(tmp_path, *SCRIPT, *arguments)
     assert done.returncode == 0, done.stderr
     assert "bias_gelu, 4h: backward" in done.stdout
     assert any(path.suffix == ".cubin" for path in tmp_path.rglob("*"))
 
 
 def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
-    done = compile_kernels(tmp_path, interpret=True)
+    done = run_python(tmp_path, *SCRIPT, interpret=True)
     assert done.returncode == 1
     assert "TRITON_INTERPRET=1 is set" in done.stderr
+
+
+def test_what_is_spilled_is_an_error(tmp_path: Path) -> None:
+    done = run_python(tmp_path, "-c", STARVED)
+    assert done.returncode == 1
+    assert "registers are spilled: bias_gelu, 4h: forward, bias_gelu, 4h: backward" in done.stderr
