@@ -14,6 +14,7 @@ from torch import fx, nn
 
 import autoptd
 from autoptd.check import ProgramError, check_program
+from autoptd.collector import paused_collector
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program, Stage, copy_graph
@@ -195,11 +196,12 @@ def count_calls(function: Callable[[], object]) -> int:
         count += event == "call"
 
     before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
+    with paused_collector():  # what it finds of other tests calls back, and would be counted
+        sys.setprofile(note)
+        try:
+            function()
+        finally:
+            sys.setprofile(before)
     return count
 
 
