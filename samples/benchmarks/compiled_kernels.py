@@ -127,7 +127,10 @@ def read_code(code: bytes, elements: float) -> Compiled:
 
 @contextmanager
 def compile_only(capability: int) -> Iterator[list[Compiled]]:
-    """Launches of tensors on the CPU compile for `capability` and do no more; what they made is in the list."""
+    """Launches of tensors on the CPU compile for `capability` and do no more; what they made is in the list.
+
+    Triton's driver is another one for the rest of the process: the real one may have no device to go back to.
+    """
     made = set[str]()
     found: list[Compiled] = []
     run = JITFunction.run
