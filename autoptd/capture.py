@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoptd.ambient import read_autocast, trace_under
 from autoptd.custom_gradients import Functions
-from autoptd.evaluation import compare_evaluation, keeping_attributes
+from autoptd.evaluation import compare_evaluation
 from autoptd.example_inputs import Examples, read_examples
+from autoptd.module_state import keeping_attributes
 from autoptd.objective import DataDependentError, LossError, Objective
 from autoptd.passes.calls import where
 from autoptd.passes.program import Program, Stage
@@ -66,7 +68,7 @@ def capture(
             exported = _export(objective, values, functions, model)
         differences = tuple(_compare_modes(objective, mode, values))
     notes = (*functions.check(), *differences)
-    tensors = _name_tensors(model, loss_fn, exported)
+    tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     entry = f"capture {type(model).__name__}: {len(graph.nodes)} nodes"
@@ -110,7 +112,9 @@ def _export(
     objective: Objective, values: tuple[Tensor, ...], functions: Functions, model: nn.Module
 ) -> ExportedProgram:
     try:
-        with functions.watch():
+        with functions.watch(), warnings.catch_warnings():
+            # Of a wrapper of ours, and for what is harmless too: what is not, `_name_tensors` refuses.
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
             return torch.export.export(objective, values, strict=False)
     except (LossError, SideEffectError):
         raise
@@ -173,8 +177,13 @@ class _Tensors:
     placeholders: Mapping[str, str] = field(default_factory=dict)
 
 
-def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) -> _Tensors:
-    """Give every tensor the first name it has in the user's modules; a tied one's other names are aliases."""
+def _name_tensors(
+    model: nn.Module, loss_fn: object, exported: ExportedProgram, written: Mapping[str, Tensor]
+) -> _Tensors:
+    """Give every tensor the first name it has in the user's modules; a tied one's other names are aliases.
+
+    ValueError for a constant that was read where forward had `written` another tensor in the end, by its place.
+    """
     homes: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters: dict[str, Parameter] = {}
@@ -192,6 +201,7 @@ def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) 
             if not tensor.is_meta:
                 buffers[name] = tensor.detach()
     places = {t.data_ptr(): name for name, t in model.named_parameters() if not t.is_meta and t.numel()}
+    assigned = {tensor.data_ptr(): place for place, tensor in written.items() if type(tensor) is Tensor}
     placeholders: dict[str, str] = {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
@@ -211,6 +221,12 @@ def _name_tensors(model: nn.Module, loss_fn: object, exported: ExportedProgram) 
                     f"{_first_use(exported, spec.arg.name)} reads {name}, a tensor without values: it was made "
                     "on the meta device, or is the .data of a parameter. Register it as a buffer, or make the model on "
                     "the CPU; of a parameter read .detach()"
+                )
+            if (held := assigned.get(value.data_ptr())) is not None:
+                raise ValueError(
+                    f"{_first_use(exported, spec.arg.name)} reads {held}, which forward assigns for the next call: a "
+                    "program would have what it was at its capture in every step. Give it as an input, or compute it "
+                    "of the batch"
                 )
             if value.data_ptr() in places:
                 raise ValueError(

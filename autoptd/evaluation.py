@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoptd.module_state import keeping_attributes
 from autoptd.side_effects import REGISTERING, refuse_hook
 from autoptd.source_lines import user_line
 from autoptd.undropped import ATTENTIONS, DROPPING
@@ -68,17 +68,3 @@ def _run_otherwise(model: nn.Module, run: Callable[[], Tensor], training: Sequen
     if calls.found is None and len(calls.made) < len(training):
         return "the end of forward"
     return calls.found or ""
-
-
-@contextmanager
-def keeping_attributes(model: nn.Module) -> Iterator[None]:
-    """Afterwards all modules have the attributes and buffers that they had: modes, and what forward keeps in them."""
-    kept = [(part, dict(vars(part)), dict(part._buffers)) for part in model.modules()]
-    try:
-        yield
-    finally:
-        for part, attributes, buffers in kept:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)

@@ -33,7 +33,7 @@ LINEAR = (
     MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
 )
 # Operators with one result that reduce dimensions.
-REDUCING = frozenset(["mean", "sum", "var", "std", "amax", "amin", "logsumexp"])
+REDUCING = frozenset(["mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm"])
 SOFTMAX = frozenset(["softmax", "log_softmax"])
 
 
@@ -74,11 +74,11 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
     """
     if uncounted := tuple(dict.fromkeys((*find_uncounted(program), *find_counts(divided)))):
         yield (
-            f"{' and '.join(uncounted)} comes to its loss changed, with class weights, or counted by the model for "
-            "a mean of its own, so that which labels count is not known: a step's loss is the mean of the "
-            "microbatches' losses, each of which counts alike. That is another one than over the whole batch where "
-            "they have unequal counts; change labels in the data, before the call, and leave the mean to "
-            "cross_entropy, which leaves out its ignore_index"
+            f"{' and '.join(uncounted)} {'come' if len(uncounted) > 1 else 'comes'} to the loss changed, with class "
+            "weights, or counted by the model for a mean of its own, so that which labels count is not known: a step's "
+            "loss is the mean of the microbatches' losses, each of which counts alike. That is another one than over "
+            "the whole batch where they have unequal counts; change labels in the data, before the call, and leave the "
+            "mean to cross_entropy, which leaves out its ignore_index"
         )
     if is_sum(divided):
         yield (
@@ -87,11 +87,20 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "a mean, or scale the loss that the call returns"
         )
     if (mixed := find_mixed(divided)) is not None:
+        why = (
+            f"joins a microbatch's sequences ({divided.letters.get('b', 1)} here) with each other, as contrasts and "
+            "statistics of the batch do, and with none of another microbatch"
+        )
+    elif not uncounted and (mixed := find_bent(divided)) is not None:
+        why = (
+            "is not linear in what was summed over a microbatch's sequences, as a perplexity and a balance of experts "
+            "are not"
+        )
+    if mixed is not None:
         yield (
-            f"{called(mixed)} joins a microbatch's sequences ({divided.letters.get('b', 1)} here) with each other, as "
-            "contrasts and statistics of the batch do, and with none of another microbatch: a step's loss is the mean "
-            "of the microbatches' losses, which is another one than over the whole batch. For that, compile for one "
-            "microbatch on one replica: microbatch_size= all sequences, num_microbatches=1"
+            f"{called(mixed)} {why}: a step's loss is the mean of the microbatches' losses, which is another one than "
+            "over the whole batch. For that, compile for one microbatch on one replica: microbatch_size= all "
+            "sequences, num_microbatches=1"
         )
 
 
@@ -149,17 +158,47 @@ def find_mixed(program: Program) -> fx.Node | None:
     """
     (stage,) = program.stages
     trained, reduced = find_trained(stage), set[fx.Node]()
+    alone = program.letters.get("b", 1) == 1
     node: fx.Node
     for node in stage.graph.nodes:
         if node not in trained:
             continue
         sources, batches = node.all_input_nodes, _count_batches(node)
         known = not reduced.isdisjoint(sources)
-        if batches > 1 or (batches and known) or "batch_norm" in _name(node):
+        if _count_batches(node, alone) > 1 or (batches and known) or "batch_norm" in _name(node):
             return node
         if known or (_name(node) in REDUCING and not batches and any(map(_has_batch, sources))):
             reduced.add(node)
     return None
+
+
+def find_bent(program: Program) -> fx.Node | None:
+    """The first trained value that is not linear in what was reduced over the batch, counts but for divisors."""
+    (stage,) = program.stages
+    trained, reduced = find_trained(stage), set[Any]()
+    varying = set[Any]()  # all that depends on the batch
+    node: fx.Node
+    for node in stage.graph.nodes:
+        if node.meta.get("role") == "input" or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+        if _has_batch(node):
+            continue
+        if not reduced.isdisjoint(node.all_input_nodes):
+            if node in trained and not _is_linear(node, varying, trained):
+                return node
+            reduced.add(node)
+        elif (_name(node) in REDUCING or _read_loss(node)) and any(map(_has_batch, node.all_input_nodes)):
+            reduced.add(node)
+    return None
+
+
+def _is_linear(node: fx.Node, varying: Container[Any], trained: Container[Any]) -> bool:
+    """Whether `node` is linear in all that is `varying`; what is divided by counts where it is trained."""
+    if _name(node) == "div" and node.args[1] in varying:
+        return node.args[1] not in trained
+    if _name(node) == "mul":
+        return sum(x in varying for x in node.args) == 1
+    return _name(node) in LINEAR or not _name(node)
 
 
 def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
@@ -209,10 +248,13 @@ def _has_batch(node: fx.Node) -> bool:
     return _count_batches(node) > 0
 
 
-def _count_batches(node: fx.Node) -> int:
-    """How many dimensions are the batch, or made of it."""
-    sizes = node.meta.get("sizes") or ()
-    return sum(letter("b") in getattr(size, "free_symbols", ()) for size in sizes)
+def _count_batches(node: fx.Node, alone: bool = False) -> int:
+    """How many dimensions are the batch, or made of it.
+
+    Where a sequence is `alone`, those that are the batch: its length may be taken for the number of all tokens.
+    """
+    sizes, b = node.meta.get("sizes") or (), letter("b")
+    return sum(size == b if alone else b in getattr(size, "free_symbols", ()) for size in sizes)
 
 
 def _name(node: fx.Node) -> str:

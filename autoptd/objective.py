@@ -18,10 +18,11 @@ from autoptd.side_effects import refuse_side_effects
 
 
 class Result:
-    """What the model returned round the loss (an object of its own: torch.export undoes plain attributes)."""
+    """What a call left beside the loss (an object of its own: torch.export undoes plain attributes)."""
 
     def __init__(self) -> None:
         self.output = Output("tensor")
+        self.assigned: dict[str, Tensor] = {}  # what was where a traced forward put other tensors, by place
 
 
 class Objective(nn.Module):
@@ -52,8 +53,8 @@ class Objective(nn.Module):
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
         self.calls.made.clear()
         try:
-            exporting = torch.compiler.is_exporting()
-            with refuse_side_effects(self) if exporting else nullcontext(), self.calls:
+            exporting, assigned = torch.compiler.is_exporting(), self.result.assigned
+            with refuse_side_effects(self, assigned) if exporting else nullcontext(), self.calls:
                 return self._find_loss(given)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():
@@ -128,7 +129,14 @@ def describe(result: object) -> str:
 
 
 def _type_name(value: object) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
+    """Where every rank finds the class. Raises ValueError for one that only the function has that defines it."""
+    name = type(value).__qualname__
+    if "<locals>" in name:
+        raise ValueError(
+            f"the model returns a {name}, a class defined within a function: define it at a module's top level, "
+            "where every rank can import it, or return a dict"
+        )
+    return f"{type(value).__module__}:{name}"
 
 
 def _is_loss(value: object) -> bool:

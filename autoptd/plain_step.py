@@ -10,8 +10,8 @@ from torch.nn.utils.stateless import _reparametrize_module  # private: functiona
 
 from autoptd.ambient import leave_autocast
 from autoptd.custom_gradients import Functions
-from autoptd.evaluation import keeping_attributes
 from autoptd.example_inputs import make_example, read_examples
+from autoptd.module_state import keeping_attributes
 from autoptd.objective import Objective
 from autoptd.promotion import Promotion
 from autoptd.runtime.manifest import Manifest

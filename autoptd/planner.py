@@ -76,6 +76,7 @@ def plan(
         overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients: how steps are run, as
             `CompiledProgram.simulate` takes it: zero=1 is for those who call ``parallel.shard_optimizer``.
 
+    Several chunks are planned as `compile` cuts them, but for schedules of over 8192 actions, which are cut evenly.
     The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
     model and the batch: the best first, then those too slow to be simulated, and those that do not fit at the end.
 
@@ -275,7 +276,8 @@ class Search:
         for bound, candidate in sorted(left):
             if candidate.mesh not in seen and self._divides(candidate):
                 seen.add(candidate.mesh)
-                slower = bound / best[1].step_seconds - 1
+                # It was above the best step before that was cut again, which may have made it longer.
+                slower = max(0.0, bound / best[1].step_seconds - 1)
                 why = (
                     f"not simulated: at least {slower:.0%} slower, were its stages even and its messages free, "
                     "with these settings or others"

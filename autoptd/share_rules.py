@@ -288,7 +288,21 @@ RULES: Mapping[str, Rule] = {
     "cross_entropy_loss": products.whole_loss,
     "sum": products.total,
     **dict.fromkeys(
-        ["mean", "amax", "amin", "max", "min", "any", "all", "logsumexp", "var", "std"], products.extreme
+        [
+            "mean",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "any",
+            "all",
+            "logsumexp",
+            "var",
+            "std",
+            "norm",
+            "linalg_vector_norm",
+        ],
+        products.extreme,
     ),
     **dict.fromkeys(
         ["softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"], products.over(products.softmax_dims)

@@ -6,12 +6,13 @@ import pickle
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from autoptd.module_state import list_held
 from autoptd.runtime.caller import warn_caller
 from autoptd.source_lines import user_line
 
@@ -40,14 +41,15 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def refuse_side_effects(model: nn.Module) -> Iterator[None]:
+def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> Iterator[None]:
     """Raise SideEffectError where a forward in this block assigns buffers or draws from generators outside of torch.
 
-    And warn of the numbers that it counts in attributes.
+    Warn of the numbers that it counts; keep in `assigned` the tensors that were where it puts others, by their places.
     """
-    buffers, counts, drawn = _list_buffers(model), _list_numbers(model), _random_states()
+    buffers, held = _list_buffers(objective), list_held(objective)
+    drawn = _random_states(held)
     yield
-    now = _list_buffers(model)
+    now = _list_buffers(objective)
     # A new one keeps something for later calls, as tables of positions are kept.
     for place, buffer in buffers.items():
         if now.get(place) is not buffer:
@@ -55,19 +57,22 @@ def refuse_side_effects(model: nn.Module) -> Iterator[None]:
                 f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
                 "update it outside of forward"
             )
-    for name, state in _random_states().items():
+    for name, state in _random_states(held).items():
         if state != drawn.get(name, state):
             raise SideEffectError(
                 f"forward draws random numbers with {name}, and a program would have those of its capture in every "
                 "step; draw with torch, as dropout does, or outside of forward (another thread that draws meanwhile "
                 "looks the same)"
             )
-    for place, number in _list_numbers(model).items():
-        if number != counts.get(place, number):
+    for place, value in list_held(objective).items():
+        before = held.get(place)
+        if type(before) in (int, float) and type(value) in (int, float) and value != before:
             warn_caller(
-                f"forward changes {place} from {counts[place]} to {number}: a program has what it was at its capture "
-                "in every step"
+                f"forward changes {place} from {before} to {value}: a program has what it was at its capture in every "
+                "step"
             )
+        elif isinstance(before, Tensor) and value is not before:
+            assigned[place] = before
 
 
 def refuse_hook() -> NoReturn:
@@ -84,20 +89,14 @@ def _list_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("captured."): buffer for name, buffer in found}
 
 
-def _list_numbers(model: nn.Module) -> dict[str, float]:
-    """Plain numbers that modules hold, by their path."""
-    return {
-        f"{path}.{name}".removeprefix("captured").removeprefix("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
-def _random_states() -> dict[str, Any]:
-    """What Python's own generator and, where it is in use, numpy's draw from next."""
+def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:
+    """What Python's own generator, numpy's where it is in use, and those of `held` draw from next."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
+    kinds: tuple[Any, ...] = (random.Random,)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
-    return states
+        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+    return states | {
+        f"the model's {place}": pickle.dumps(x) for place, x in held.items() if isinstance(x, kinds)
+    }

@@ -182,9 +182,11 @@ class Analysis:
             return rule
         if self.tensor > 1 and node in self._learned:
             shapes = [list(shape_of(n)) for n in node.all_input_nodes if n in self.axes]
+            letters = [" ".join("bsdefgij"[: len(shape)]) for shape in shapes]
             raise ax.IndivisibleError(
                 f"no sharding rule for {name} at {where(node)}, whose tensors have shapes {shapes}; give one, e.g. "
-                f'autoptd.compile(..., rules={{"{name}": "b s h -> b s h"}}) with one name per dimension and "!" '
-                "after a name that must stay whole, or use tensor=1"
+                f'autoptd.compile(..., rules={{"{name}": "{", ".join(letters)} -> {max(letters, key=len)}"}}) for one '
+                'that works element by element, with a name for each dimension of each tensor and "!" after a name '
+                "that must stay whole, or use tensor=1"
             )
         return opaque if isinstance(node.meta["val"], (tuple, list)) else opaque_tensor

@@ -98,6 +98,8 @@ ELEMENTWISE = """
     full_like fill floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid softsign trunc frac
     polar complex real imag conj _conj _conj_physical resolve_conj asin acos atan sinh cosh asinh acosh atanh sinc sgn
     erfinv logit special_expit hypot copysign logaddexp logaddexp2 xlogy bitwise_xor hardshrink softshrink heaviside
+    multiply subtract divide true_divide absolute negative clip greater greater_equal less less_equal not_equal fix
+    arctan arctan2 arcsin arccos special_erf fmin fmax
 """.split()  # noqa: SIM905  (a list of 90 quoted words is 90 lines)
 
 # What sends tokens to experts, turns an image into patches, mixes neighbours or compares with given values: every
@@ -109,7 +111,7 @@ WHOLE = """
     aten.cummin aten.diff aten.var_mean aten.prod aten.median aten.kthvalue aten.tile aten.unfold aten.diagonal
     aten.masked_scatter aten.scatter_reduce aten.avg_pool1d aten.cosine_similarity aten.broadcast_tensors aten.mse_loss
     aten.smooth_l1_loss aten.huber_loss aten.l1_loss aten.binary_cross_entropy_with_logits aten.kl_div aten.argmax
-    aten.argmin aten.bucketize aten.movedim aten._weight_norm aten.matrix_exp aten.linalg_matrix_exp
+    aten.argmin aten.bucketize aten.movedim aten.moveaxis aten._weight_norm aten.matrix_exp aten.linalg_matrix_exp
 """.split()  # noqa: SIM905
 
 RULES: Mapping[str, Rule] = {
@@ -169,7 +171,9 @@ RULES: Mapping[str, Rule] = {
         ],
         contraction_rules.reduce_whole,
     ),
-    **dict.fromkeys(["aten.var", "aten.std"], contraction_rules.reduce_whole),
+    **dict.fromkeys(
+        ["aten.var", "aten.std", "aten.norm", "aten.linalg_vector_norm"], contraction_rules.reduce_whole
+    ),
     **dict.fromkeys(
         ["aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax"], contraction_rules.over_dim
     ),
@@ -179,9 +183,6 @@ RULES: Mapping[str, Rule] = {
         ["aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"], shape_rules.make_new
     ),
     **dict.fromkeys(["aten.zeros", "aten.ones", "aten.full"], shape_rules.make_new),
-    **dict.fromkeys(
-        ["aten.arange", "aten.scalar_tensor", "aten.norm", "aten.linalg_vector_norm"],
-        shape_rules.opaque_tensor,
-    ),
+    **dict.fromkeys(["aten.arange", "aten.scalar_tensor"], shape_rules.opaque_tensor),
     "kernels.dropout": shape_rules.broadcast,
 }

@@ -11,6 +11,11 @@ from torch import fx
 from autoptd.runtime import kernels
 
 
+def dim_place(node: fx.Node) -> int:
+    """Which argument of a reduction is its dimensions: norms have their order before."""
+    return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
+
+
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of the node's call, by position or by its schema name."""
     if position < len(node.args):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, prod
 
 import torch
 from ortools.sat.python import cp_model
@@ -321,20 +321,25 @@ def _listed(numbers: list[int]) -> str:
 def _require_heads(analysis: Analysis, divided: Mapping[Axis, int]) -> None:
     """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
     batch = _batch_leaves(analysis)
+    found = []
     for node, axis in analysis.heads:
         own = [f for f in ax.factors(axis) if f not in batch]
         headless = not own and (ax.find(axis).size > 1 or len(shape_of(node)) < 4)
         blocked = any(leaf.blocked for f in own for leaf in ax.leaves(f))
-        if divided_leaf(own, divided) or blocked or headless:
+        # Of several leading dimensions this may be chunks of a sequence, and the heads another.
+        unsure = len(shape_of(node)) > 4 and not divided_leaf(own, divided)
+        if not (blocked or headless or unsure):
+            found.append((node, own, prod(f.size for f in own)))
+    common = gcd(*(heads for _, _, heads in found))
+    for node, own, heads in found:
+        groups = own[0].size if own else 1
+        if divided_leaf(own, divided) or groups % analysis.tensor == 0:  # it is not their number
             continue
-        heads, groups = prod(f.size for f in own), own[0].size if own else 1
-        if groups % analysis.tensor == 0:  # it is not their number
-            continue
-        name, usable = f"{heads} heads", heads
+        name, usable = f"{heads} heads", common
         kind: type[ValueError] = ax.IndivisibleError
         if heads % analysis.tensor == 0:  # other rows lie between the heads of a group
             # What all layers save decides whether they are divided, too.
-            name, usable, kind = f"{heads} heads in {groups} groups", groups, ValueError
+            name, usable, kind = f"{heads} heads in {groups} groups", gcd(common, groups), ValueError
         raise kind(
             f"{name} do not divide over tensor={analysis.tensor} at {where(node)}; "
             f"use tensor={_listed(_divisors(usable))}"
@@ -357,7 +362,7 @@ def _describe_rest(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, i
     lines: dict[str, list[str]] = defaultdict(list)
     batch = _batch_leaves(analysis)
     for node, axis in analysis.heads:
-        if not divided_leaf([axis], divided):
+        if not divided_leaf([axis, *analysis.of(node)], divided):
             # That one of its dimensions is the batch's explains nothing: it is so in every attention.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
             reasons = {leaf.blocked for leaf in own if leaf.blocked} or {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.calls import argument, is_lifted
+from autoptd.passes.calls import argument, is_lifted, where
 from autoptd.passes.masks import MaskJudge, buffers_under
 from autoptd.passes.naming import live_nodes
 from autoptd.passes.program import Program, Stage
@@ -22,6 +22,7 @@ _MASKS: dict[Any, tuple[int, str]] = {
     aten.scaled_dot_product_attention.default: (3, "attn_mask"),
     kernels.scaled_softmax: (2, "mask"),
 }
+LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
 _SHAPE_ONLY = (
     aten.unsqueeze.default,
     aten.expand.default,
@@ -49,9 +50,11 @@ def fold_constants(program: Program) -> Program:
 
     A constant depends on buffers at most. Attention whose mask is proved, by computing it, to allow just the
     keys up to each query gets ``is_causal=True``; one that allows every key gets no mask; others are kept.
+    Raises ValueError for an embedding of constant numbers, such as positions, that its table lacks.
     """
     (stage,) = program.stages
     folder = _Folder(stage, program.buffers)
+    folder.check_lookups()
     folder.slice_indices()
     verdicts = folder.drop_masks()
     constants = folder.split()
@@ -112,6 +115,21 @@ class _Folder:
                 _drop_mask(node, verdict == "causal")
                 self.proved |= buffers_under(mask)
         return counts
+
+    def check_lookups(self) -> None:
+        for node in self.graph.nodes:
+            index: Any = node.args[1] if node.target is aten.embedding.default else None
+            if index not in self.constant or index.meta["val"].numel() > LOOKED_UP:
+                continue
+            numbers, rows = self.judge.value(index), node.args[0].meta["val"].shape[0]
+            if numbers is None or not numbers.numel():
+                continue
+            least, most = int(numbers.min()), int(numbers.max())
+            if least < 0 or most >= rows:
+                raise ValueError(
+                    f"{where(node)}: rows {least} to {most} are looked up in a table of {rows}; give shorter sequences "
+                    "in example_inputs, or the model more positions"
+                )
 
     def slice_indices(self) -> None:
         """An index of constant, consecutive numbers is a slice (Falcon takes its one key head so)."""

@@ -8,7 +8,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, called, shape_of
+from autoptd.passes.calls import argument, called, dim_place, shape_of
 from autoptd.passes.shape_rules import broadcast, opaque_tensor
 
 if TYPE_CHECKING:
@@ -124,8 +124,6 @@ def embedding(analysis: Analysis, node: fx.Node) -> Axes:
     """A lookup contracts the vocabulary: one-hot(ids) x weight."""
     weight, ids = analysis.of(node.args[0]), analysis.of(node.args[1])
     analysis.contractions[node] = weight[0]
-    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
-        ax.block(weight[0], f"{called(node)} scales its gradient by frequency, or makes it sparse")
     if not analysis.reads_batch(node.args[1]):
         ax.block(weight[0], f"{called(node)} looks up the same rows in every step")
     return (*ids, weight[1])
@@ -223,7 +221,7 @@ def reduce_whole(analysis: Analysis, node: fx.Node) -> Any:
 
 
 def _dims(node: fx.Node, own: Axes) -> list[int]:
-    dims = argument(node, 1, "dim")
+    dims = argument(node, dim_place(node), "dim")
     if dims is None or dims == []:
         return list(range(len(own)))
     return [d % len(own) for d in ([dims] if isinstance(dims, int) else dims)]

@@ -46,7 +46,8 @@ class Precision:
         wanted = own if dtype is None else dtype
         known = [name for name, size in ITEM_BYTES.items() if size >= LEAST_BYTES]
         if wanted not in known:
-            why = "its weights and activations would not be stored in it; " if wanted in [*ITEM_BYTES] else ""
+            narrow = wanted in [*ITEM_BYTES]  # a list: what the user gave may have no hash
+            why = "its weights and activations would not be stored in it; " if narrow else ""
             raise ValueError(f"dtype={dtype!r}: {why}expected one of {', '.join(known)}")
         return cls(wanted, ITEM_BYTES[wanted] / ITEM_BYTES[own])
 

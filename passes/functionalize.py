@@ -113,7 +113,9 @@ class Storage:
             return self.writer.emit(target, (value, *rest), meta)
         if target in _SHAPE_VIEWS:
             return self.writer.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
-        raise ValueError(f"{where(value)}: writing in place through {target} is not supported; write it out")
+        raise ValueError(
+            f"{where(value)}: {value.target} in place, through {target}, is not supported; write it out of place"
+        )
 
     def _write_piece(self, base: Cell, split: fx.Node, index: int, value: fx.Node) -> None:
         """Write piece `index` of a split or unbind of `base`."""

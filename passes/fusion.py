@@ -42,7 +42,7 @@ from autoptd.passes.work import describe_saving, find_trained
 from autoptd.runtime import aten, kernels
 
 Rule = Callable[[fx.Node], Match | None]
-NEAR = 8  # products that may stand between a chain's operators, as where branches of one layer wait for each other
+NEAR = 8  # GEMMs that may stand within a chain: branches of one layer wait for each other
 
 
 def fuse_operators(program: Program) -> Program:
@@ -65,7 +65,7 @@ def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts
     for rule in (judge.match, *RULES, *whole):
         trained = find_trained(replace(stage, graph=graph))  # anew: the rule before wrote calls
         counted = accumulate(bool(find_factors(node)) for node in graph.nodes)
-        products = dict(zip(graph.nodes, counted, strict=True))  # up to each node
+        products = dict(zip(graph.nodes, counted, strict=True))
         for node in list(graph.nodes):
             match = rule(node) if node.op == "call_function" and node.users else None
             if match is None or not (_is_near(match, products) and _is_one_region(match)):
@@ -79,9 +79,9 @@ def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts
 
 
 def _is_near(match: Match, products: Mapping[fx.Node, int]) -> bool:
-    """Whether the chain is of one layer: no stage ends within a kernel, and one over a long skip would be of them all.
+    """Whether the chain is of one layer: no stage may end within a kernel, and one over a long skip spans all layers.
 
-    `products` counts those up to each node that no rule has written.
+    `products` counts the GEMMs up to each node; what this rule has written itself is not among the nodes.
     """
     places = [products[node] for node in (*match.members, *match.results) if node in products]
     return not places or max(places) - min(places) <= NEAR

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from autoptd.passes import layout_views as views
-from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.calls import argument, dim_place, shape_of
 from autoptd.passes.forms import Form, broadcast, plain_dim, plain_form, size_of
 from autoptd.passes.layout_views import Rule, Written
 
@@ -129,7 +129,7 @@ def reduce(m: Mover, node: fx.Node) -> Written:
     """Sums and the like over named dimensions, or all."""
     source = node.args[0]
     form = m.form(source)
-    given = argument(node, 1, "dim")
+    given = argument(node, place := dim_place(node), "dim")
     rank = len(form.dims)
     listed = given is not None and given != [] and not isinstance(given, bool)  # var(x, unbiased)
     dims = [d % rank for d in ([given] if isinstance(given, int) else given)] if listed else list(range(rank))
@@ -138,7 +138,7 @@ def reduce(m: Mover, node: fx.Node) -> Written:
     placed: Any = [form.place(d) for d in dims]
     args, kwargs = node.args, dict(node.kwargs)
     if listed and form.moved:
-        args, kwargs = views.replace_dim(node, 1, "dim", placed[0] if isinstance(given, int) else placed)
+        args, kwargs = views.replace_dim(node, place, "dim", placed[0] if isinstance(given, int) else placed)
     new = m.write((m.value(source), *args[1:]), kwargs)
     if not kept:
         return new, views.settled(replace(form.without(dims), moved=form.moved and not halved))
@@ -216,7 +216,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ["aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.logsumexp"], reduce
     ),
-    **dict.fromkeys(["aten.var", "aten.std"], reduce),
+    **dict.fromkeys(["aten.var", "aten.std", "aten.norm", "aten.linalg_vector_norm"], reduce),
     **dict.fromkeys(["aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"], class_loss),
     "aten.gather": gather,
 }

@@ -96,7 +96,8 @@ def rewrite(target: Any, call: Call) -> fx.Node:
             )
         raise ValueError(
             f"{where(call.node)}: {target} draws random numbers, which would differ between meshes; only "
-            "dropout and attention dropout are supported: pass the numbers in as an input"
+            "dropout and attention dropout are supported: draw a mask as the dropout of ones, or pass the numbers in "
+            "as an input"
         )
     return call.writer.emit(target, call.args, call.meta, call.kwargs)
 
@@ -106,6 +107,11 @@ def _embedding(call: Call) -> fx.Node | None:
         raise ValueError(
             f"{where(call.node)}: an embedding with sparse=True has a sparse gradient, which is not summed over ranks: "
             "leave sparse out (the same numbers, in a dense gradient)"
+        )
+    if call.argument("scale_grad_by_freq"):
+        raise ValueError(
+            f"{where(call.node)}: an embedding with scale_grad_by_freq=True divides gradients by how often a token is "
+            "in the whole batch, and a program sees one microbatch at a time: leave it out"
         )
     return None
 

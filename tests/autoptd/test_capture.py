@@ -163,6 +163,12 @@ def test_forms_of_loss(form: Callable[..., Any], kind: str, loss: str, fields: t
         assert program.output.type == f"{__name__}:Result"
 
 
+def local_result(logits: Tensor, loss: Tensor) -> object:
+    return dataclasses.make_dataclass(
+        "Own", ("logits", "loss"), namespace={"__qualname__": "f.<locals>.Own"}
+    )(logits, loss)
+
+
 class LogitsOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -394,6 +400,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
             ["tuple of", "NoneType None", "loss_fn="],
         ),
         (Head(lambda logits, loss: loss.item()), {}, ValueError, ["no scalar loss"]),
+        (Head(local_result), {}, ValueError, ["f.<locals>.Own", "within a function", "top level", "a dict"]),
         (Head(loss_only), {"names": ("idx", "target")}, ValueError, ["'target'", "did you mean 'targets'"]),
         (Head(loss_only), {"names": ("idx",)}, ValueError, ["lacks targets", "idx"]),
         (Head(loss_only), {"microbatch_size": 3}, ValueError, ["microbatch_size=3", "'idx'", "[2, 16]"]),
@@ -419,9 +426,9 @@ def test_bad_input(
 class Refused(nn.Module):
     """An embedding and a projection, with something between that a program cannot hold."""
 
-    def __init__(self, between: Callable[[Refused, Tensor], Tensor], sparse: bool = False) -> None:
+    def __init__(self, between: Callable[[Refused, Tensor], Tensor], **options: Any) -> None:
         super().__init__()
-        self.wte = nn.Embedding(40, 8, sparse=sparse)
+        self.wte = nn.Embedding(40, 8, **options)
         self.head = nn.Linear(8, 40)
         self.rnn = nn.GRU(8, 8, batch_first=True)
         self.bag = nn.EmbeddingBag(8, 8)
@@ -441,6 +448,14 @@ class Refused(nn.Module):
             r"wte \(.*: an embedding with sparse=True .* leave sparse out",
         ),
         (
+            Refused(lambda _, x: x, scale_grad_by_freq=True),
+            r"wte \(.*: an embedding with scale_grad_by_freq=True .* one microbatch at a time: leave it out",
+        ),
+        (
+            Refused(lambda _, x: x, max_norm=1.0),
+            r"wte \(.*: aten\.embedding_renorm\.default in place, through aten\.detach\.default, .* out of place",
+        ),
+        (
             Refused(lambda own, x: x + torch.randn(x.shape, generator=own.generator)),
             r"aten\.randn\.generator \(test_capture\.py:\d+\) is given <torch\._C\.Generator .* no tensor",
         ),
@@ -454,7 +469,15 @@ class Refused(nn.Module):
             r"bag \(test_capture\.py:\d+\): an embedding bag .* an embedding and the mean",
         ),
     ],
-    ids=["sparse gradient", "generator", "data", "recurrent layer", "embedding bag"],
+    ids=[
+        "sparse gradient",
+        "scaled gradient",
+        "written weight",
+        "generator",
+        "data",
+        "recurrent layer",
+        "embedding bag",
+    ],
 )
 def test_what_a_program_cannot_hold_is_refused_with_its_place(model: nn.Module, message: str) -> None:
     example = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}

@@ -27,6 +27,16 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "xlogy": lambda x: torch.xlogy(x, 1 + x.square()),
     "heaviside": lambda x: x * torch.heaviside(x.detach(), torch.tensor(0.5, dtype=x.dtype)),
     "bitwise_xor": lambda x: x * ((x > 0) ^ (x < 1)),
+    "other names": lambda x: (
+        torch.clip(torch.multiply(x, 3).subtract(1).divide(2), -1, 1).absolute().negative()
+    ),
+    "comparisons by other names": lambda x: x.where(
+        x.greater(0) | x.less_equal(-1), x.arctan() + torch.fmin(x, x.cos())
+    ),
+    "norm of heads": lambda x: F.normalize(x.unflatten(2, (4, 4)), dim=-1).flatten(2),
+    "old norm of heads": lambda x: (x.unflatten(2, (4, 4)) / x.unflatten(2, (4, 4)).norm(3, 3, True)).flatten(
+        2
+    ),
 }
 
 

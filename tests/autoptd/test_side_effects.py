@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,106 @@ def test_a_count_in_an_attribute_is_said_to_stay() -> None:
 
     with pytest.warns(UserWarning, match="forward changes count from 0 to 1"):
         compile_plain(Plain(count))
+
+
+class Holding(Plain):
+    """Beside attributes there are lists, dicts, objects and generators."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(middle)
+        self.memory, self.memories, self.last = torch.zeros(8), [torch.zeros(8)], torch.zeros(1)
+        self.state: dict[str, Any] = {"n": 0, "deep": {"steps": [0]}}
+        self.config = SimpleNamespace(n=0)
+        self.rng, self.rngs = random.Random(3), {"a": np.random.default_rng(0)}
+
+    def look(self) -> tuple[Any, ...]:
+        numbers = (
+            repr(self.state),
+            self.config.n,
+            self.rng.getstate(),
+            str(self.rngs["a"].bit_generator.state),
+        )
+        return (*numbers, id(self.memory), *map(id, self.memories), id(self.last))
+
+
+def remember(model: Holding, x: Tensor) -> Tensor:
+    before, model.memory = model.memory, x.detach().mean((0, 1))
+    return x + before
+
+
+def remember_in_a_list(model: Holding, x: Tensor) -> Tensor:
+    before, model.memories[0] = model.memories[0], x.detach().mean((0, 1))
+    return x + before
+
+
+def count_in_a_dict(model: Holding, x: Tensor) -> Tensor:
+    model.state["n"] += 1
+    return x
+
+
+def count_deep(model: Holding, x: Tensor) -> Tensor:
+    model.state["deep"]["steps"][0] += 1
+    return x
+
+
+def count_in_an_object(model: Holding, x: Tensor) -> Tensor:
+    model.config.n += 1
+    return x
+
+
+def draw_of_its_own(model: Holding, x: Tensor) -> Tensor:
+    return x if model.rng.random() < 2 else x * 2
+
+
+def draw_of_its_own_numpy(model: Holding, x: Tensor) -> Tensor:
+    return x if model.rngs["a"].random() < 2 else x * 2
+
+
+def keep_to_look_at(model: Holding, x: Tensor) -> Tensor:
+    model.last = x * 2
+    model.memories.append(x)
+    return x
+
+
+def read_constants(model: Holding, x: Tensor) -> Tensor:
+    return x + model.memory + model.memories[0]
+
+
+@pytest.mark.parametrize(
+    ("middle", "refusal", "warning"),
+    [
+        (remember, r"aten\.add\.Tensor \(test_side.*\) reads memory, which forward assigns", ""),
+        (
+            remember_in_a_list,
+            r"aten\.add\.Tensor \(test_side.*\) reads memories\[0\], which forward assigns",
+            "",
+        ),
+        (draw_of_its_own, "draws random numbers with the model's rng,", ""),
+        (draw_of_its_own_numpy, r"draws random numbers with the model's rngs\['a'\],", ""),
+        (count_in_a_dict, "", r"forward changes state\['n'\] from 0 to 1"),
+        (count_deep, "", r"forward changes state\['deep'\]\['steps'\]\[0\] from 0 to 1"),
+        (count_in_an_object, "", r"forward changes config\.n from 0 to 1"),
+        (keep_to_look_at, "", ""),
+        (read_constants, "", ""),
+    ],
+)
+def test_what_a_model_holds_for_its_next_call(
+    middle: Callable[[Any, Tensor], Tensor], refusal: str, warning: str
+) -> None:
+    """It is refused, or said once; and the user's model is left as it was, by verify too."""
+    model = Holding(middle)
+    before = model.look()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if refusal:
+            with pytest.raises(ValueError, match=refusal):
+                compile_plain(model)
+        else:
+            assert compile_plain(model).verify().passed
+    assert model.look() == before
+    said = [str(entry.message) for entry in caught]
+    assert len(said) == bool(warning)
+    assert all(re.match(warning, text) for text in said), said
 
 
 def test_a_table_that_the_first_call_makes_is_a_constant() -> None:

@@ -226,3 +226,25 @@ def test_pure() -> None:
     text = str(program.stages[0].graph)
     fold_constants(program)
     assert str(program.stages[0].graph) == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "start", "found"), [(7, 0, "0 to 7"), (20, -2, "-2 to 5"), (8, 0, ""), (20, 12, "")]
+)
+def test_positions_that_a_table_lacks_are_refused(rows: int, start: int, found: str) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(10, 4), nn.Embedding(rows, 4)
+
+        def forward(self, idx: Tensor) -> Tensor:
+            x: Tensor = self.tokens(idx) + self.positions(torch.arange(idx.shape[1]) + start)
+            return x.square().mean()
+
+    if not found:
+        program_of(Positions())
+        return
+    with pytest.raises(
+        ValueError, match=rf"positions \(.*\): rows {found} are looked up in a table of {rows};"
+    ):
+        program_of(Positions())

@@ -312,6 +312,39 @@ def test_heads_that_do_not_divide_are_refused_with_the_place_and_the_divisors() 
         prepare(GPT(config), 3, ids)
 
 
+def test_a_way_out_is_one_for_all_layers() -> None:
+    config = GPTConfig(vocab_size=64, block_size=8, n_layer=2, n_head=4, n_embd=48)
+    model, ids = GPT(config), {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
+    model.h[1].attn.n_head = 6  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=3 .*; use tensor=1 or 2$"):
+        prepare(model, 3, ids)
+
+
+class Chunked(SelfAttention):
+    """Each chunk of a sequence attends to itself: of short sequences there is one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = (
+            y.view(b, s // 8, 8, self.n_head, -1).permute(0, 3, 1, 2, 4) for y in self.c_attn(x).split(h, 2)
+        )
+        mixed = (q @ k.transpose(-1, -2)).tanh() @ v
+        out: Tensor = self.c_proj(mixed.permute(0, 2, 3, 1, 4).reshape(b, s, h))
+        return out
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_chunks_are_not_taken_for_heads(chunks: int) -> None:
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=64, block_size=8 * chunks, n_layer=1, n_head=4, n_embd=32)
+    model = GPT(config).double()
+    model.h[0].attn = Chunked(config).double()
+    ids = {name: torch.randint(64, (2, 8 * chunks)) for name in ("idx", "targets")}
+    program = check_equal(model, 2, ids)
+    assert segments(program, "h.0.attn.c_proj.weight") == (1, [(1, 4, 8, True)])
+    assert not any("attention replicated" in line for line in program.log)
+
+
 def test_key_value_heads_that_do_not_fit_are_refused() -> None:
     options = {**LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, use_cache=False))
@@ -544,15 +577,6 @@ class WithMask(SequenceFirst):
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(y.transpose(1, 2).reshape(b, s, 16))
         return nn.functional.cross_entropy(self.head(x).view(-1, 64), targets.view(-1))
-
-
-def test_an_embedding_that_scales_its_gradient_is_not_divided() -> None:
-    torch.manual_seed(0)
-    model = Loss("plain").double()
-    model.embed = nn.Embedding(64, 16, scale_grad_by_freq=True).double()
-    ids = {"idx": torch.randint(4, (2, 8)), "targets": torch.randint(64, (2, 8))}
-    program = check_equal(model, 2, ids)
-    assert segments(program, "embed.weight")[0] != 0
 
 
 def test_a_padded_vocabulary_is_not_divided_by() -> None:

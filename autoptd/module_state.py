@@ -1,0 +1,89 @@
+"""What modules hold beside parameters and buffers: in attributes, and in lists, dicts and plain objects among them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+MOST = 256  # entries of what is looked into: data sets have more
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
+_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+def list_held(objective: nn.Module) -> dict[str, Any]:
+    """All values by their places: "h.0.count", "state['count']". What `objective` itself holds is not the user's."""
+    return {
+        f"{path}{name}".removeprefix("captured").removeprefix("."): value
+        for path, holder in _holders(objective)
+        for name, value in _entries(holder)
+    }
+
+
+@contextmanager
+def keeping_attributes(objective: nn.Module) -> Iterator[None]:
+    """Afterwards all modules hold what they held: attributes, buffers, modes, and what is in their lists and dicts."""
+    parts = list(objective.modules())
+    holders = [vars(objective), *(part._buffers for part in parts)]
+    holders += [vars(held) if _is_object(held) else held for _, held in _holders(objective)]
+    kept = [(holder, copy.copy(holder)) for holder in holders]
+    try:
+        yield
+    finally:
+        for holder, before in kept:
+            now, then = _flatten(holder), _flatten(before)
+            if len(now) == len(then) and all(map(operator.is_, now, then)):
+                continue  # others may be reading it
+            holder.clear()
+            if isinstance(holder, dict):
+                holder.update(before)
+            else:
+                holder.extend(before)
+
+
+def _flatten(holder: Any) -> list[Any]:
+    return [x for pair in holder.items() for x in pair] if isinstance(holder, dict) else list(holder)
+
+
+def _holders(objective: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every module but `objective`, and what it holds that holds something itself, each once, with its path."""
+    seen: set[int] = set()
+    pending: list[tuple[str, Any]] = [(path, part) for path, part in objective.named_modules() if path]
+    while pending:
+        path, holder = pending.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        yield path, holder
+        for name, value in _entries(holder):
+            if not isinstance(value, nn.Module) and _holds(value):
+                pending.append((f"{path}{name}", value))
+
+
+def _holds(value: object) -> bool:
+    if type(value) in _CONTAINERS:
+        return 0 < len(value) <= MOST  # type: ignore[arg-type]
+    return _is_object(value) and len(vars(value)) <= MOST
+
+
+def _is_object(value: object) -> bool:
+    """Whether a value has attributes that are anybody's: a module's, a configuration's."""
+    foreign = isinstance(value, (Tensor, type, ModuleType)) or type(value).__module__.startswith("torch.")
+    plain = hasattr(value, "__dict__") and not callable(value) and not foreign
+    return isinstance(value, nn.Module) or plain
+
+
+def _entries(holder: Any) -> Iterator[tuple[str, Any]]:
+    """What `holder` has, each as it is written behind the holder's own name."""
+    if _is_object(holder):
+        own = _TORCH if isinstance(holder, nn.Module) else ()
+        yield from ((f".{name}", value) for name, value in list(vars(holder).items()) if name not in own)
+    else:
+        pairs = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        yield from ((f"[{key!r}]", value) for key, value in list(pairs))
