@@ -30,19 +30,29 @@ from autoptd.step_memory import Owned, count_owned, freeze_others
 class CostRow:
     """The row of a program that is not cut, divided for t tensor ranks, with `repeats` more of its second layer.
 
+    Of tensor groups of `world_size` devices the slowest counts, wherever its stage is.
+
     With `overlap` all-reduces hide behind the gradients of weights. ValueError where layers are to be repeated and the
     program's do not repeat.
     """
 
     def __init__(
-        self, uncut: Uncut, repeats: int, cluster: Cluster, precision: Precision, *, overlap: bool = True
+        self,
+        uncut: Uncut,
+        repeats: int,
+        cluster: Cluster,
+        world_size: int,
+        precision: Precision,
+        *,
+        overlap: bool = True,
     ) -> None:
         self._program, self._uncut, self._row = uncut.program, uncut, uncut.row
         self._cluster, self.precision = cluster, precision
         # Of each item of one microbatch: seconds by direction and kind (see `Uncut.divide` and `Seconds`), what a cut
         # before it costs either side, bytes kept and FLOPs, and what its group's backward holds.
         cluster.device.peak(precision.dtype)  # refuses what the device has not
-        ranks = self._program.mesh.tensor_group(0)
+        tensor = self._program.mesh.tensor
+        ranks = cluster.slowest(Mesh(tensor, 1, world_size // tensor).tensor_groups(0))
         measure = cache(lambda work: astuple(add_up({work: 1}, cluster, ranks, precision, overlap)))
         self._times, self._apart = uncut.divide(measure)
         self._amounts, self._working = self._measure(uncut)
@@ -199,7 +209,8 @@ class CostRow:
 
     def _cut(self, mesh: Mesh, num_stages: int, search: tuple[str, int] | None = None) -> list[int]:
         """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""
-        key = num_stages, mesh.pipeline * mesh.tensor > self._cluster.devices_per_node, search
+        size = self._cluster.devices_per_node
+        key = num_stages, mesh.size > size and size % (mesh.pipeline * mesh.tensor) != 0, search
         if key not in self._cuts:
             times = self._item_times(mesh, key[1])
             size: Any = {"num_stages": num_stages, "num_pipeline_ranks": mesh.pipeline}

@@ -68,7 +68,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates of one model on one cluster.
+    """Estimates of one model on `world_size` devices of one cluster.
 
     `training` is how its steps are run. With `search` stages are cut as `compile` cuts them, which takes a second where
     ranks have several; without, the slowest stage is as fast as can be. The other options are those of
@@ -79,6 +79,7 @@ class Estimator:
         self,
         model: nn.Module,
         cluster: Cluster,
+        world_size: int,
         dtype: str | None = None,
         training: Training | None = None,
         *,
@@ -90,7 +91,7 @@ class Estimator:
         rules: Mapping[Any, str] | None = None,
         search: bool = False,
     ) -> None:
-        self.cluster = cluster
+        self.cluster, self._world_size = cluster.shared_by(world_size), world_size
         self.training = training or Training()
         self._dtype, self._search = dtype, search
         check_model(model)
@@ -191,7 +192,9 @@ class Estimator:
             watch.say("finish uncut")
             uncut = Uncut(divided, recompute, self._fuse)
         precision = Precision.of(divided.stages, self._dtype)
-        return CostRow(uncut, repeats, self.cluster, precision, overlap=self.training.overlap_tensor)
+        return CostRow(
+            uncut, repeats, self.cluster, self._world_size, precision, overlap=self.training.overlap_tensor
+        )
 
     def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
         arranged, repeats = self._arrange(tensor, microbatch_size)

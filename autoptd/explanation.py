@@ -124,7 +124,8 @@ def explain_program(
     if model is not None and options is not None and not reordered:
         estimator = Estimator(
             model,
-            shared,
+            simulation.cluster,
+            manifest.mesh.size,
             simulation.dtype,
             training,
             example_inputs=make_example(manifest),

@@ -99,7 +99,7 @@ def plan(
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn, "rules": rules}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
     training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
-    estimator = Estimator(model, described.shared_by(world_size), dtype, training, **given)
+    estimator = Estimator(model, described, world_size, dtype, training, **given)
     size = microbatch_size or estimator.example_size
     fixed = (max_tensor, size, num_model_chunks, schedule, recompute)
     return Search(estimator, Space(world_size, global_batch, described, *fixed)).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from autoptd.options import check_flags
@@ -279,10 +280,10 @@ def _finish(
     summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, joined, gathers = [], [], []
     for rank, own in enumerate(owned):
-        here = mesh.rank_of(0, rank, 0)
-        replicas = mesh.data_group(here)
+        groups = mesh.tensor_groups(rank)
+        replicas = cluster.slowest(zip(*groups, strict=True))
         end = timeline[rank][-1].end
-        end += _reduce(own.partial * each, mesh.tensor_group(here), cluster, crowding)
+        end += _reduce(own.partial * each, cluster.slowest(groups), cluster, crowding)
         beside = 0.0
         ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
         for stage in sorted(ended, key=ended.__getitem__):
@@ -295,7 +296,8 @@ def _finish(
     for rank, own in enumerate(owned):
         end = ends[rank]
         for owners, elements in own.tied.items():
-            ranks = [mesh.rank_of(0, owner, 0) for owner in owners]
+            holding = (chain.from_iterable(mesh.tensor_groups(owner)) for owner in owners)
+            ranks = cluster.slowest(zip(*holding, strict=True))
             end = max(end, *(ends[owner] for owner in owners))
             end += _reduce(elements / shards * each, ranks, cluster, crowding)
         yield Phase(rank, "data", timeline[rank][-1].end, end)

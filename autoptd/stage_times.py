@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
@@ -70,7 +71,7 @@ def time_stages(
     *,
     overlap: bool = True,
 ) -> tuple[StageTimes, ...]:
-    """The times of all stages, on the first replica's ranks. ValueError for a dtype that the device has not.
+    """The times of all stages, each in the replica where it is slowest. ValueError for a dtype that the device has not.
 
     Without `overlap` all-reduces hide behind nothing.
     """
@@ -80,7 +81,7 @@ def time_stages(
         signature = _sign(stage)
         if signature not in known:
             known[signature] = _join(divide_work(stage, Ledger(stage, manifest.mesh)).values())
-        ranks = manifest.mesh.tensor_group(manifest.mesh.rank_of(0, index % manifest.mesh.pipeline, 0))
+        ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
         times = time_work(known[signature], cluster, ranks, precision, overlap=overlap)
         found.append(time_stage(manifest, index, times, cluster, precision))
     return tuple(found)
@@ -269,7 +270,7 @@ def _cross(manifest: Manifest, index: int, kind: str, cluster: Cluster, precisio
     sends, receives = (interface.sends, interface.receives)[:: 1 if kind == "F" else -1]
     whole, scattered = _bytes(sends, manifest, kind, precision)
     received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
-    ranks = mesh.tensor_group(mesh.rank_of(0, index % mesh.pipeline, 0))
+    ranks = cluster.slowest(mesh.tensor_groups(index % mesh.pipeline))
     sent, consumer = whole + scattered / mesh.tensor, index + (1 if kind == "F" else -1)
     return _Crossing(
         *_send_seconds(sent, mesh, index, consumer, cluster),
@@ -296,9 +297,7 @@ def _send_seconds(
 ) -> tuple[float, float]:
     """The slowest of all replicas' messages between two stages' ranks, its tensor peers sending too; and what of it
     takes no core."""
-    here, there = source % mesh.pipeline, destination % mesh.pipeline
-    pairs = {(mesh.rank_of(data, here, 0), mesh.rank_of(data, there, 0)) for data in range(mesh.data)}
-    return max(
-        (cluster.send_seconds(count, *pair, senders=mesh.tensor), count and cluster.waiting_seconds(pair))
-        for pair in pairs
-    )
+    sides = (mesh.tensor_groups(stage % mesh.pipeline) for stage in (source, destination))
+    here, there = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))
+    seconds = cluster.send_seconds(count, here, there, senders=mesh.tensor)
+    return seconds, count and cluster.waiting_seconds((here, there))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -207,6 +207,15 @@ class Cluster:
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
         """How many of `ranks` are in each node."""
         return Counter(rank // self.devices_per_node for rank in ranks)
+
+    def slowest(self, groups: Iterable[Sequence[int]]) -> Sequence[int]:
+        """The first of those `groups` that are slowest where they stand: groups of one size may part over nodes."""
+        return max(groups, key=lambda ranks: (-self.ring_rate(ranks), self.ring_latency(ranks)))
+
+    def farthest(self, pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        """The first of those pairs that are in different nodes, if there are any."""
+        size = self.devices_per_node
+        return max(pairs, key=lambda pair: pair[0] // size != pair[1] // size)
 
     def ring_rate(self, ranks: Sequence[int]) -> float:
         """Bytes/s over the slowest link of a ring through `ranks`, while all other devices are in like rings.

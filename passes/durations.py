@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from math import ceil, prod
 
 import torch
@@ -76,10 +78,10 @@ class Durations:
         """
         size = tensor_bytes(value) * self.precision.scale
         share = size if divided else size / self.mesh.tensor
-        here, there = self._slowest_pair()
+        here, there = self._neighbours
         seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)
         if not divided:
-            seconds += self.cluster.all_gather_seconds(size, self.mesh.tensor_group(here))
+            seconds += self.cluster.all_gather_seconds(size, self._tensor_group)
         return ceil(seconds * NANOSECONDS)
 
     def _of_work(self, work: Work) -> int:
@@ -90,15 +92,20 @@ class Durations:
         if not work:
             return 0.0
         if work not in self._known:
-            ranks = self.mesh.tensor_group(self.mesh.rank_of(0, 0, 0))
             dtype, scale = self.precision.dtype, self.precision.scale
             seconds = self.cluster.device.seconds(work, dtype, scale)
-            seconds += self.cluster.exposed_seconds(work, ranks, dtype, scale)
+            seconds += self.cluster.exposed_seconds(work, self._tensor_group, dtype, scale)
             self._known[work] = seconds
         return self._known[work]
 
-    def _slowest_pair(self) -> tuple[int, int]:
-        """Neighbours on the pipeline in different nodes, if there are any."""
-        row = self.mesh.pipeline_group(self.mesh.rank_of(0, 0, 0))
-        pairs = list(zip(row, (*row[1:], row[0]), strict=True))
-        return max(pairs, key=lambda pair: len(self.cluster.nodes(pair)))
+    @cached_property
+    def _tensor_group(self) -> Sequence[int]:
+        stages = range(self.mesh.pipeline)
+        return self.cluster.slowest(group for stage in stages for group in self.mesh.tensor_groups(stage))
+
+    @cached_property
+    def _neighbours(self) -> tuple[int, int]:
+        """Two ranks next to each other on the pipeline."""
+        places = product(range(self.mesh.data), range(self.mesh.pipeline), range(self.mesh.tensor))
+        p, rank_of = self.mesh.pipeline, self.mesh.rank_of
+        return self.cluster.farthest((rank_of(d, k, t), rank_of(d, (k + 1) % p, t)) for d, k, t in places)

@@ -49,6 +49,11 @@ class Mesh:
         at = self.coordinates(rank)
         return tuple(self.rank_of(at.data, at.pipeline, t) for t in range(self.tensor))
 
+    def tensor_groups(self, pipeline: int) -> list[tuple[int, ...]]:
+        """All replicas' groups of ranks at one pipeline coordinate, in tensor order."""
+        row = range(self.tensor)
+        return [tuple(self.rank_of(d, pipeline, t) for t in row) for d in range(self.data)]
+
     def pipeline_group(self, rank: int) -> tuple[int, ...]:
         """Global ranks that share `rank`'s data and tensor coordinates, in pipeline order."""
         at = self.coordinates(rank)

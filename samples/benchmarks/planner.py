@@ -61,7 +61,10 @@ def measure(row: PaperRow, chunks: int | None) -> tuple[object, ...]:
     start, busy = time.perf_counter(), time.process_time()
     plans = autoptd.plan(model, **size, **fixed, **asdict(MEGATRON))
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
-    estimator, space = Estimator(model, cluster, training=MEGATRON), Space(*size.values(), **fixed)
+    estimator, space = (
+        Estimator(model, cluster, row.devices, training=MEGATRON),
+        Space(*size.values(), **fixed),
+    )
     own = min(step for step, _ in time_mesh(row, (row.tensor, row.pipeline), estimator, space))
     best, estimate = find_best(row, plans, estimator, space)
     return (

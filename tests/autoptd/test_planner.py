@@ -60,7 +60,7 @@ MEGATRON = Training(overlap_transfers=False, overlap_data=False, overlap_tensor=
 def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Training) -> None:
     cluster = with_memory(memory)
     plans = autoptd.plan(make_gpt(), world_size=4, global_batch=16, cluster=cluster, **asdict(training))
-    estimator = Estimator(make_gpt(), cluster, training=training)
+    estimator = Estimator(make_gpt(), cluster, 4, training=training)
     row = estimator.measure(1, 1, "none")
     every = [(estimator.estimate(c), c) for c in Space(4, 16, cluster).candidates(row.layers, row.units)]
     fitting = [(e.step_seconds, c) for e, c in every if max(e.memory_bytes) <= memory]
@@ -90,7 +90,7 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
     """It keeps logits, of one microbatch; whatever memory there is, no plan that fits is missed."""
     with torch.device("meta"):
         model = GPT(GPTConfig(16384, 64, 8, 4, 64))
-    estimator = Estimator(model, SELENE)
+    estimator = Estimator(model, SELENE, 4)
     space = Space(4, 8, SELENE, max_tensor=1, microbatch_size=1, recompute="none")
     row = estimator.measure(1, 1, "none")
     every = [(estimator.estimate(c), c) for c in space.candidates(row.layers, row.units)]
@@ -138,8 +138,8 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
 
     The planner searches for a cut at its end only: with several chunks a rank the compiler's makes a shorter step.
     """
-    estimate = Estimator(make_gpt(), SELENE, search=True).estimate(candidate)
-    planned = Estimator(make_gpt(), SELENE).estimate(candidate)
+    estimate = Estimator(make_gpt(), SELENE, candidate.mesh.size, search=True).estimate(candidate)
+    planned = Estimator(make_gpt(), SELENE, candidate.mesh.size).estimate(candidate)
     names = ("mesh", "microbatch_size", "num_microbatches", "num_model_chunks", "recompute", "schedule")
     program = autoptd.compile(make_gpt(), **{name: getattr(candidate, name) for name in names})
     simulated = program.simulate(SELENE)
@@ -172,7 +172,7 @@ def test_what_no_gradient_reaches_is_held_and_no_more(tensor: int) -> None:
     given: Any = {"idx": idx, "targets": idx}
     with torch.device("meta"):
         model = Idle()
-    estimate = Estimator(model, SELENE, example_inputs=given).estimate(
+    estimate = Estimator(model, SELENE, tensor, example_inputs=given).estimate(
         Candidate(tensor, 1, 1, 2, 1, 1, "none", "1f1b")
     )
     program = autoptd.compile(model, mesh=(tensor, 1, 1), num_microbatches=1, example_inputs=given)
@@ -224,7 +224,7 @@ def test_buffers_take_their_own_bytes(dtype: torch.dtype) -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     narrow = program.simulate(SELENE, "bf16")
     assert narrow.held_bytes["parameters"] == 2 * weights + sum(held.values()) - dtype.itemsize * weights
-    estimate = Estimator(model, SELENE, example_inputs=given).estimate(
+    estimate = Estimator(model, SELENE, 1, example_inputs=given).estimate(
         Candidate(1, 1, 1, 2, 1, 1, "none", "1f1b")
     )
     assert estimate.memory_bytes == simulated.memory_bytes
@@ -235,7 +235,7 @@ def test_an_estimate_is_of_how_a_step_is_run() -> None:
     candidate = Candidate(2, 1, 2, 2, 4, 1, "none", "1f1b")
     program = autoptd.compile(make_gpt(), candidate.mesh, microbatch_size=2, num_microbatches=4)
     ways = [Training(), MEGATRON, Training(zero=1), Training(overlap_tensor=False)]
-    found = [Estimator(make_gpt(), SELENE, training=way).estimate(candidate).step_seconds for way in ways]
+    found = [Estimator(make_gpt(), SELENE, 4, training=way).estimate(candidate).step_seconds for way in ways]
     expected = [program.simulate(SELENE, **asdict(way)).step_seconds for way in ways]
     assert found == pytest.approx(expected, rel=1e-3)
     assert len({round(seconds, 9) for seconds in found}) == len(ways)
@@ -278,13 +278,13 @@ CROWDED = replace(
 )
 def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: str, v: int) -> None:
     candidate = Candidate(1, 4, 1, 1, 64, v, "none", name)
-    estimate = Estimator(make_gpt(), cluster).estimate(candidate)
-    row = Estimator(make_gpt(), cluster).measure(1, 1, "none")
+    estimator = Estimator(make_gpt(), cluster, 4)
+    estimate, row = estimator.estimate(candidate), estimator.measure(1, 1, "none")
     manifest, times = row.divide(candidate.mesh, v)
     schedule = make_schedule(candidate.schedule, 4, 64, v)
     order = list(execution_order(schedule))
     manifest = replace(manifest, num_microbatches=64)
-    whole = simulate_times(manifest, times, schedule, order, cluster, row.precision, Training())
+    whole = simulate_times(manifest, times, schedule, order, estimator.cluster, row.precision, Training())
     assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     assert estimate.memory_bytes == whole.memory_bytes
     for name in ("compute", "data", "optimizer"):
@@ -375,7 +375,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() 
     held, over = (int(word.replace(",", "")) for word in re.findall(r"\d[\d,]{3,}", message)[:2])
     assert "pipeline rank" in message
     assert held - over == 1_000_000
-    estimator, space = Estimator(make_gpt(), SELENE), Space(4, 8, SELENE)
+    estimator, space = Estimator(make_gpt(), SELENE, 4), Space(4, 8, SELENE)
     row = estimator.measure(1, 1, "none")
     every = [estimator.estimate(c).memory_bytes for c in space.candidates(row.layers, row.units)]
     assert held == min(map(max, every))
@@ -486,7 +486,7 @@ def test_a_forward_that_counts_its_layers_is_measured_whole() -> None:
     with torch.device("meta"):
         model = Counting(GPTConfig(512, 128, 8, 4, 256)).to(torch.bfloat16)
     candidate = Candidate(1, 2, 1, 1, 4, 1, "none", "1f1b")
-    whole, short = (Estimator(m, SELENE).estimate(candidate) for m in (model, make_gpt()))
+    whole, short = (Estimator(m, SELENE, 2).estimate(candidate) for m in (model, make_gpt()))
     assert whole.step_seconds == pytest.approx(short.step_seconds, rel=0.01)
     assert whole.memory_bytes == short.memory_bytes
 
@@ -499,7 +499,7 @@ def test_tensor_ranks_that_do_not_divide_are_refused_by_a_few_layers(monkeypatch
         return capture(model, **given)
 
     monkeypatch.setattr("autoptd.estimation.capture", count)
-    estimator = Estimator(make_gpt(), SELENE)
+    estimator = Estimator(make_gpt(), SELENE, 8)
     with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=8 at h\.0\.attn \(gpt\.py"):
         estimator.measure(8, 1, "none")
     assert estimator.measure(2, 1, "none").layers == 8

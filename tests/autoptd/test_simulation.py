@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -27,7 +27,7 @@ from autoptd.runtime import collectives
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
-from autoptd.simulation import Training
+from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.timeline import box_colours, write_svg
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
@@ -172,6 +172,28 @@ def test_scatter_gather_sends_less() -> None:
     size, latency = 2 * B * LENGTH * HIDDEN, SELENE.network.latency_seconds
     assert longest(False) == pytest.approx(size / SELENE.network.message_rate + latency)
     assert longest(True) == pytest.approx(size / 4 / SELENE.network.message_rate + latency)
+
+
+@pytest.mark.parametrize("nodes", [3, 5])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (1, 2, 4)], ids=str)
+def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: int) -> None:
+    """Where groups part over nodes some do and others not: whichever replica, or tensor rank, is named first."""
+    t, p, d = mesh
+    cluster = replace(SELENE, devices_per_node=nodes, devices_at_once=nodes, nics_per_node=1)
+    program = compile_gpt(mesh)
+
+    def simulate(on: Cluster, replica: int = 0, tensor: int = 0) -> Simulation:
+        places = product(range(d), range(p), range(t))
+        ranks = [program.mesh.rank_of((i + replica) % d, j, (k + tensor) % t) for i, j, k in places]
+        manifest = replace(program.manifest, mesh=replace(program.mesh, ranks=tuple(ranks)))
+        schedule = make_schedule(manifest.schedule, p, manifest.num_microbatches, 1)
+        return simulate_program(manifest, program.stages, schedule, on, None, Training(overlap_data=False))
+
+    step, together = simulate(cluster), simulate(replace(cluster, devices_per_node=8))
+    for first in product(range(d), range(t)):
+        assert simulate(cluster, *first).breakdown == pytest.approx(step.breakdown)
+    parted = {"data": d, "tensor": t, "pipeline": p}
+    assert all(step.breakdown[kind] > 1.5 * together.breakdown[kind] for kind, n in parted.items() if n > 1)
 
 
 def test_gradients_are_reduced_after_the_step_or_beside_it() -> None:
