@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ def save_folder(
     Raises ValueError where `path` is a file, or a folder with anything but a saved program in it.
     """
     folder = Path(path)
-    _check_free(folder)
+    check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         if _PROGRAM.fullmatch(old.name):
@@ -79,12 +80,14 @@ def program_hash(texts: Sequence[str], manifest: Manifest) -> str:
     return digest.hexdigest()
 
 
-def _check_free(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder to save the program into")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not _is_ours(folder):
+def check_free(folder: Path) -> None:
+    """Raise ValueError, or OSError, where no program can be saved into `folder`."""
+    near = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not near.is_dir():
+        raise ValueError(f"{near} is a file; give a folder to save the program into")
+    if not os.access(near, os.W_OK):
+        raise ValueError(f"{near} may not be written to; give another folder to save the program into")
+    if near == folder and any(folder.iterdir()) and not _is_ours(folder):
         raise ValueError(f"{folder} holds files and no saved program; give an empty or a new folder")
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autoptd.archive import MANIFEST
+from autoptd.archive import MANIFEST, check_free
 from autoptd.calibration import calibrate
 from autoptd.check import ProgramError
 from autoptd.compiled import CompiledProgram
@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = int(args.run(args))
         sys.stdout.flush()
-    except (ValueError, TypeError, ProgramError) as error:
-        print(f"autoptd {args.command}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `| head` has read enough; what Python still flushes at its end goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, TypeError, FloatingPointError, OSError, ProgramError) as error:
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough
+            print(f"autoptd {args.command}: {error}", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is None:  # what is left to flush goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 
@@ -88,6 +88,7 @@ def _entries(found: Plan) -> tuple[int, int, int]:
 
 
 def _compile(args: argparse.Namespace) -> int:
+    check_free(args.output)
     program = compile(make_model(args.model), args.mesh, **_given(args, COMPILED))
     program.save(args.output)
     return _print_program(program, args)
@@ -135,10 +136,15 @@ def _describe_verified(report: Report) -> dict[str, Any]:
 
 def _check_files(*paths: Path | None) -> None:
     """Before the work: raise ValueError for a path that no file can be written to."""
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} is no folder"
-            raise ValueError(f"{wrong}: give a file to write, in a folder that exists")
+    for path in (path for path in paths if path is not None):
+        place = path if path.exists() else path.parent
+        checks = {
+            "is a folder": path.is_dir(),
+            "is no folder": not path.parent.is_dir(),
+            "may not be written to": not os.access(place, os.W_OK),
+        }
+        for wrong in (wrong for wrong, found in checks.items() if found):
+            raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -156,6 +162,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    _check_files(args.output)
     cluster = calibrate(args.output, **_given(args, ("devices", "seconds")))
     if args.json:
         _print_json(asdict(cluster))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pkgutil
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -12,14 +15,17 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from autoptd.source_lines import user_line
+
 EXAMPLE = "expected module:callable, e.g. samples.gpt:make_model"
+LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib"))
 
 
 def make_model(name: str, device: str = "meta") -> nn.Module:
     """Import the module, call the callable on `device`, and return the model; on the meta device weights cost nothing.
 
-    Raises ValueError for a name that leads nowhere, with the nearest one, and for a callable that needs arguments;
-    TypeError where no nn.Module comes out.
+    Raises ValueError for a name that leads nowhere, with the nearest one, for a callable that needs arguments, and
+    for what the user's own code raises, with its place there; TypeError where no nn.Module comes out.
     """
     path, colon, attribute = name.partition(":")
     if not (path and colon and attribute):
@@ -37,8 +43,11 @@ def make_model(name: str, device: str = "meta") -> nn.Module:
                 f"model {name!r} is called without arguments: {error}; name a function that takes none and "
                 "returns the model"
             ) from None
-        with torch.device(device):
-            found = found()
+        try:
+            with torch.device(device):
+                found = found()
+        except Exception as error:
+            raise _failed(name, error) from error
     if not isinstance(found, nn.Module):
         raise TypeError(f"model {name!r} gave a {type(found).__name__}; expected an nn.Module")
     return found
@@ -50,13 +59,25 @@ def _import(path: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if path != missing and not path.startswith(f"{missing}."):
-            raise  # the module is there; what it imports is not
+            raise _failed(name, error) from error  # the module is there; what it imports is not
         parent = missing.rpartition(".")[0]
         places = list(import_module(parent).__path__) if parent else ["."]
         known = [f"{parent}.{found.name}".lstrip(".") for found in pkgutil.iter_modules(places)]
         raise ValueError(
             f"model {name!r}: there is no module {missing!r}{suggest(missing, known)}; {EXAMPLE}"
         ) from None
+    except Exception as error:
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: Exception) -> ValueError:
+    """What the user's own code raised; of a file that is no Python, the error itself has the place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = user_line([frame for frame in frames if not frame.filename.startswith(LIBRARIES)])
+    place = "" if isinstance(error, SyntaxError) or not line else f", at {line}"
+    return ValueError(
+        f"model {name!r} cannot be made: {type(error).__name__}: {error}{place}; correct it there"
+    )
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -249,6 +249,13 @@ def test_as_a_program_of_its_own(folder: Path) -> None:
     assert "Traceback" not in wrong.stderr
 
 
+def test_a_full_disk_is_said(folder: Path) -> None:
+    command = [sys.executable, "-m", "autoptd", "inspect", str(folder)]
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (found.returncode, found.stderr) == (1, "autoptd inspect: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_may_leave_early(folder: Path, options: list[str]) -> None:
     read, write = os.pipe()
@@ -301,6 +308,16 @@ def test_other_ranks_are_silent(
             "plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --schedule=",
             "unknown schedule ''; did you mean",
         ),
+        *(
+            (f"compile no:model --mesh 1,1,1 -o {place}", said)  # before anything is compiled
+            for place, said in (
+                ("{folder}/manifest.json/out", "{folder}/manifest.json is a file; give a folder"),
+                ("/dev/full", "/dev/full is a file; give a folder"),
+                ("n" * 300, "File name too long: 'nnn"),
+            )
+        ),
+        ("report {folder} --cluster dgx-a100 -o " + "n" * 300, "File name too long: 'nnn"),
+        ("calibrate -o " + "n" * 300 + ".toml", "File name too long: 'nnn"),
         ("compile samples.gpt:make_model --mesh 1,1 -o {folder}", "mesh has 2 entries (1, 1)"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ful", "recompute is 'ful'"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --schedule 1f2b", "did you mean '1f1b'?"),
@@ -339,10 +356,55 @@ def test_a_wrong_command_line_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_an_import_that_fails_inside_is_not_hidden(tmp_path: Path) -> None:
-    (tmp_path / "broken_models.py").write_text("import no_such_library\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        main(["compile", "broken_models:make", "--mesh", "1,1,1", "-o", str(tmp_path / "out")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import no_such_library",
+            "ModuleNotFoundError: No module named 'no_such_library', at {file}:1: import",
+        ),
+        ("def make(:", "SyntaxError: invalid syntax (broken_models.py, line 1); correct it"),
+        ("sizes = 1 / 0", "ZeroDivisionError: division by zero, at {file}:1: sizes = 1 / 0; correct it"),
+        ("def make():\n    raise KeyError('n_layer')", "KeyError: 'n_layer', at {file}:2: raise KeyError"),
+        (
+            "import json\ndef make():\n    json.loads('')",
+            "Expecting value: line 1 column 1 (char 0), at {file}:3",
+        ),
+    ],
+)
+def test_an_error_of_the_users_own_file_is_said_with_its_place(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_models.py").write_text(text)
+    assert main(["compile", "broken_models:make", "--mesh", "1,1,1", "-o", str(tmp_path / "out")]) == 1
+    sys.modules.pop("broken_models", None)
+    said = capsys.readouterr().err
+    assert "model 'broken_models:make' cannot be made: " in said
+    assert message.format(file=tmp_path / "broken_models.py") in said
+
+
+def test_a_place_that_may_not_be_written_to_is_refused_before_the_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    calls = {
+        f"compile no:model --mesh 1,1,1 -o {folder}": folder,
+        f"report no --cluster dgx-a100 -o {folder}.html": folder.parent,
+    }
+    for words, place in calls.items():
+        assert main(words.split()) == 1
+        assert f"{place} may not be written to" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(*_: object, **__: object) -> None:
+        raise FloatingPointError("the loss is nan")
+
+    monkeypatch.setattr(CompiledProgram, "verify", verify)
+    assert main(["verify", str(folder), "--model", "small_models:make_small"]) == 1
+    assert capsys.readouterr().err == "autoptd verify: the loss is nan\n"
 
 
 def test_tables_on_a_terminal(folder: Path) -> None:
