@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.options import AXES, check_counts, check_modes, check_seed
 from autoptd.passes.program import Stage
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Boundary, Input, Manifest, StageInterface
@@ -20,6 +21,44 @@ from autoptd.tensor_proof import place, prove_tensor_parallel
 
 class ProgramError(Exception):
     """A program that contradicts itself: what was found, where, what was expected, and a way out."""
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise `ProgramError` for what no manifest says, whatever the texts: what else is taken as it is given."""
+    mesh, way = manifest.mesh, "correct it in the manifest, or save the program again"
+    counts = ("microbatch_size", "num_microbatches", "num_model_chunks", "num_shapes")
+    try:
+        check_counts(**{f"{axis} of the mesh": getattr(mesh, axis) for axis in AXES})
+        check_counts(**{name: getattr(manifest, name) for name in counts})
+        check_seed(manifest.seed)
+        check_modes(schedule=manifest.schedule)
+    except ValueError as error:
+        raise ProgramError(f"the manifest: {error}; {way}") from None
+    if manifest.model_flops < 0:
+        raise ProgramError(f"the manifest: model_flops is {manifest.model_flops}; expected 0 or more; {way}")
+    if mesh.ranks is not None and sorted(mesh.ranks) != list(range(mesh.size)):
+        raise ProgramError(
+            f"the manifest: ranks of the mesh are {mesh.ranks}; expected each of 0 to {mesh.size - 1} once; {way}"
+        )
+    for value in manifest.inputs:
+        if min(value.shape, default=1) < 1 or value.batch_dim not in (None, *range(len(value.shape))):
+            raise ProgramError(
+                f"the manifest: the batch input {value.name} has the shape {list(value.shape)} with its batch in "
+                f"dimension {value.batch_dim}; expected sizes above 0, and one of its dimensions; {way}"
+            )
+    inputs = [value.name for value in manifest.inputs]
+    for interface in manifest.stages:
+        at = f"stage {interface.index}"
+        for name in interface.inputs:
+            if name not in inputs:
+                raise ProgramError(
+                    f"{at} takes the batch input {name}; the batch has {', '.join(inputs) or 'none'}; {way}"
+                )
+        for name in interface.parameters:
+            if name not in manifest.parameters:
+                raise ProgramError(
+                    f"{at} owns {name}, which has no entry among the manifest's parameters; {way}"
+                )
 
 
 def check_program(
@@ -127,9 +166,6 @@ def _check_aliases(manifest: Manifest) -> None:
 
 def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
     at = f"stage {interface.index}"
-    for name in (*interface.parameters, *stage.parameters):
-        if name not in manifest.parameters:
-            raise ProgramError(f"{at} owns {name}, which has no entry among the manifest's parameters")
     for name, parameter in stage.parameters.items():
         if parameter != manifest.parameters[name]:
             difference = _describe_difference(parameter, manifest.parameters[name])
@@ -177,9 +213,6 @@ def _describe_difference(found: Parameter, expected: Parameter) -> str:
 def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
     at = f"stage {interface.index}"
     inputs = {value.name: value for value in manifest.inputs}
-    for name in interface.inputs:
-        if name not in inputs:
-            raise ProgramError(f"{at} takes the batch input {name}; the batch has {', '.join(inputs)}")
     first, *placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
     expected: list[Boundary | Input] = [*interface.receives, *(inputs[name] for name in interface.inputs)]
     found = [str(node.target) for node in placeholders]

@@ -68,7 +68,7 @@ def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
     return Mesh(tensor, pipeline, data, None if ranks == tuple(range(len(ranks))) else ranks)
 
 
-def check_modes(*, schedule: str, recompute: object, layout: str) -> None:
+def check_modes(*, schedule: str, recompute: object = MODES[0], layout: str = LAYOUTS[0]) -> None:
     """Raise ValueError for a mode that does not exist, with what does."""
     if schedule not in SCHEDULES:
         raise ValueError(

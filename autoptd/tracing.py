@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoptd.check import check_manifest
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.propagation import Propagation
 from autoptd.recording import META, Recorder, Targets
@@ -33,8 +34,9 @@ def trace_program(
     Runs the texts' code. `filenames` are for messages; `buffers` are what ``constants(p)`` may read beside
     the manifest's own. A node's ``line`` is its place in the text; ``path`` is empty, ``divided`` and
     ``partial`` unknown (None, False): a text does not say them. ValueError names file and line for what does
-    not trace.
+    not trace, `ProgramError` a manifest that no text can follow.
     """
+    check_manifest(manifest)
     names = filenames or [text_filename(manifest, rank) for rank in range(len(texts))]
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META

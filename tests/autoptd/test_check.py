@@ -19,7 +19,8 @@ from autoptd.compiled import CompiledProgram
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, collectives, kernels
-from autoptd.runtime.manifest import Manifest, StageInterface
+from autoptd.runtime.manifest import Input, Manifest, StageInterface
+from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Placement, Segment
 from autoptd.runtime.schedule import Action, make_schedule
 from autoptd.shares import ShareError
@@ -427,14 +428,44 @@ def test_a_missing_parameter_is_named(program: CompiledProgram) -> None:
         'stage 1: ln_f_pair at ln_f (gpt.py:N) reads p["ln_f.bias"], which is not among the parameters that the '
         "manifest lists for this stage; add it there, or compile again"
     )
-    rest = {name: p for name, p in manifest.parameters.items() if name != "ln_f.bias"}
-    assert refusal(program, manifest=replace(manifest, parameters=rest)) == (
-        "stage 1 owns ln_f.bias, which has no entry among the manifest's parameters"
-    )
     empty = (replace(program.stages[0], constants=fx.Graph()), *program.stages[1:])
     assert refusal(program, stages=empty) == (
         "stage 0 reads the constant constant.arange, and constants(p) of its text makes only none"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatch_size": 0}, "microbatch_size is 0; expected a positive integer"),
+        ({"microbatch_size": -3}, "microbatch_size is -3; expected a positive integer"),
+        ({"num_shapes": -1}, "num_shapes is -1; expected a positive integer"),
+        ({"model_flops": -1}, "model_flops is -1; expected 0 or more"),
+        ({"seed": 10**30}, f"seed is {10**30}; expected an integer of 64 bits"),
+        ({"schedule": "x"}, "unknown schedule 'x'; did you mean"),
+        ({"mesh": Mesh(0, 2, 1)}, "tensor of the mesh is 0; expected a positive integer"),
+        (
+            {"mesh": Mesh(2, 2, 1, (0, 1, 2, 2))},
+            r"ranks of the mesh are \(0, 1, 2, 2\); expected each of 0 to 3",
+        ),
+        ({"inputs": ()}, "stage 0 takes the batch input idx; the batch has none"),
+        (
+            {"inputs": (Input("idx", (2, 16), torch.int64, 2),)},
+            r"idx has the shape \[2, 16\] .* dimension 2; exp",
+        ),
+        (
+            {"inputs": (Input("idx", (0, 16), torch.int64, 0),)},
+            r"idx has the shape \[0, 16\] .*sizes above 0",
+        ),
+        ({"parameters": {}}, "stage 0 owns .*, which has no entry among the manifest's parameters"),
+    ],
+    ids=str,
+)
+def test_an_edited_manifest_is_refused_by_name(
+    program: CompiledProgram, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProgramError, match=f"{message}.*; correct it in the manifest, or save"):
+        trace_program(program.texts, replace(program.manifest, **change), buffers=program.buffers)
 
 
 def test_an_alias_must_lead_somewhere(program: CompiledProgram) -> None:
