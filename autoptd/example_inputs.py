@@ -85,6 +85,12 @@ def read_examples(
     names = sorted(tensors, key=lambda name: order.get(name, len(order)))
     if not names:
         raise ValueError("example_inputs holds no tensor; give the batch of one microbatch, by argument name")
+    for name in names:
+        if not tensors[name].numel():
+            raise ValueError(
+                f"example input {name!r} has the shape {list(tensors[name].shape)}, which holds no values: give one "
+                "microbatch of the sizes that training has, all above 0"
+            )
     size = _microbatch_size(names[0], tensors[names[0]], microbatch_size)
     inputs = tuple(
         Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names
