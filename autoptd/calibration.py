@@ -245,7 +245,8 @@ def _check(output: str | Path | None, devices: int, cuda: int, seconds: float) -
         raise ValueError(
             f"devices={devices}: this machine has {cuda} CUDA devices, which no two processes share"
         )
-    if not 0 < seconds < math.inf:
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds < math.inf:
         raise ValueError(f"seconds={seconds!r}: expected a time above 0")
     if output is not None and (Path(output).suffix != ".toml" or not Path(output).absolute().parent.is_dir()):
         raise ValueError(

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.archive import program_hash, save_folder
+from autoptd.capture import check_model
 from autoptd.check import ProgramError, check_program
 from autoptd.collector import paused_collector
 from autoptd.cost import Cost
 from autoptd.explanation import Explanation, explain_program
-from autoptd.options import Options, check_backend, check_known
+from autoptd.options import Options, check_backend, check_known, check_seed
 from autoptd.overview import Overview
 from autoptd.page import write_page
 from autoptd.passes.cluster import Cluster
@@ -147,9 +148,13 @@ class CompiledProgram:
         See `autoptd.verify.verify_program` for the arguments and what is raised.
         """
         check_known(CompiledProgram.verify, unknown)
-        reference = model or self.model
+        check_seed(seed)
+        if batch is not None and not isinstance(batch, Mapping):
+            raise TypeError(f"batch is {batch!r}; expected a dict of tensors by input name, or None")
+        reference = self.model if model is None else model
         if reference is None:
             raise ValueError("a loaded program knows no model to compare with; call verify(model=...)")
+        check_model(reference)
         programs = self.shapes if batch is None else [self._of_shape(batch)]
         reports = []
         for program in programs:
@@ -267,16 +272,17 @@ class CompiledProgram:
             backend: of ``torch.compile``, applied to each stage of this rank ("inductor"); default: none, the text
                 runs as it is.
 
-        Raises ValueError where WORLD_SIZE is not the mesh's, a tensor is missing or of another shape, a parameter of
-        the compiled model was frozen or unfrozen since, torch knows no such backend, or a buffer whose values were
-        compiled into the program (`Manifest.proved`) has other ones; RuntimeError where ranks have different programs,
-        or were given different weights: a module's or a mapping's are compared, those of files are not read for it.
+        Raises ValueError where WORLD_SIZE is not the mesh's, the machine has no such device, torch no such backend, a
+        tensor is missing or of another shape, a parameter of the compiled model was frozen or unfrozen since, or a
+        buffer whose values were compiled into the program (`Manifest.proved`) has other ones; RuntimeError where ranks
+        have different programs, or were given different weights: a module's or a mapping's are compared, those of files
+        are not read for it.
         """
         if backend is not None:
             check_backend(backend)
         if weights is None and self.model is not None:
             check_frozen(self.manifest, self.model)
-        placed = torch.device(device) if device is not None else _default_device()
+        placed = _default_device() if device is None else _read_device(device)
         if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
             placed = torch.device("cpu")
         tensors = [
@@ -332,6 +338,18 @@ class CompiledProgram:
 
 def _no_constants(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {}
+
+
+def _read_device(device: str | torch.device) -> torch.device:
+    try:
+        placed = torch.device(device)
+        torch.empty(0, device=placed)
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: a torch without CUDA
+        raise ValueError(
+            f'device is {device!r}: {str(error).splitlines()[0]}; expected one that this machine has, such as "cpu" '
+            'or "cuda:0", or None'
+        ) from error
+    return placed
 
 
 def _default_device() -> torch.device:

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 from torch import fx
 
+from autoptd.options import check_counts
 from autoptd.passes.amounts import Number, local_sizes
 from autoptd.passes.ledger import Ledger
 from autoptd.passes.letters import letter
@@ -143,12 +144,13 @@ class Cost:
     def evaluate(self, expression: sympy.Expr, **sizes: int) -> int | float:
         """The expression in numbers: the program's own sizes, but for those given by their letter.
 
-        Raises ValueError for a letter that the program does not have.
+        Raises ValueError for a letter that the program does not have, and for what is no positive integer.
         """
         for name in sizes:
             if letter(name) not in self.values:
                 known = ", ".join(sorted(map(str, self.values)))
                 raise ValueError(f"{name!r} is no letter of this program's cost; it has {known}")
+        check_counts(**sizes)
         values = {**self.values, **{letter(name): size for name, size in sizes.items()}}
         if expression not in self._functions:
             halves = sympy.fraction(sympy.together(expression))  # whole numbers: nothing is rounded

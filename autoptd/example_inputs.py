@@ -117,6 +117,8 @@ def _target_names(loss_fn: Callable[..., Tensor] | None, given: Collection[str] 
     """What `loss_fn` takes beside the output: what it must have, and what it may have that is a target or `given`."""
     if loss_fn is None:
         return ()
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of the output and the targets, or None")
     if isinstance(loss_fn, nn.Module):
         loss_fn = loss_fn.forward
     parameters = list(inspect.signature(loss_fn).parameters.values())

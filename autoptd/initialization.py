@@ -48,8 +48,10 @@ def read_initial(
     """Give every parameter on the meta device what it begins with, and buffers their values where they are known.
 
     Where that cannot be, the program says why, and weights must be given. `model` is left as it is. Raises
-    ValueError for an `initializer` of a model that has weights.
+    ValueError for an `initializer` of a model that has weights, TypeError for one that cannot be called.
     """
+    if initializer is not None and not callable(initializer):
+        raise TypeError(f"initializer is {initializer!r}; expected a function of the model, or None")
     (stage,) = program.stages
     tensors = dict(model.named_parameters(remove_duplicate=False))
     missing = [n for n, p in stage.parameters.items() if p.kind == "parameter" and tensors[n].is_meta]

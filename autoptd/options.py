@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def read_mesh(mesh: object) -> Mesh:
         return mesh
     if isinstance(mesh, DeviceMesh):
         return _read_device_mesh(mesh)
-    if isinstance(mesh, str) or not isinstance(mesh, Iterable):
+    if isinstance(mesh, str) or not isinstance(mesh, Sequence):  # of a set the order is chance
         raise TypeError(
             f"mesh is {mesh!r}; expected three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), a DeviceMesh, "
             'or "auto"'

@@ -26,8 +26,12 @@ COMMON = (
 def list_examples(example_inputs: Any) -> list[Any]:
     """The examples of each input shape: the entries of a list of dicts, tuples or lists, else the one that is given.
 
-    Raises TypeError for a list of such and of others.
+    Raises TypeError for a list of such and of others, and for what is none of these.
     """
+    if example_inputs is not None and not isinstance(example_inputs, (Mapping, Sequence, Tensor)):
+        raise TypeError(
+            f"example_inputs is {example_inputs!r}; expected one microbatch as a dict or tuple, or a list of these"
+        )
     if not isinstance(example_inputs, list):
         return [example_inputs]
     whole = [isinstance(x, (Mapping, tuple, list)) for x in example_inputs]

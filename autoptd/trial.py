@@ -105,8 +105,9 @@ def draw_batch(
             values[expected.name] = _draw_input(expected, shape, bounds.get(expected.name, fallback), seed)
             continue
         value = batch.get(expected.name)
-        if value is None or list(value.shape) != shape or value.dtype is not expected.dtype:
-            found = "missing" if value is None else f"{value.dtype}{list(value.shape)}"
+        if not isinstance(value, Tensor) or list(value.shape) != shape or value.dtype is not expected.dtype:
+            given = "missing" if value is None else repr(value)
+            found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else given
             raise ValueError(
                 f"batch: {expected.name} is {found}, expected {expected.dtype}{shape}: the sequences of all "
                 f"{manifest.mesh.data} replicas x {manifest.num_microbatches} microbatches"

@@ -26,6 +26,10 @@ def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
         raise TypeError(f"rules is {rules!r}; expected a dict from an operator, or its name, to a text")
     for key, text in (rules or {}).items():
         operator = getattr(key, "_opoverload", key)  # of what torch.library.custom_op gives
+        if not isinstance(operator, str) and not hasattr(operator, "__name__"):
+            raise TypeError(
+                f'rules has the key {key!r}; expected an operator, or its name such as "mylib.op"'
+            )
         if not isinstance(text, str):
             raise TypeError(
                 f'the rule of {operator} must be a text such as "b s h, h f -> b s f", not {text!r}'

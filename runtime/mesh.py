@@ -37,8 +37,8 @@ class Mesh:
         return place if self.ranks is None else self.ranks[place]
 
     def coordinates(self, rank: int) -> Coordinates:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is outside {self}, which has ranks 0 to {self.size - 1}")
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank!r} is none of {self}, which has ranks 0 to {self.size - 1}")
         place = rank if self.ranks is None else self.ranks.index(rank)
         rest, tensor = divmod(place, self.tensor)
         data, pipeline = divmod(rest, self.pipeline)

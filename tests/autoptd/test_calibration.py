@@ -155,6 +155,7 @@ def test_as_many_share_a_core_as_there_will_be(
     [
         ({"devices": 0}, "devices=0: expected a whole number above 0"),
         ({"seconds": 0.0}, r"seconds=0\.0: expected a time above 0"),
+        ({"seconds": "x"}, "seconds='x': expected a time above 0"),
         ({"output": "machine"}, "output='machine': expected a path that ends in .toml"),
         ({"output": "no/such/folder/machine.toml"}, "in a folder that there is"),
     ],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.options import read_mesh
 from autoptd.planner import plan
@@ -36,6 +37,7 @@ def test_a_tuple_is_tensor_pipeline_data() -> None:
         ((2.0, 2, 1), ValueError, r"mesh entry 0 \(tensor\) is 2.0"),
         (8, TypeError, "mesh is 8; expected three integers"),
         ("2,2,2", TypeError, "mesh is '2,2,2'"),
+        ({2, 1, 4}, TypeError, r"mesh is \{.*\}; expected three integers"),
         ("autos", TypeError, 'or "auto"'),
     ],
 )
@@ -100,6 +102,14 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
         ({"seed": 1 << 64}, ValueError, "expected an integer of 64 bits"),
         ({"schedule": "1f1b", "num_model_chunks": 2}, ValueError, "1f1b"),
         ({"num_microbatches": 3}, ValueError, "3.*multiple.*2"),
+        (
+            {"rules": {3: "b s h -> b s h"}},
+            TypeError,
+            "rules has the key 3; expected an operator, or its name",
+        ),
+        ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected one microbatch as a dict or tuple"),
+        ({"loss_fn": 3}, TypeError, "loss_fn is 3; expected a function"),
+        ({"initializer": 3}, TypeError, "initializer is 3; expected a function"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -120,6 +130,8 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
         ({"world_size": None}, ValueError, "world_size is None; expected a positive integer"),
         ({"global_batch": None}, ValueError, "global_batch is None; expected a positive integer"),
         ({"cluster": None}, TypeError, 'cluster is None; expected a shipped name such as "dgx-a100"'),
+        ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected one microbatch"),
+        ({"loss_fn": 3}, TypeError, "loss_fn is 3; expected a function"),
         ({"model": 5}, TypeError, "model is a int; expected an nn.Module or an fx.GraphModule"),
     ],
     ids=str,
@@ -130,6 +142,43 @@ def test_a_wrong_option_of_a_plan_is_refused(
     given: Any = {"model": GPT(SMALL), "world_size": 1, "global_batch": 1, "cluster": "dgx-a100", **options}
     with pytest.raises(error, match=message):
         plan(**given)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: p.verify(model=3), TypeError, "model is a int; expected an nn.Module"),
+        (lambda p: p.verify(model=0), TypeError, "model is a int; expected an nn.Module"),
+        (lambda p: p.verify(batch=3), TypeError, "batch is 3; expected a dict of tensors"),
+        (lambda p: p.verify(batch={"idx": 3}), ValueError, "batch: idx is 3, expected torch.int64"),
+        (lambda p: p.verify(seed="x"), TypeError, "seed is 'x'; expected an integer"),
+        (lambda p: p.verify(seed=1.5), TypeError, "seed is 1.5; expected an integer"),
+        (
+            lambda p: p.bind(device="cudaa"),
+            ValueError,
+            "device is 'cudaa': .*; expected one that this machine has",
+        ),
+        (lambda p: p.bind(device=1.5), ValueError, "device is 1.5: .*; expected one that this machine has"),
+        (
+            lambda p: p.bind(device="cuda:99"),
+            ValueError,
+            "device is 'cuda:99': .*; expected one that this mach",
+        ),
+        (lambda p: p.rank(0.0), ValueError, "rank 0.0 is none of mesh .*, which has ranks 0 to 0"),
+        (lambda p: p.rank("0"), ValueError, "rank '0' is none of mesh .*, which has ranks 0 to 0"),
+        (lambda p: p.cost.evaluate(p.cost.flops, m=-1), ValueError, "m is -1; expected a positive integer"),
+        (
+            lambda p: p.cost.evaluate(p.cost.flops, m=float("nan")),
+            ValueError,
+            "m is nan; expected a positive",
+        ),
+    ],
+)
+def test_a_wrong_argument_of_a_program_is_refused(
+    call: Callable[[CompiledProgram], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(compile(GPT(SMALL), (1, 1, 1)))
 
 
 @pytest.mark.parametrize("call", ["simulate", "explain", "save_report", "verify", "plan"])
