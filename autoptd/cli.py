@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from autoptd.ranking import Plan
 from autoptd.report import Report
 from autoptd.runtime.schedule import SCHEDULES
 from autoptd.simulation import Simulation
+from autoptd.space import RECOMPUTE
 from autoptd.terminal import (
     open_console,
     print_cluster,
@@ -73,13 +75,13 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"--top is {args.top}: expected a positive number of plans")
     plans = plan(make_model(args.model), **_given(args, PLANNED))
     if args.json:
-        _print_json([asdict(found) | {"mesh": _entries(found)} for found in plans])
+        _print_json([asdict(found) | {"mesh": _entries(found)} for found in plans[: args.top]])
         return 0
     console, best = open_console(), plans[0]
     print_plans(console, plans, args.top)
     options = {**best.options, "mesh": ",".join(map(str, _entries(best))), "cluster": args.cluster}
-    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-    print_lines(console, [f"autoptd compile {args.model} {words} -o out/"])
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    print_lines(console, [shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])])
     return 0
 
 
@@ -136,7 +138,10 @@ def _describe_verified(report: Report) -> dict[str, Any]:
 
 def _check_files(*paths: Path | None) -> None:
     """Before the work: raise ValueError for a path that no file can be written to."""
-    for path in (path for path in paths if path is not None):
+    given = [path for path in paths if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        raise ValueError(f"{given[0]} is given twice: give each file a name of its own")
+    for path in given:
         place = path if path.exists() else path.parent
         checks = {
             "is a folder": path.is_dir(),
@@ -225,7 +230,7 @@ def _read_mesh(text: str) -> str | tuple[int, ...]:
 
 
 def _read_recompute(text: str) -> str | int:
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 class Parser(argparse.ArgumentParser):
@@ -247,8 +252,9 @@ class Parser(argparse.ArgumentParser):
         known = self._option_string_actions
         options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
         hints = [f"; {word} is unknown{suggest(word, known)}" for word in options if word not in known]
-        if self.commands and self.given and self.given[0] not in self.commands:
-            hints.append(suggest(self.given[0], self.commands))
+        first = self.given[0] if self.given else "-"
+        if self.commands and not first.startswith("-"):  # of which command the options are is not known
+            hints = [suggest(first, self.commands)]
         super().error(message + "".join(hints))
 
 
@@ -269,7 +275,10 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--num-microbatches": {"type": int, "help": "of a pipeline and step"},
     "--num-model-chunks": {"type": int, "help": "stages of a pipeline rank"},
     "--schedule": {"help": ", ".join(SCHEDULES)},
-    "--recompute": {"type": _read_recompute, "help": f"{', '.join(MODES)}, or a number of layers"},
+    "--recompute": {
+        "type": _read_recompute,
+        "help": f"{', '.join(MODES)}, or a number of layers; plan: {', '.join(RECOMPUTE)}",
+    },
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
     "--top": {"type": int, "default": 10, "help": "how many plans to show"},
     "--model": {"help": "the plain model, module:callable"},

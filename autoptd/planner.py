@@ -323,7 +323,7 @@ class Search:
         tried = [
             f"d must divide global_batch={space.global_batch}",
             f"t may be {', '.join(str(t) for t in sorted({mesh[0] for mesh in meshes})) or 'none'}",
-            f"the model has {self._whole.units} places for p * v stages",
+            f"p * v may be {self._whole.layers or self._whole.units} at most, the model's layers or places for a cut",
         ]
         if space.microbatch_size:
             tried.append(f"microbatches of {space.microbatch_size} must divide a replica's share")

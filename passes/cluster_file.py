@@ -42,9 +42,10 @@ def read_number(value: object, kind: type, source: str, name: str) -> Any:
     fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     most = 1.0 if share else LARGEST
     if not fits or not SMALLEST <= value <= most:  # type: ignore[operator]
-        noun = f"a {'share' if share else 'number'} above 0, from {SMALLEST:g} to {most:g}"
+        noun = "share" if share else "whole number" if kind is int else "number"
+        least = 1 if kind is int else SMALLEST
         raise ValueError(
-            f"{source}: {name} = {value!r}: expected {'a whole number above 0' if kind is int else noun}"
+            f"{source}: {name} = {value!r}: expected a {noun} above 0, from {least:g} to {most:g}"
         )
     return kind(value)
 

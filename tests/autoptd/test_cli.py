@@ -111,6 +111,7 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=4, n_head=4, n_embd=32))
     plans = autoptd.plan(model, world_size=4, global_batch=8, cluster="dgx-a100", recompute="full")
+    assert len(read_json(capsys, *words, "--top", 2)) == 2 < len(plans)
     assert [plan["step_seconds"] for plan in found] == [plan.step_seconds for plan in plans]
     assert found[0]["mesh"] == [plans[0].mesh.tensor, plans[0].mesh.pipeline, plans[0].mesh.data]
     assert {plan["recompute"] for plan in found} == {"full"}
@@ -288,6 +289,10 @@ def test_other_ranks_are_silent(
         ),
         ("simulate {folder} --cluster dgx-a100 --svg {folder}x/a.svg", "{folder}x is no folder: give a file"),
         ("report {folder} --cluster dgx-a100 -o {folder}x/a.html", "{folder}x is no folder: give a file"),
+        (
+            "simulate {folder} --cluster dgx-a100 --trace a.gz --svg ./a.gz",
+            "a.gz is given twice: give each file",
+        ),
         ("simulate {folder} --cluster dgx-a100 --zero 3", "zero=3: expected 0 or 1"),
         ("verify {folder} --model small_models:make_smal", "no 'make_smal' (did you mean make_small?)"),
         ("verify {folder} --model small_models:SIZES", "gave a GPTConfig; expected an nn.Module"),
@@ -320,6 +325,10 @@ def test_other_ranks_are_silent(
         ("calibrate -o " + "n" * 300 + ".toml", "File name too long: 'nnn"),
         ("compile samples.gpt:make_model --mesh 1,1 -o {folder}", "mesh has 2 entries (1, 1)"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ful", "recompute is 'ful'"),
+        (
+            "compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ²",
+            "recompute is '²'; expected",
+        ),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --schedule 1f2b", "did you mean '1f1b'?"),
         (
             "compile samples.gpt:make_model --mesh auto -o {folder}",
@@ -334,6 +343,27 @@ def test_what_is_wrong_is_said(
     shown, said = capsys.readouterr()
     assert shown == ""
     assert message.format(folder=folder) in said
+
+
+def test_options_of_an_unknown_command_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulat", "out", "--cluster", "dgx-a100"])
+    assert "--cluster is unknown" not in (said := capsys.readouterr().err)
+    assert said.endswith("(did you mean simulate?)\n")
+
+
+def test_the_command_of_a_plan_is_one_for_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spaced = tmp_path / "my cluster.toml"
+    spaced.write_text((ROOT / "passes" / "clusters" / "dgx-a100.toml").read_text())
+    words = ["small_models:make_small", "--world-size", "1", "--global-batch", "1", "--cluster", str(spaced)]
+    assert main(["plan", *words, "--top", "1"]) == 0
+    assert f"--cluster '{spaced}' -o out/" in capsys.readouterr().out
+
+
+def test_the_help_of_a_plan_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
+    assert "plan: none, selective, full" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
         ("80e9", "true", "device.memory_bytes = True: expected a number above 0"),
         ("80e9", '"80 GB"', "device.memory_bytes = '80 GB': expected a number above 0"),
         ("0.74", "74", "network.message_efficiency = 74: expected a share above 0, from 1e-30 to 1"),
+        ("= 108", f"= {10**31}", "expected a whole number above 0, from 1 to 1e+30"),
         ("= 108", "= 108.5", "device.multiprocessors = 108.5: expected a whole number above 0"),
         (
             "core_seconds = 1.5e-6",
