@@ -278,7 +278,7 @@ def _concatenate(call: Call) -> fx.Node | None:
 
 
 def _as(target: OpOverload) -> Rule:
-    return lambda call: call.emit(target, *call.args)
+    return lambda call: call.emit(target, *call.args, **call.kwargs)
 
 
 def _dropout(call: Call) -> fx.Node | None:
@@ -350,6 +350,15 @@ _SHAPES = (
     aten.flatten.using_ints,
     aten.unflatten.int,
 )
+# What torch calls by two names: the other one, and the one that passes know.
+_OTHER_NAMES = [
+    pair.split("=")
+    for pair in """
+    multiply=mul subtract=sub divide=div true_divide=div negative=neg absolute=abs clip=clamp fix=trunc greater=gt
+    greater_equal=ge less=lt less_equal=le not_equal=ne arctan=atan arctan2=atan2 arcsin=asin arccos=acos
+    __and__=bitwise_and __or__=bitwise_or __xor__=bitwise_xor
+    """.split()  # noqa: SIM905
+]
 
 
 def _layer_norm(call: Call) -> fx.Node | None:
@@ -382,9 +391,9 @@ RULES: dict[Any, Rule] = {
     aten.min.other: _as(aten.minimum.default),
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
-    aten.__and__.Tensor: _as(aten.bitwise_and.Tensor),
-    aten.__and__.Scalar: _as(aten.bitwise_and.Scalar),
-    aten.__or__.Tensor: _as(aten.bitwise_or.Tensor),
-    aten.__or__.Scalar: _as(aten.bitwise_or.Scalar),
-    aten.__xor__.Tensor: _as(aten.bitwise_xor.Tensor),
+    **{
+        getattr(getattr(aten, other), overload): _as(getattr(getattr(aten, name), overload))
+        for other, name in _OTHER_NAMES
+        for overload in {*getattr(aten, other).overloads()} & {*getattr(aten, name).overloads()}
+    },
 }

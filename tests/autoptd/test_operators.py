@@ -28,7 +28,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "heaviside": lambda x: x * torch.heaviside(x.detach(), torch.tensor(0.5, dtype=x.dtype)),
     "bitwise_xor": lambda x: x * ((x > 0) ^ (x < 1)),
     "other names": lambda x: (
-        torch.clip(torch.multiply(x, 3).subtract(1).divide(2), -1, 1).absolute().negative()
+        torch.clip(torch.multiply(x, 3).subtract(1, alpha=2).divide(2), -1, 1).absolute().negative()
     ),
     "comparisons by other names": lambda x: x.where(
         x.greater(0) | x.less_equal(-1), x.arctan() + torch.fmin(x, x.cos())
