@@ -33,7 +33,8 @@ LINEAR = (
     MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
 )
 # Operators with one result that reduce dimensions.
-REDUCING = frozenset(["mean", "sum", "var", "std", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm"])
+BENDING = frozenset(["var", "std", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm"])
+REDUCING = BENDING | {"mean", "sum"}
 SOFTMAX = frozenset(["softmax", "log_softmax"])
 
 
@@ -173,7 +174,10 @@ def find_mixed(program: Program) -> fx.Node | None:
 
 
 def find_bent(program: Program) -> fx.Node | None:
-    """The first trained value that is not linear in what was reduced over the batch, counts but for divisors."""
+    """The first trained value that is not linear in what was reduced over the batch, counts but for divisors.
+
+    Or in the batch that it reduces itself, as a norm is not.
+    """
     (stage,) = program.stages
     trained, reduced = find_trained(stage), set[Any]()
     varying = set[Any]()  # all that depends on the batch
@@ -188,6 +192,8 @@ def find_bent(program: Program) -> fx.Node | None:
                 return node
             reduced.add(node)
         elif (_name(node) in REDUCING or _read_loss(node)) and any(map(_has_batch, node.all_input_nodes)):
+            if node in trained and _name(node) in BENDING:
+                return node
             reduced.add(node)
     return None
 
@@ -196,7 +202,7 @@ def _is_linear(node: fx.Node, varying: Container[Any], trained: Container[Any]) 
     """Whether `node` is linear in all that is `varying`; what is divided by counts where it is trained."""
     if _name(node) == "div" and node.args[1] in varying:
         return node.args[1] not in trained
-    if _name(node) == "mul":
+    if _name(node) in ("mul", "matmul"):
         return sum(x in varying for x in node.args) == 1
     return _name(node) in LINEAR or not _name(node)
 

@@ -312,6 +312,8 @@ def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> No
             lambda x, y, w: mean(x, y) + (x.softmax(-1).mean((0, 1)) * (x > 0).float().mean((0, 1))).sum(),
         ),
         ("div", lambda x, y, w: 1 + mean(x, y) / x.square().mean()),
+        ("linalg_vector_norm", lambda x, y, w: mean(x, y) + x.norm()),
+        ("std", lambda x, y, w: mean(x, y) + x.std((0, 1)).sum()),
         ("clamp", lambda x, y, w: torch.stack([mean(x, y), x.square().mean()]).clamp(max=9).sum()),
     ],
 )
