@@ -55,8 +55,7 @@ def _holders(objective: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every module but `objective`, and what it holds that holds something itself, each once, with its path."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [(path, part) for path, part in objective.named_modules() if path]
-    while pending:
-        path, holder = pending.pop()
+    for path, holder in pending:
         if id(holder) in seen:
             continue
         seen.add(id(holder))
@@ -68,7 +67,7 @@ def _holders(objective: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _holds(value: object) -> bool:
     if type(value) in _CONTAINERS:
-        return 0 < len(value) <= MOST  # type: ignore[arg-type]
+        return len(value) <= MOST  # type: ignore[arg-type]
     return _is_object(value) and len(vars(value)) <= MOST
 
 

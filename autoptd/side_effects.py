@@ -66,7 +66,8 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
             )
     for place, value in list_held(objective).items():
         before = held.get(place)
-        if type(before) in (int, float) and type(value) in (int, float) and value != before:
+        numbers = type(before) in (int, float) and type(value) in (int, float)
+        if numbers and value is not before and value != before:  # nan is not itself
             warn_caller(
                 f"forward changes {place} from {before} to {value}: a program has what it was at its capture in every "
                 "step"
@@ -97,6 +98,4 @@ def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:
     if numpy is not None:
         states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
         kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
-    return states | {
-        f"the model's {place}": pickle.dumps(x) for place, x in held.items() if isinstance(x, kinds)
-    }
+    return states | {f"the model's {place}": pickle.dumps(x) for place, x in held.items() if type(x) in kinds}
