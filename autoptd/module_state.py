@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 MOST = 256  # entries of what is looked into: data sets have more
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, tuple)
 _TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 

@@ -123,6 +123,7 @@ class Holding(Plain):
         self.memory, self.memories, self.last = torch.zeros(8), [torch.zeros(8)], torch.zeros(1)
         self.state: dict[str, Any] = {"n": 0, "deep": {"steps": [0]}, "best": float("nan")}
         self.seen: dict[int, Tensor] = {}
+        self.hidden = (torch.zeros(8), torch.zeros(8))
         self.config = SimpleNamespace(n=0)
         self.rng, self.rngs = random.Random(3), {"a": np.random.default_rng(0)}
         self.entropy = random.SystemRandom()  # of no state
@@ -134,7 +135,14 @@ class Holding(Plain):
             self.rng.getstate(),
             str(self.rngs["a"].bit_generator.state),
         )
-        return (*numbers, *self.seen, id(self.memory), *map(id, self.memories), id(self.last))
+        return (
+            *numbers,
+            *self.seen,
+            id(self.memory),
+            *map(id, self.memories),
+            id(self.last),
+            id(self.hidden),
+        )
 
 
 def remember(model: Holding, x: Tensor) -> Tensor:
@@ -144,6 +152,12 @@ def remember(model: Holding, x: Tensor) -> Tensor:
 
 def remember_in_a_list(model: Holding, x: Tensor) -> Tensor:
     before, model.memories[0] = model.memories[0], x.detach().mean((0, 1))
+    return x + before
+
+
+def remember_in_a_tuple(model: Holding, x: Tensor) -> Tensor:
+    (before, cell), now = model.hidden, x.detach().mean((0, 1))
+    model.hidden = (now, cell + now)
     return x + before
 
 
@@ -187,6 +201,11 @@ def read_constants(model: Holding, x: Tensor) -> Tensor:
         (
             remember_in_a_list,
             r"aten\.add\.Tensor \(test_side.*\) reads memories\[0\], which forward assigns",
+            "",
+        ),
+        (
+            remember_in_a_tuple,
+            r"aten\.add\.Tensor \(test_side.*\) reads hidden\[[01]\], which forward assigns",
             "",
         ),
         (draw_of_its_own, "draws random numbers with the model's rng,", ""),
