@@ -32,7 +32,7 @@ SCALING = frozenset(["neg", "mul", "div"])
 LINEAR = (
     MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
 )
-# Operators with one result that reduce dimensions.
+# Operators with one result that reduce dimensions, at first those that are not linear.
 BENDING = frozenset(["var", "std", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm"])
 REDUCING = BENDING | {"mean", "sum"}
 SOFTMAX = frozenset(["softmax", "log_softmax"])

@@ -200,6 +200,9 @@ MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "of weights that may": lambda x, y, w: (each(x, y) * w).sum(),
     "of shares": lambda x, y, w: (each(x, y) / y.numel()).sum(),
     "by other names": lambda x, y, w: torch.divide(each(x, y).sum(), y.numel()).multiply(0.5).negative(),
+    "of weighted losses": lambda x, y, w: (
+        torch.stack([mean(x, y), x.square().mean()]) @ torch.tensor([1, 0.1])
+    ),
     "of shares multiplied": lambda x, y, w: (each(x, y) * (1 / y.numel())).sum(),
     "of shares of parts": lambda x, y, w: (each(x, y) * (1 / y.numel() / 15)).sum(),
     "of shares, rounded": lambda x, y, w: (each(x, y) / (y.numel() / 47 * 47)).sum(),
