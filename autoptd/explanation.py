@@ -54,8 +54,8 @@ class Change:
         within = f" (within the estimate's error of {self.error:.1%})" if self.within_error else ""
         return (
             f"{self.what}: {abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence{within}, "
-            f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates, of which the program's own is "
-            f"{self.error:.1%} off"
+            f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates, of which that of the program's "
+            f"own time is {self.error:.1%} off"
         )
 
 
@@ -229,7 +229,8 @@ def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
     chunk = own._replace(num_model_chunks=v + 1, schedule="interleaved_1f1b")
     if p > 1:
         reason = f"{m} microbatches are no multiple of {p} pipeline ranks"
-        yield f"{v + 1} model chunks for {v}", chunk if m % p == 0 else reason
+        how = "" if own.schedule in ("1f1b", chunk.schedule) else f", {chunk.schedule} for {own.schedule}"
+        yield f"{v + 1} model chunks for {v}{how}", chunk if m % p == 0 else reason
     more = p if own.schedule == "interleaved_1f1b" else 1
     yield f"{m + more} microbatches for {m} (a larger batch)", own._replace(num_microbatches=m + more)
     if d % 2 == 0:

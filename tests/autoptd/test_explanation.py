@@ -47,7 +47,7 @@ def test_changes_are_what_the_changed_program_takes() -> None:
     for change, mesh, m, v in ((more, (1, 2, 2), 6, 2), (tensor, (2, 2, 1), 8, 2), (chunk, (1, 2, 2), 4, 3)):
         program = compile_gpt(mesh, num_microbatches=m, num_model_chunks=v)
         assert change.error < 0.005
-        assert str(change).endswith(f"estimates, of which the program's own is {change.error:.1%} off")
+        assert str(change).endswith(f"of which that of the program's own time is {change.error:.1%} off")
         assert change.step_seconds == pytest.approx(program.simulate("dgx-a100").step_seconds, rel=0.005)
 
 
@@ -115,9 +115,13 @@ def test_a_change_smaller_than_the_error_says_so() -> None:
     assert not Change("8 tensor ranks for 4", refused="4 heads do not divide").within_error
 
 
-@pytest.mark.parametrize(("schedule", "more"), [("interleaved_1f1b", 6), ("1f1b", 5), ("gpipe", 5)])
-def test_more_microbatches_are_as_many_as_the_schedule_takes(schedule: str, more: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "more", "how"),
+    [("interleaved_1f1b", 6, ""), ("1f1b", 5, ""), ("gpipe", 5, ", interleaved_1f1b for gpipe")],
+)
+def test_changes_are_those_that_the_schedule_takes(schedule: str, more: int, how: str) -> None:
     changes = compile_gpt((1, 2, 1), num_model_chunks=1, schedule=schedule).explain().changes
+    assert changes[0].what == f"2 model chunks for 1{how}"
     (larger,) = (change for change in changes if "a larger batch" in change.what)
     assert larger.what == f"{more} microbatches for 4 (a larger batch)"
     changed = compile_gpt((1, 2, 1), num_model_chunks=1, schedule=schedule, num_microbatches=more)
