@@ -209,8 +209,8 @@ class CostRow:
 
     def _cut(self, mesh: Mesh, num_stages: int, search: tuple[str, int] | None = None) -> list[int]:
         """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""
-        size = self._cluster.devices_per_node
-        key = num_stages, mesh.size > size and size % (mesh.pipeline * mesh.tensor) != 0, search
+        node = self._cluster.devices_per_node
+        key = num_stages, mesh.size > node and node % (mesh.pipeline * mesh.tensor) != 0, search
         if key not in self._cuts:
             times = self._item_times(mesh, key[1])
             size: Any = {"num_stages": num_stages, "num_pipeline_ranks": mesh.pipeline}
