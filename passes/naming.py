@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -13,8 +13,11 @@ from torch import fx
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
 
 
-def name_nodes(graph: fx.Graph) -> fx.Graph:
+def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
     """A copy of `graph` without dead nodes, each node named after its module path and operator.
+
+    What depends on no more than `buffers` comes in the order of its uses, whatever the model's own: some of
+    transformers' make tables in a set's order, which differs from process to process.
 
     The last node of a leaf module's call is named after the module itself; containers round the first indexed
     list ("transformer", "model") are left out. Equal graphs get equal names.
@@ -24,7 +27,7 @@ def name_nodes(graph: fx.Graph) -> fx.Graph:
     heads = _module_results(live)
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    for node in live:
+    for node in _order_constants(live, buffers):
         name = _candidate(node, node in heads, containers, values)
         args = fx.map_arg(node.args, values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, values.__getitem__)
@@ -63,6 +66,25 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
             live.add(node)
             live.update(node.all_input_nodes)
     return [node for node in graph.nodes if node in live]
+
+
+def _order_constants(nodes: list[fx.Node], buffers: Container[str]) -> Iterator[fx.Node]:
+    constant: set[fx.Node] = set()
+    for node in nodes:
+        fixed = node.target in buffers if node.op == "get_attr" else node.op == "call_function"
+        if fixed and constant.issuperset(node.all_input_nodes):
+            constant.add(node)
+    ordered: dict[fx.Node, None] = {}
+    pending = [node for node in reversed(nodes) if node not in constant]
+    while pending:
+        missing = [n for n in pending[-1].all_input_nodes if n in constant and n not in ordered]
+        if missing:
+            pending.append(missing[0])
+        else:
+            ordered[pending.pop()] = None
+    # No use comes before as many of the constants' places as it and those before it need.
+    constants = (node for node in ordered if node in constant)
+    return (next(constants) if node in constant else node for node in nodes)
 
 
 def find_containers(paths: Iterable[str]) -> tuple[str, ...]:

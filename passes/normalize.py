@@ -58,7 +58,8 @@ def normalize(program: Program) -> Program:
     before = len(stage.graph.nodes)
     for node in stage.graph.nodes:
         writer.visit(node, values, Scope(autocast=program.autocast))
-    graph = name_nodes(writer.graph)
+    buffers = {name for name, parameter in stage.parameters.items() if parameter.kind == "buffer"}
+    graph = name_nodes(writer.graph, buffers)
     entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.dropouts} dropouts"
     idle = writer.idle_parameters()
     if idle:

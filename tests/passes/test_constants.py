@@ -186,6 +186,30 @@ def test_constants_are_shared_and_loaded_once() -> None:
     stage.constants.lint()
 
 
+def test_constants_have_no_order_of_their_own() -> None:
+    """A model that walks through a set makes its tables in another order in each process (Gemma 3 does)."""
+
+    class Tables(nn.Module):
+        def __init__(self, order: str) -> None:
+            super().__init__()
+            self.order, self.linear = order, nn.Linear(S, 10)
+            self.register_buffer("first", torch.ones(S), persistent=False)
+            self.register_buffer("second", torch.ones(S), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = {"first": self.first, "second": self.second}
+            tables = {name: (own[name] * torch.arange(S)).sin() for name in self.order.split()}
+            return (self.linear(x * tables["second"]) + self.linear(x * tables["first"])).mean()
+
+    one, other = (
+        autoptd.compile(Tables(order), mesh=(1, 1, 1), num_microbatches=1, example_inputs=(torch.ones(2, S),))
+        for order in ("first second", "second first")
+    )
+    assert one.texts == other.texts
+    assert one.manifest == other.manifest
+    assert "constant.sin" in one.texts[0]
+
+
 def test_a_constant_may_be_called_as_a_method_of_modules() -> None:
     class Cast(nn.Module):
         def __init__(self) -> None:
