@@ -76,7 +76,7 @@ def measure(row: PaperRow, chunks: int | None) -> tuple[object, ...]:
         f"{estimate.step_seconds:.2f} s",
         f"({row.tensor}, {row.pipeline})",
         f"{own:.2f} s",
-        f"{own / estimate.step_seconds - 1:.1%}",
+        f"{own / estimate.step_seconds - 1:.2%}",
         f"{wall:.1f} s",
         f"{cpu:.1f} s",
     )
