@@ -197,9 +197,10 @@ def test_constants_have_no_order_of_their_own() -> None:
             self.register_buffer("second", torch.ones(S), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            own = {"first": self.first, "second": self.second}
+            own = {name: self.get_buffer(name) for name in ("first", "second")}
             tables = {name: (own[name] * torch.arange(S)).sin() for name in self.order.split()}
-            return (self.linear(x * tables["second"]) + self.linear(x * tables["first"])).mean()
+            loss: Tensor = (self.linear(x * tables["second"]) + self.linear(x * tables["first"])).mean()
+            return loss
 
     one, other = (
         autoptd.compile(Tables(order), mesh=(1, 1, 1), num_microbatches=1, example_inputs=(torch.ones(2, S),))
