@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -96,9 +97,10 @@ def _compare(cls: Any, place: str, args: tuple[Any, ...]) -> str:
         ) from error
     difference = max((float((a - b).abs().max()) for a, b in zip(own, written, strict=True)), default=0.0)
     if not difference < _TOLERANCE:
+        how = "one is nan" if math.isnan(difference) else f"they differ by {difference:.1e}"
         raise ValueError(
-            f"{place}: the backward of {name} is not the gradient of its forward (they differ by "
-            f"{difference:.1e}), and only the forward can be traced; {way_out}"
+            f"{place}: the backward of {name} is not the gradient of its forward ({how}), and only the forward can be "
+            f"traced; {way_out}"
         )
     return f"{place}: {name} is differentiated through its forward; its own backward agrees"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autoptd.runtime import kernels
 
@@ -14,6 +15,15 @@ from autoptd.runtime import kernels
 def dim_place(node: fx.Node) -> int:
     """Which argument of a reduction is its dimensions: norms have their order before."""
     return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
+
+
+def refuse_random(node: fx.Node, target: Any) -> None:
+    """Raise ValueError where the operator that `node` calls draws numbers."""
+    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        raise ValueError(
+            f"{where(node)}: {target} draws random numbers, which would differ between meshes; only dropout and "
+            "attention dropout are supported: draw a mask as the dropout of ones, or pass the numbers in as an input"
+        )
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

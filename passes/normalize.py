@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.autocast import Autocast, Casts, describe_result, enter_region
-from autoptd.passes.calls import has_gradients, where
+from autoptd.passes.calls import has_gradients, refuse_random, where
 from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_mutation
 from autoptd.passes.naming import name_nodes
 from autoptd.passes.program import Program, Stage
@@ -151,6 +151,11 @@ class Normalizer:
         target = node.target
         if target in _EMPTY:
             return
+        if "functorch" in (getattr(target, "__module__", None) or ""):
+            raise ValueError(
+                f"{where(node)}: a transform of torch.func, as vmap is, in forward is not supported; write it with "
+                "operators on the whole batch"
+            )
         read = self.storage.read if scope.grad else self._read_detached
         args = fx.map_arg(node.args, lambda n: read(values[n]))
         kwargs: Any = fx.map_arg(
@@ -170,6 +175,8 @@ class Normalizer:
     ) -> Cell:
         """An in-place operator: its functional twin's value becomes the value of `cell`."""
         twin = functional_twin(node.target)
+        if twin is None:
+            refuse_random(node, node.target)
         if twin is None or (not scope.grad and self.storage.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
         if node.target is aten.detach_.default:

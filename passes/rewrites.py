@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from string import ascii_letters
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.calls import where
+from autoptd.passes.calls import refuse_random, where
 from autoptd.runtime import aten, kernels
 
 
@@ -88,17 +87,12 @@ def rewrite(target: Any, call: Call) -> fx.Node:
     made = rule(call) if rule is not None else None
     if made is not None:
         return made
-    if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-        if target in _RECURRENT:
-            raise ValueError(
-                f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps "
-                "with linear operators, or leave the layer out of the model that is compiled"
-            )
+    if target in _RECURRENT:
         raise ValueError(
-            f"{where(call.node)}: {target} draws random numbers, which would differ between meshes; only "
-            "dropout and attention dropout are supported: draw a mask as the dropout of ones, or pass the numbers in "
-            "as an input"
+            f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps "
+            "with linear operators, or leave the layer out of the model that is compiled"
         )
+    refuse_random(call.node, target)
     return call.writer.emit(target, call.args, call.meta, call.kwargs)
 
 

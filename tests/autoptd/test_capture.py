@@ -354,8 +354,20 @@ class Rounded(torch.autograd.Function):
         return gradients[0]
 
 
+class Root(Rounded):
+    """Its forward's own gradient is nan below 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
 def rounded(logits: Tensor, loss: Tensor) -> Any:
     return Rounded.apply(logits).sum()  # type: ignore[no-untyped-call]
+
+
+def rooted(logits: Tensor, loss: Tensor) -> Any:
+    return Root.apply(logits).sum()  # type: ignore[no-untyped-call]
 
 
 def outside() -> nn.Module:
@@ -391,7 +403,8 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
             ["test_capture.py:", "makes a number of a tensor's values", "config"],
         ),
         (Counting(), {}, ValueError, ["test_capture.py:", "'count'", "buffer", "outside of forward"]),
-        (Head(rounded), {}, ValueError, ["Rounded", "backward"]),
+        (Head(rounded), {}, ValueError, ["Rounded", "backward", "they differ by"]),
+        (Head(rooted), {}, ValueError, ["Root", "backward", "one is nan"]),
         (Head(lambda logits, loss: logits), {}, ValueError, ["no scalar loss", "[2, 16, 61]", "loss_fn="]),
         (
             Head(lambda logits, loss: (logits, None)),
@@ -468,6 +481,14 @@ class Refused(nn.Module):
             Refused(lambda own, x: x + own.bag(x.argmax(-1))[:, None]),
             r"bag \(test_capture\.py:\d+\): an embedding bag .* an embedding and the mean",
         ),
+        (
+            Refused(lambda _, x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.9)),
+            r"test_capture\.py:\d+\): aten\.bernoulli_\.float draws random numbers, .* the dropout of ones",
+        ),
+        (
+            Refused(lambda _, x: torch.vmap(torch.tanh)(x)),
+            r"test_capture\.py:\d+\): a transform of torch\.func, as vmap is, .* the whole batch",
+        ),
     ],
     ids=[
         "sparse gradient",
@@ -477,6 +498,8 @@ class Refused(nn.Module):
         "data",
         "recurrent layer",
         "embedding bag",
+        "numbers in place",
+        "vmap",
     ],
 )
 def test_what_a_program_cannot_hold_is_refused_with_its_place(model: nn.Module, message: str) -> None:
