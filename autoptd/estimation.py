@@ -6,6 +6,7 @@ tensor ranks. What its calls take is then cut into stages and walked by the sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from autoptd.simulation import Training, simulate_times, walk_cluster
 from autoptd.stage_times import StageTimes
 from autoptd.watch import Watch
 
+WALKED = 2048  # forwards of a step that is not worth two shorter ones
+
 
 class Candidate(NamedTuple):
     """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, and what is computed again."""
@@ -56,6 +59,15 @@ class Candidate(NamedTuple):
             f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
             f"{self.num_model_chunks} chunks, recompute {self.recompute}"
         )
+
+
+class Walk(NamedTuple):
+    """A schedule of some microbatches: its seconds; of these what the rank that decides longer ones is not idle
+    between its actions, and what it takes for each microbatch."""
+
+    seconds: float
+    busy: float
+    work: float
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,17 @@ class Estimator:
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """A step but for what comes after the schedule. ValueError for what cannot be."""
-        return sum(share * self._walk(candidate, count) for count, share in self._shares(candidate))
+        p, m = candidate.pipeline, candidate.num_microbatches
+        shares = self._shares(candidate)
+        walks = [self._walk(candidate, count) for count, _ in shares]
+        line = sum(share * walk.seconds for (_, share), walk in zip(shares, walks, strict=True))
+        count, (seconds, busy, work) = shares[0][0], walks[0]
+        if m == count or busy + (m - count) * work <= line:
+            return line
+        # A rank that is idle in short steps decides this one, from where its work has taken up what it was idle.
+        slope = (line - seconds) / (m - count)
+        turn = min(m, count + p * math.ceil((seconds - busy) / (work - slope) / p))
+        return self._walk(candidate, turn).seconds + (m - turn) * work
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """A step, and what it is made of. ValueError for what cannot be."""
@@ -149,7 +171,7 @@ class Estimator:
         schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
-        seconds = short.step_seconds + self.pipeline_seconds(candidate) - self._walk(candidate, count)
+        seconds = short.step_seconds + self.pipeline_seconds(candidate) - self._walk(candidate, count).seconds
         repeated = ("compute", "tensor", "pipeline", "sharing")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
@@ -161,22 +183,33 @@ class Estimator:
         A long step's middle repeats itself every p microbatches: it is on the line through two short ones. The first
         are no measure yet, of chunks that take turns on shared cores for longest. Under GPipe memory grows with m.
         """
-        p, m = candidate.pipeline, candidate.num_microbatches
-        shared = candidate.num_model_chunks > 1 and self.cluster.crowding(range(candidate.mesh.size)) > 1
+        p, m, v = candidate.pipeline, candidate.num_microbatches, candidate.num_model_chunks
+        shared = v > 1 and self.cluster.crowding(range(candidate.mesh.size)) > 1
         count = 5 * p if shared else 3 * p
-        if m <= count or candidate.schedule == "gpipe":
+        if m <= count or p * v * m <= WALKED or candidate.schedule == "gpipe":
             return ((m, 1.0),)
         more = (m - count) / p
         return (count, 1 + more), (count - p, -more)
 
-    def _walk(self, candidate: Candidate, microbatches: int) -> float:
-        """Seconds of the schedule with so many microbatches."""
+    def _walk(self, candidate: Candidate, microbatches: int) -> Walk:
         _, (_, times) = self._divide_stages(candidate)
-        p = candidate.pipeline
+        p, more = candidate.pipeline, candidate.num_microbatches - microbatches
         schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
         blocking = not self.training.overlap_transfers
+        first, last, own, seconds = [math.inf] * p, [0.0] * p, [0.0] * p, 0.0
         walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster, blocking=blocking)
-        return float(max(end for _, _, _, end in walked))
+        for rank, action, start, end in walked:
+            seconds = max(seconds, end)
+            if blocking or action.kind in ("F", "B"):
+                first[rank], last[rank] = min(first[rank], start), max(last[rank], end)
+                own[rank] += end - start
+        if self.cluster.crowding(range(candidate.mesh.size)) > 1:  # what a rank takes depends on the others
+            return Walk(seconds, seconds, 0.0)
+        ranks = (
+            Walk(seconds, seconds - (end - start) + busy, busy / microbatches)
+            for start, end, busy in zip(first, last, own, strict=True)
+        )
+        return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)

@@ -277,13 +277,13 @@ CROWDED = replace(
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: str, v: int) -> None:
-    candidate = Candidate(1, 4, 1, 1, 64, v, "none", name)
+    candidate = Candidate(1, 4, 1, 1, 640, v, "none", name)
     estimator = Estimator(make_gpt(), cluster, 4)
     estimate, row = estimator.estimate(candidate), estimator.measure(1, 1, "none")
     manifest, times = row.divide(candidate.mesh, v)
-    schedule = make_schedule(candidate.schedule, 4, 64, v)
+    schedule = make_schedule(candidate.schedule, 4, 640, v)
     order = list(execution_order(schedule))
-    manifest = replace(manifest, num_microbatches=64)
+    manifest = replace(manifest, num_microbatches=640)
     whole = simulate_times(manifest, times, schedule, order, estimator.cluster, row.precision, Training())
     assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)
     assert estimate.memory_bytes == whole.memory_bytes
