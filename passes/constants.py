@@ -151,10 +151,11 @@ class _Folder:
         numbers = self.judge.value(index)
         if numbers is None or numbers.dtype != torch.int64 or not len(numbers):
             return None
+        size = source.meta["val"].shape[dim]
+        if (numbers < 0).all():
+            numbers = numbers + size
         start, count = int(numbers[0]), len(numbers)
-        if start < 0:
-            start, numbers = start + source.meta["val"].shape[dim], numbers + source.meta["val"].shape[dim]
-        run = torch.equal(numbers, torch.arange(start, start + count))
+        run = start >= 0 and torch.equal(numbers, torch.arange(start, start + count))
         return (dim, start, start + count) if run else None
 
     def split(self) -> fx.Graph:
