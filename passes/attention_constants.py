@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +47,8 @@ class Constants:
     def number(self, value: Any) -> float | None:
         """The number that an argument is, if it is one: itself, or a constant of one element in the model's code.
 
-        A buffer's number is none: what is loaded later may be another.
+        It is as its code has it, before a dtype rounds it: ``torch.sqrt(torch.tensor(8.0))`` is a factor in any
+        precision. A buffer's number is none: what is loaded later may be another.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -54,7 +56,9 @@ class Constants:
         if source is None or source.meta["val"].numel() != 1 or buffers_under(source):
             return None
         found = self.judge.value(source)
-        return None if found is None else float(found)
+        if found is None:
+            return None
+        return float(_exact(source, self.judge) if math.isfinite(found) else found)
 
     def name(self, source: fx.Node) -> str:
         """The name under which the stage loads a constant; a new one's where it has none."""
@@ -101,3 +105,19 @@ class Constants:
             self.made[key] = node
         found: fx.Node = self.made[key]
         return found
+
+
+def _exact(node: fx.Node, judge: MaskJudge) -> Any:
+    """The value of a constant that `judge` has computed, in float64 all the way."""
+    if node.op == "get_attr" or not node.meta["val"].is_floating_point():
+        value = judge.value(node)
+        return value.double() if value.is_floating_point() else value
+    target: Any = node.target
+    given = fx.map_arg((node.args, node.kwargs), lambda n: _exact(n, judge))
+    args, kwargs = list(given[0]), dict(given[1])
+    names = [a.name for a in target._schema.arguments]
+    if "dtype" in names[: len(args)]:
+        args[names.index("dtype")] = torch.float64
+    elif "dtype" in names:
+        kwargs["dtype"] = torch.float64
+    return target(*args, **kwargs)

@@ -171,6 +171,17 @@ def multi_query_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., :HIDDEN], x[..., HIDDEN : HIDDEN + SIZE], x[..., HIDDEN + SIZE :]
 
 
+def scaled_by(divisor: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """Scores divided by a constant that is made in the scores' dtype, in which it is rounded."""
+
+    def attend(m: Attention, x: Tensor) -> Tensor:
+        q, k, v = plain(m, x)
+        scores = q @ k.transpose(-2, -1) / divisor(q)
+        return (scores.masked_fill(~m.seen, float("-inf")).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    return lambda: Attention(attend)
+
+
 def complex_rotary(m: Attention, x: Tensor, heads: int = HEADS) -> Tensor:
     """Positions as turns of complex numbers."""
     q, k, v = (
@@ -208,6 +219,9 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "differential": lambda: Attention(differential),
     "sink": lambda: Attention(sink),
     "sink below its largest": lambda: Attention(sink_below_its_largest),
+    "scaled by a tensor": scaled_by(lambda q: torch.full([], SIZE**0.5, dtype=q.dtype)),
+    "scaled by a tensor's root": scaled_by(lambda q: torch.sqrt(torch.tensor(SIZE, dtype=torch.float32))),
+    "scaled by a literal's root": scaled_by(lambda q: torch.tensor(float(SIZE)).to(q.dtype).sqrt()),
     "complex rotary": lambda: Attention(complex_rotary),
     "complex rotary, multi-query": lambda: Attention(lambda m, x: complex_rotary(m, x, 1), 48),
 }
