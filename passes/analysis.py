@@ -11,7 +11,7 @@ from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
 from autoptd.passes.axis_rules import RULES, Rule, text_rule
 from autoptd.passes.calls import called, operator_name, shape_of, where
-from autoptd.passes.shape_rules import opaque, opaque_tensor
+from autoptd.passes.shape_rules import opaque
 from autoptd.runtime.placement import Parameter
 
 
@@ -69,6 +69,7 @@ class Analysis:
         self.rank: fx.Node | None = None
         self.inputs: list[fx.Node] = []
         self.operators: set[str] = set()
+        self.repeated: set[str] = set()  # those that every tensor rank does whole, for want of a rule
         self._weights: set[fx.Node] = set()
         self._batch: set[fx.Node] = set()
         self._learned: set[fx.Node] = set()
@@ -185,6 +186,9 @@ class Analysis:
         if rule is not None:
             return rule
         if self.tensor > 1 and node in self._learned:
+            if name.startswith("aten."):
+                self.repeated.add(name)
+                return opaque
             shapes = [list(shape_of(n)) for n in node.all_input_nodes if n in self.axes]
             letters = [" ".join("bsdefgij"[: len(shape)]) for shape in shapes]
             raise ax.IndivisibleError(
@@ -193,4 +197,4 @@ class Analysis:
                 'that works element by element, with a name for each dimension of each tensor and "!" after a name '
                 "that must stay whole, or use tensor=1"
             )
-        return opaque if isinstance(node.meta["val"], (tuple, list)) else opaque_tensor
+        return opaque

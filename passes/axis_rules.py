@@ -2,7 +2,8 @@
 
 A rule takes the analysis and a node and returns the axes of the result (a tuple of them for an operator with several
 results). On the way it unifies what must agree, blocks what may not be divided, and records a contraction, which
-becomes a partial sum when its axis is divided. ``rules=`` of `autoptd.compile` adds rows written as text:
+becomes a partial sum when its axis is divided. Torch's operators that have no row (sorting, pooling, what sends tokens
+to experts) every tensor rank does whole. ``rules=`` of `autoptd.compile` adds rows written as text:
 ``"b s h!, h f -> b s f"``: one letter group per tensor argument, equal names are one axis, ``!`` blocks, a name that
 only arguments have is summed over.
 """
@@ -98,23 +99,10 @@ ELEMENTWISE = """
     full_like fill floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid softsign trunc frac
     polar complex real imag conj _conj _conj_physical resolve_conj asin acos atan sinh cosh asinh acosh atanh sinc sgn
     erfinv logit special_expit hypot copysign logaddexp logaddexp2 xlogy bitwise_xor hardshrink softshrink heaviside
-    special_erf fmin fmax
-""".split()  # noqa: SIM905  (a list of 90 quoted words is 90 lines)
-
-# What sends tokens to experts, turns an image into patches, mixes neighbours or compares with given values: every
-# tensor rank does it whole, experts included.
-WHOLE = """
-    aten.topk aten.sort aten.argsort aten.histc aten.bincount aten.one_hot aten.scatter aten.scatter_add aten.index_add
-    aten.index_put aten.index_select aten.empty_like aten._grouped_mm transformers.grouped_mm_fallback aten.conv2d
-    aten.conv1d aten.glu aten.group_norm aten.tril aten.triu aten.prelu aten.cumprod aten.logcumsumexp aten.cummax
-    aten.cummin aten.diff aten.var_mean aten.prod aten.median aten.kthvalue aten.tile aten.unfold aten.diagonal
-    aten.masked_scatter aten.scatter_reduce aten.avg_pool1d aten.cosine_similarity aten.broadcast_tensors aten.mse_loss
-    aten.smooth_l1_loss aten.huber_loss aten.l1_loss aten.binary_cross_entropy_with_logits aten.kl_div aten.argmax
-    aten.argmin aten.bucketize aten.movedim aten.moveaxis aten._weight_norm aten.matrix_exp aten.linalg_matrix_exp
-""".split()  # noqa: SIM905
+    special_erf fmin fmax isclose lgamma digamma ldexp special_ndtr special_xlogy special_i0e special_log_ndtr
+""".split()  # noqa: SIM905  (a list of 100 quoted words is 100 lines)
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(WHOLE, shape_rules.keep_whole),
     **{f"aten.{name}": shape_rules.broadcast for name in ELEMENTWISE},
     **dict.fromkeys(
         ["aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"], shape_rules.view
@@ -182,6 +170,6 @@ RULES: Mapping[str, Rule] = {
         ["aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"], shape_rules.make_new
     ),
     **dict.fromkeys(["aten.zeros", "aten.ones", "aten.full"], shape_rules.make_new),
-    **dict.fromkeys(["aten.arange", "aten.scalar_tensor"], shape_rules.opaque_tensor),
+    "transformers.grouped_mm_fallback": shape_rules.opaque,
     "kernels.dropout": shape_rules.broadcast,
 }

@@ -274,25 +274,20 @@ def select_scatter(analysis: Analysis, node: fx.Node) -> Axes:
     return into
 
 
-def keep_whole(analysis: Analysis, node: fx.Node) -> Any:
-    """`opaque`, of an operator that every rank computes whole by intention."""
-    found = opaque(analysis, node)
-    return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
-
-
 def opaque_tensor(analysis: Analysis, node: fx.Node) -> Axes:
     """`opaque`, of an operator with one result."""
-    (axes,) = opaque(analysis, node)
+    axes: Axes = opaque(analysis, node)
     return axes
 
 
-def opaque(analysis: Analysis, node: fx.Node) -> tuple[Axes, ...]:
-    """Nothing is known: all dimensions that come in or go out of the operator's results stay whole."""
+def opaque(analysis: Analysis, node: fx.Node) -> Any:
+    """Nothing is known: all dimensions that come in or go out stay whole, as every rank computes them."""
     reason = f"no rule divides {called(node)}"
     for source in node.all_input_nodes:
         for own in analysis.all_of(source):
             for axis in own:
                 ax.block(axis, reason)
     value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(tuple(Axis(size, blocked=reason) for size in v.shape) for v in values)
+    many = isinstance(value, (tuple, list))
+    found = [tuple(Axis(size, blocked=reason) for size in v.shape) for v in (value if many else [value])]
+    return tuple(found) if many else found[0]

@@ -34,7 +34,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     """Divide the one-stage program over the tensor ranks of its mesh; every value's ``meta`` becomes one rank's.
 
     Also finds which dimension of each batch input is the batch, and gives dropout the axes its mask is keyed by.
-    Raises ValueError for an operator without a rule, or heads that t does not divide.
+    Raises ValueError for an operator that is not torch's own and has no rule, or heads that t does not divide.
     """
     (stage,) = program.stages
     tensor = program.mesh.tensor
@@ -56,6 +56,10 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
         f"shard_tensors tensor={tensor}: {len(divided)} axes divided, "
         f"{reductions} all-reduces forward, {copies} backward"
     )
+    if analysis.repeated:
+        entry += (
+            f"; no rule divides {', '.join(sorted(analysis.repeated))}: every tensor rank does them whole"
+        )
     whole = replace(stage, graph=graph, parameters=parameters)
     values = {str(symbol): size for symbol, size in letters.values.items()}
     return replace(program, stages=(whole,), letters=values, log=(*program.log, entry, *notes))

@@ -26,6 +26,11 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "logaddexp": lambda x: torch.logaddexp(x, x.cos()) + torch.logaddexp2(x, x.sin()),
     "xlogy": lambda x: torch.xlogy(x, 1 + x.square()),
     "heaviside": lambda x: x * torch.heaviside(x.detach(), torch.tensor(0.5, dtype=x.dtype)),
+    "isclose": lambda x: x * torch.isclose(x, x.abs()),
+    "special functions": lambda x: (
+        torch.special.ndtr(x) + torch.special.i0e(x) + torch.special.xlogy(x, 1 + x.square())
+    ),
+    "gammas": lambda x: torch.lgamma(1 + x.square()) + torch.ldexp(x, torch.tensor([1])),
     "bitwise_xor": lambda x: x * ((x > 0) ^ (x < 1)),
     "other names": lambda x: (
         torch.clip(torch.multiply(x, 3).subtract(1, alpha=2).divide(2), -1, 1).absolute().negative()
@@ -81,6 +86,30 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "binary_cross_entropy": lambda x: x * F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
     "kl_div": lambda x: x * (1 + F.kl_div(x.log_softmax(2), x.flip(1).softmax(2), reduction="batchmean")),
 }
+# Of which the tables say nothing.
+UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool1d": lambda x: F.max_pool1d(F.pad(x.transpose(1, 2), (2, 0)), 3, 1).transpose(1, 2),
+    "adaptive_avg_pool1d": lambda x: x + F.adaptive_avg_pool1d(x.transpose(1, 2), 1).transpose(1, 2),
+    "upsample_nearest1d": lambda x: F.interpolate(x, scale_factor=2.0)[..., ::2],
+    "instance_norm": lambda x: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+    "index_copy": lambda x: x.index_copy(2, torch.tensor([1, 3]), x[..., :2]),
+    "index_fill": lambda x: x.index_fill(2, torch.tensor([0]), 0.5),
+    "take_along_dim": lambda x: x.take_along_dim(torch.arange(15, -1, -1).expand(x.shape), 2),
+    "nanmean": lambda x: x - x.nanmean(2, keepdim=True),
+    "nansum": lambda x: x - x.nansum(2, keepdim=True),
+    "std_mean": lambda x: x + sum(torch.std_mean(x, 2, keepdim=True)),
+    "aminmax": lambda x: x + sum(torch.aminmax(x, dim=2, keepdim=True)),
+    "quantile": lambda x: x - x.quantile(0.5, 2, keepdim=True),
+    "searchsorted": lambda x: x * torch.searchsorted(torch.linspace(-1, 1, 5).to(x), x.detach()),
+    "linalg_cross": lambda x: F.pad(torch.linalg.cross(x[..., :3], x[..., 3:6]), (0, 13)) + x,
+    "hstack": lambda x: torch.hstack([x[:, 3:], x[:, :3]]),
+    "linalg_vecdot": lambda x: x * torch.linalg.vecdot(x, x.cos())[..., None],
+    "diag_embed": lambda x: x + torch.diag_embed(x).sum(2),
+    "bilinear": lambda x: F.bilinear(x, x.cos(), torch.ones(16, 16, 16).to(x) / 16),
+    "multi_margin_loss": lambda x: (
+        x * F.multi_margin_loss(x.flatten(0, 1), torch.zeros(12, dtype=torch.long))
+    ),
+}
 
 
 class Model(nn.Module):
@@ -116,3 +145,11 @@ def test_what_mixes_elements_is_right(name: str) -> None:
     program = compile_with(WHOLE[name])
     report = program.verify()
     assert report.passed, report
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_torchs_operators_without_a_rule_are_each_tensor_ranks_own(name: str) -> None:
+    program = compile_with(UNKNOWN[name])
+    report = program.verify()
+    assert report.passed, report
+    assert f"no rule divides aten.{name}: every tensor rank does them whole" in "\n".join(program.log)

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import fx, nn
 
 import autoptd
 from autoptd import Cluster
 from autoptd.capture import capture
 from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import read_examples
+from autoptd.passes.analysis import Analysis
+from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.axis_rules import RULES
+from autoptd.passes.calls import where
 from autoptd.passes.program import Program
 from autoptd.planner import Search
 from autoptd.runtime.schedule import make_schedule
@@ -498,12 +501,15 @@ def test_tensor_ranks_that_do_not_divide_are_refused_by_a_few_layers(monkeypatch
         captured.append(len(model.h))
         return capture(model, **given)
 
+    def refuse(analysis: Analysis, node: fx.Node) -> None:
+        raise IndivisibleError(f"no sharding rule for it at {where(node)}")
+
     monkeypatch.setattr("autoptd.estimation.capture", count)
     estimator = Estimator(make_gpt(), SELENE, 8)
     with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=8 at h\.0\.attn \(gpt\.py"):
         estimator.measure(8, 1, "none")
     assert estimator.measure(2, 1, "none").layers == 8
-    monkeypatch.delitem(RULES, "aten.gelu")
-    with pytest.raises(ValueError, match=r"no sharding rule for aten\.gelu at h\.0\.mlp"):
+    monkeypatch.setitem(RULES, "aten.gelu", refuse)
+    with pytest.raises(ValueError, match=r"no sharding rule for it at h\.0\.mlp"):
         estimator.measure(4, 1, "none")
     assert captured == [4]
