@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoptd.ambient import read_autocast, trace_under
+from autoptd.causal_hint import unread_masks
 from autoptd.custom_gradients import Functions
 from autoptd.evaluation import compare_evaluation
 from autoptd.example_inputs import Examples, read_examples
@@ -63,7 +64,7 @@ def capture(
     objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
     functions = Functions()
     autocast = read_autocast(model)
-    with trace_under(autocast):
+    with trace_under(autocast), unread_masks():
         with keeping_attributes(objective):
             exported = _export(objective, values, functions, model)
         differences = tuple(_compare_modes(objective, mode, values))

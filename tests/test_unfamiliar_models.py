@@ -637,3 +637,26 @@ def test_products_of_tensordot_and_of_three_operands_are_divided_and_counted(
     assert down.dim == (1 if mesh[0] > 1 else None)
     products = VOCABULARY * HIDDEN + 2 * ((2 * 4 + mesh[0]) * HIDDEN * HIDDEN + 2 * 8 * HIDDEN)
     assert program.cost.evaluate(program.cost.flops) == 6 * (2 * 2 * LENGTH) * products
+
+
+class Encoder(Model):
+    """Torch's own encoder, which looks whether its mask is causal."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__([])
+        layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 2 * HIDDEN, 0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.window = window
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx) * math.sqrt(HIDDEN) + self.positions[: idx.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1]).to(x.dtype)
+        x = self.encoder(x, mask.masked_fill(torch.ones_like(mask).tril(-self.window) > 0, float("-inf")))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(("window", "found"), [(LENGTH, "causal"), (3, "with mask (sliding window of 3)")])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+def test_torchs_encoder_takes_any_mask(window: int, found: str, mesh: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    assert f"2 attentions: 2 softmax only {found} because of dropout" in check(Encoder(window), mesh)
