@@ -81,11 +81,7 @@ class Storage:
 
     def write(self, cell: Cell, value: fx.Node) -> None:
         """Give `cell`, and all that it is a view of, the new `value`. ValueError where it cannot."""
-        if cell.owner:
-            raise ValueError(
-                f"{where(value)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in "
-                "the step is not supported: keep it constant, or update it outside of forward"
-            )
+        refuse_owned(cell, value)
         kept = cell.node.meta["val"]
         if value.meta["val"].dtype != kept.dtype:
             value = self.writer.emit(aten.to.dtype, (value, kept.dtype), {**value.meta, "val": kept})
@@ -129,6 +125,17 @@ class Storage:
         start = sum(piece.shape[dim] for piece in split.meta["val"][:index])
         arguments = (whole, value, dim, start, start + split.meta["val"][index].shape[dim])
         self.write(base, self.writer.emit(aten.slice_scatter.default, arguments, meta))
+
+
+def refuse_owned(cell: Cell, node: fx.Node) -> None:
+    """Raise ValueError if `node`, which writes to `cell`, changes what is the user's."""
+    while cell.base is not None:
+        cell = cell.base
+    if cell.owner:
+        raise ValueError(
+            f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in "
+            "the step is not supported: keep it constant, or update it outside of forward"
+        )
 
 
 @functools.cache

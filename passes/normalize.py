@@ -16,7 +16,7 @@ from torch import fx
 
 from autoptd.passes.autocast import Autocast, Casts, describe_result, enter_region
 from autoptd.passes.calls import has_gradients, refuse_random, where
-from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_mutation
+from autoptd.passes.functionalize import Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.passes.naming import name_nodes
 from autoptd.passes.program import Program, Stage
 from autoptd.passes.rewrites import Call, rewrite
@@ -162,7 +162,8 @@ class Normalizer:
             {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}, lambda n: read(values[n])
         )
         if is_mutation(target):
-            values[node] = self._write(node, values[node.args[0]], args, kwargs, scope)
+            written = node.kwargs.get("out", node.args[0])
+            values[node] = self._write(node, values[written], args, kwargs, scope)
             return
         if scope.autocast is not None:
             args, kwargs = self.casts.cast(scope.autocast, node, args, kwargs)
@@ -177,6 +178,7 @@ class Normalizer:
         twin = functional_twin(node.target)
         if twin is None:
             refuse_random(node, node.target)
+            refuse_owned(cell, node)
         if twin is None or (not scope.grad and self.storage.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
         if node.target is aten.detach_.default:

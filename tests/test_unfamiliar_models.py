@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import autoptd
 from autoptd.compiled import CompiledProgram
@@ -660,3 +660,27 @@ class Encoder(Model):
 def test_torchs_encoder_takes_any_mask(window: int, found: str, mesh: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     assert f"2 attentions: 2 softmax only {found} because of dropout" in check(Encoder(window), mesh)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nn.Embedding(HIDDEN, HIDDEN, max_norm=1.0), "weight"),
+        (lambda: spectral_norm(nn.Linear(HIDDEN, HIDDEN)), "parametrizations.weight.0._u"),
+    ],
+    ids=["max_norm", "spectral_norm"],
+)
+def test_modules_that_write_to_their_own_weights_are_refused_by_the_weight(
+    make: Callable[[], nn.Module], name: str
+) -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inner(x if name != "weight" else x.argmax(-1))
+            return result
+
+    with pytest.raises(ValueError, match=rf"blocks\.0\.inner.* forward writes to 'blocks\.0\.inner\.{name}'"):
+        compile_model(Model([Writing()]), (1, 1, 1))
