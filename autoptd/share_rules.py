@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 
 from autoptd import share_movement as movement
 from autoptd import share_products as products
-from autoptd.passes.axis_rules import ELEMENTWISE
+from autoptd.passes.axis_rules import ELEMENTWISE, REDUCTIONS
 from autoptd.passes.calls import argument, shape_of
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Segment
@@ -287,23 +287,7 @@ RULES: Mapping[str, Rule] = {
     "embedding": products.embedding,
     "cross_entropy_loss": products.whole_loss,
     "sum": products.total,
-    **dict.fromkeys(
-        [
-            "mean",
-            "amax",
-            "amin",
-            "max",
-            "min",
-            "any",
-            "all",
-            "logsumexp",
-            "var",
-            "std",
-            "norm",
-            "linalg_vector_norm",
-        ],
-        products.extreme,
-    ),
+    **dict.fromkeys(REDUCTIONS.split(), products.extreme),
     **dict.fromkeys(
         ["softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"], products.over(products.softmax_dims)
     ),
