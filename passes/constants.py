@@ -202,6 +202,18 @@ class _Folder:
         return loaded
 
 
+def filled(constants: fx.Graph) -> frozenset[str]:
+    """The constants that are made of one number, as ``x.new_ones(b, 1, 1)`` is."""
+    names = set()
+    for output in (node for node in constants.nodes if node.op == "output"):
+        for name, node in output.args[0].items():
+            while len(node.all_input_nodes) == 1:
+                (node,) = node.all_input_nodes
+            if node.target in _FACTORIES.values():
+                names.add(name)
+    return frozenset(names)
+
+
 def _drop_mask(node: fx.Node, causal: bool) -> None:
     node.args = node.args[: _MASKS[node.target][0]]
     node.kwargs = {"is_causal": True, **node.kwargs} if causal else node.kwargs

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, operator_name, shape_of, where
+from autoptd.passes.calls import argument, arguments_of, operator_name, shape_of, where
 from autoptd.passes.lowering import Lowering
 from autoptd.runtime import collectives, kernels
 
@@ -239,8 +239,9 @@ def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
         flat.extend(parts if inside else [ax.find(axis)])
     shape = [low.extent(f) for f in flat]
     reads_batch = low.analysis.reads_batch(node)
-    if low.single and reads_batch:
-        # There is no axis to find: any dimension of size 1 stands for the batch.
+    ones = str(arguments_of(node)[-1].target) in low.filled
+    if low.single and (reads_batch or (ones and any(f.size == 1 for f in flat))):
+        # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.
         if all(f.size != 1 for f in flat):
             flat, shape = [Axis(1), *flat], [1, *shape]
         sample: int | None = [f.size for f in flat].index(1)
@@ -264,31 +265,22 @@ def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
     return found
 
 
+_ATEN: Mapping[Lower, str] = {
+    lower_linear: "linear",
+    lower_addmm: "addmm",
+    lower_add: "add",
+    lower_view: "view reshape _unsafe_view flatten unflatten",
+    lower_sized: "expand broadcast_to new_zeros new_ones new_full new_empty",
+    lower_factory: "zeros ones full",
+    lower_repeat: "repeat_interleave",
+    lower_split: "split split_with_sizes chunk tensor_split",
+    lower_slice: "slice narrow",
+    lower_embedding: "embedding",
+    lower_cross_entropy: "cross_entropy_loss",
+    lower_attention: "scaled_dot_product_attention matmul bmm",
+}
 LOWERINGS: Mapping[str, Lower] = {
-    "aten.linear": lower_linear,
-    "aten.addmm": lower_addmm,
-    "aten.add": lower_add,
-    **dict.fromkeys(
-        ["aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"], lower_view
-    ),
-    **dict.fromkeys(
-        [
-            "aten.expand",
-            "aten.broadcast_to",
-            "aten.new_zeros",
-            "aten.new_ones",
-            "aten.new_full",
-            "aten.new_empty",
-        ],
-        lower_sized,
-    ),
-    **dict.fromkeys(["aten.zeros", "aten.ones", "aten.full"], lower_factory),
-    "aten.repeat_interleave": lower_repeat,
-    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], lower_split),
-    **dict.fromkeys(["aten.slice", "aten.narrow"], lower_slice),
-    "aten.embedding": lower_embedding,
-    "aten.cross_entropy_loss": lower_cross_entropy,
-    **dict.fromkeys(["aten.scaled_dot_product_attention", "aten.matmul", "aten.bmm"], lower_attention),
+    **{f"aten.{name}": lower for lower, names in _ATEN.items() for name in names.split()},
     "kernels.dropout": lower_dropout,
     "kernels.scaled_softmax": lower_softmax,
 }

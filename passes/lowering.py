@@ -14,6 +14,7 @@ from autoptd.passes import axes as ax
 from autoptd.passes.analysis import Analysis
 from autoptd.passes.axes import Axes, Axis
 from autoptd.passes.choice import divided_leaf
+from autoptd.passes.constants import filled
 from autoptd.passes.letters import Letters
 from autoptd.passes.program import Program
 from autoptd.passes.propagation import Propagation
@@ -41,6 +42,7 @@ class Lowering:
         self.divided = divided
         self.batch = batch
         self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
+        self.filled = filled(stage.constants)
         self.tensor = program.mesh.tensor
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import autoptd
 from autoptd.runtime import kernels
 from samples.gpt import GPT, GPTConfig
 from tests.passes.test_sharding import (
@@ -83,6 +85,48 @@ def test_each_row_has_the_mask_of_its_sample_whatever_the_microbatch_size() -> N
         n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout
     ]
     assert {k["sample"] for k in keyed} == {0}
+
+
+PATHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "new_ones": lambda x: x.new_ones(x.shape[0], 1, 1),
+    "ones": lambda x: torch.ones(x.shape[0], 1, 1, dtype=x.dtype),
+    "ones of tokens": lambda x: x.new_ones(x.shape[:2])[..., None],
+    "ones_like": lambda x: torch.ones_like(x[:, :1, :1]),
+}
+
+
+@pytest.mark.parametrize("layout", ["sbh", "bsh"])
+@pytest.mark.parametrize("name", PATHS)
+def test_a_dropped_mask_of_ones_is_each_samples_own_whatever_the_microbatch_size(
+    name: str, layout: str
+) -> None:
+    """Stochastic depth: of one sequence, nothing but the ones says that the batch is in their shape."""
+
+    class Paths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            x = self.table(idx)
+            for _ in range(3):
+                mask = nn.functional.dropout(PATHS[name](x), 0.5, self.training)
+                x = x + self.layer(x) * mask
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model, ids = Paths().double(), torch.randint(16, (4, 6))
+    losses = [
+        autoptd.compile(
+            model,
+            (1, 1, 1),
+            example_inputs={"idx": ids[:b], "targets": ids[:b]},
+            num_microbatches=4 // b,
+            layout=layout,
+        ).bind("cpu")(idx=ids, targets=ids)
+        for b in (4, 2, 1)
+    ]
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(3), rtol=1e-14, atol=0.0)
 
 
 class DroppingSequenceFirst(SequenceFirst):
