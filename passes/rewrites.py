@@ -355,6 +355,12 @@ _OTHER_NAMES = [
 ]
 
 
+def _rrelu(call: Call) -> fx.Node | None:
+    """Without randomness, the mean of its slopes."""
+    slopes = call.argument("lower") + call.argument("upper")
+    return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
+
+
 def _layer_norm(call: Call) -> fx.Node | None:
     """Without `cudnn_enable`, which differs by machine and means nothing to the operator."""
     return call.emit(aten.layer_norm.default, *call.args[:5])
@@ -373,6 +379,7 @@ RULES: dict[Any, Rule] = {
     aten.chunk.default: _chunk,
     aten.detach.default: _detach,
     aten.layer_norm.default: _layer_norm,
+    aten.rrelu.default: _rrelu,
     aten.embedding.default: _embedding,
     **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _embedding_bag),
     aten.mul.Tensor: _neutral(1),
