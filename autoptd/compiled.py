@@ -26,6 +26,7 @@ from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
 from autoptd.runtime.call import find_shape
 from autoptd.runtime.connection import connect
+from autoptd.runtime.heap import keep_heap
 from autoptd.runtime.launch import watch
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
@@ -285,6 +286,7 @@ class CompiledProgram:
         placed = _default_device() if device is None else _read_device(device)
         if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
             placed = torch.device("cpu")
+            keep_heap()
         tensors = [
             program._own_weights() if weights is None else program._given_weights(weights)
             for program in self.shapes

@@ -1,20 +1,23 @@
 """One device: a step of the program compiled for mesh (1, 1, 1) beside a step of the user's model in eager mode.
 
-The two take turns, step by step, on the same weights and batch, so that a busy machine slows both. A step is the
-forward, the backward and the gradients' clearing; no optimizer, which would be the same. Page faults are counted,
-because memory that a step gives back to the system costs the next one time: `MALLOC_TRIM_THRESHOLD_=4000000000
-MALLOC_MMAP_THRESHOLD_=4000000000` before the command keeps glibc from giving any back.
+The two take turns, step by step, on the same weights and batch, so that a busy machine slows both; each in a process of
+its own, as users run them: in one, each would work in memory that the other has just freed. A step is the forward, the
+backward and the gradients' clearing; no optimizer, which would be the same. Page faults are counted, because memory
+that a step gives back to the system costs the next one time.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
@@ -100,31 +103,55 @@ def find_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[first], ordered[-1 - first]
 
 
+def find_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def compare(case: Case, steps: int, device: torch.device, options: dict[str, object]) -> list[str]:
-    """Median milliseconds of both, the median of the ratios, median page faults, and the losses' distance."""
+def serve(number: int, compiles: bool, fuses: bool, asked: Connection) -> None:
+    """Take a step of case `number` whenever `asked`, in one of the two ways, and answer with it; None ends it."""
+    case, device = CASES[number], find_device()
     torch.manual_seed(0)
     model = case.make().to(device)
     batch = {name: torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), device=device) for name in case.inputs}
-    program = autoptd.compile(
-        model,
-        mesh=(1, 1, 1),
-        microbatch_size=BATCH,
-        num_microbatches=1,
-        example_inputs=batch,
-        **options,  # type: ignore[arg-type]
-    )
-    compiled = program.bind(device)
-    pairs = []
-    for number in range(WARM_UP_STEPS + steps):
-        # Each is the first as often, whose memory the other takes over.
-        turns = [model, compiled] if number % 2 else [compiled, model]
-        timed = {each: time_step(each, batch) for each in turns}
-        pairs.append((timed[model], timed[compiled]))
+    if compiles:
+        program = autoptd.compile(
+            model, mesh=(1, 1, 1), microbatch_size=BATCH, num_microbatches=1, example_inputs=batch, fuse=fuses
+        )
+        model = program.bind(device)
+    while asked.recv():
+        asked.send(time_step(model, batch))
+
+
+@contextmanager
+def start(number: int, compiles: bool, fuses: bool) -> Iterator[Connection]:
+    """A process that serves; what to ask it by."""
+    spawning = multiprocessing.get_context("spawn")
+    own, other = spawning.Pipe()
+    process = spawning.Process(target=serve, args=(number, compiles, fuses, other), daemon=True)
+    process.start()
+    other.close()  # so that its end is an error here
+    try:
+        yield own
+        own.send(None)
+    finally:
+        process.join()
+
+
+def compare(number: int, steps: int, fuses: bool) -> list[str]:
+    """Median milliseconds of both, the median of the ratios, median page faults, and the losses' distance."""
+    case, pairs = CASES[number], []
+    with start(number, False, fuses) as eager, start(number, True, fuses) as compiled:
+        for turn in range(WARM_UP_STEPS + steps):
+            timed: dict[Connection, Step] = {}
+            for each in [eager, compiled] if turn % 2 else [compiled, eager]:
+                each.send(True)
+                timed[each] = each.recv()
+            pairs.append((timed[eager], timed[compiled]))
     del pairs[:WARM_UP_STEPS]
     plain, ours = zip(*pairs, strict=True)
     ratios = [one.seconds / two.seconds for one, two in pairs]
@@ -147,9 +174,8 @@ def main() -> None:
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--write", action="store_true", help="keep the table under results/")
     given = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options: dict[str, object] = {"fuse": False} if given.no_fuse else {}
-    rows = [compare(case, given.steps, device, options) for case in CASES if (given.only or "") in case.name]
+    numbers = [number for number, case in enumerate(CASES) if (given.only or "") in case.name]
+    rows = [compare(number, given.steps, not given.no_fuse) for number in numbers]
     publish(
         "one_device",
         "One device: compiled for mesh (1, 1, 1) beside eager",
@@ -164,7 +190,7 @@ def main() -> None:
         rows,
         [
             f"8 layers, hidden 256, vocabulary {VOCABULARY}, {BATCH} sequences of {SEQUENCE} tokens, float32; forward "
-            "and backward, the two in turn.",
+            "and backward, the two in turn, each in a process of its own.",
             "Times as fast: the median of the pairs' ratios, and between which two of them the true median is.",
             f"{given.steps} steps after {WARM_UP_STEPS}; {torch.get_num_threads()} threads.",
         ],
