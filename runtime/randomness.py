@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +34,9 @@ ROUNDS = 7
 BLOCK = 8  # elements of a counter
 LEVELS = 1 << 16  # numbers an element may draw
 
-# Counters worked on at once: on a CPU so many that calling numpy, in the cold caches of a step, is a small part.
-CPU_CHUNK = 1 << 16
+# Counters worked on at once: on a CPU so many that calling numpy, in the cold caches of a step, is a small part, and so
+# few that the words of a round stay in a core's own cache.
+CPU_CHUNK = 1 << 14
 DEVICE_CHUNK = 1 << 24
 
 
@@ -110,8 +112,13 @@ def mask_key(
     return [seed, randomness.call, first, operator, batch, inner, run, whole, start]
 
 
-def draw_mask(key: Sequence[int], p: float, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16."""
+def draw_mask(
+    key: Sequence[int], p: float, shape: Sequence[int], device: torch.device, causal: bool = False
+) -> Tensor:
+    """The mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16.
+
+    Where it is for `causal` scores [.., queries, keys], elements that no query sees may be left out: False.
+    """
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=torch.bool, device=device)
     seed, call, first, operator, batch, inner, run, whole, start = key
@@ -120,9 +127,11 @@ def draw_mask(key: Sequence[int], p: float, shape: Sequence[int], device: torch.
     run, whole = (elements, elements) if run == whole else (run, whole)
     starts = range(start, start + elements // run * whole, whole)
     samples = torch.arange(first, first + batch, device=device)
-    kept = _keep_runs(
-        (seed & WORD, seed >> 32 & WORD), call, operator, samples, starts, run, count_dropped(p)
-    )
+    seen = None
+    if causal and inner % (size := prod(shape[-2:])) == run % size == 0 and shape[-1] % BLOCK == 0:
+        seen = _find_seen(*shape[-2:], device)
+    words = (seed & WORD, seed >> 32 & WORD)
+    kept = _keep_runs(words, call, operator, samples, starts, run, count_dropped(p), seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
 
 
@@ -131,16 +140,44 @@ def count_dropped(p: float) -> int:
     return round(p * LEVELS)
 
 
+class Seen(NamedTuple):
+    """The blocks of one matrix of scores, `size` in all, of which causal queries see an element: `places` [n]."""
+
+    size: int
+    places: Tensor
+
+
+@lru_cache(maxsize=8)
+def _find_seen(queries: int, keys: int, device: torch.device) -> Seen:
+    first = torch.arange(0, keys, BLOCK, device=device)
+    seen = first <= torch.arange(queries, device=device)[:, None]
+    return Seen(seen.numel(), seen.flatten().nonzero().flatten())
+
+
 def _keep_runs(
-    key: tuple[int, int], call: int, operator: int, samples: Tensor, starts: range, run: int, dropped: int
+    key: tuple[int, int],
+    call: int,
+    operator: int,
+    samples: Tensor,
+    starts: range,
+    run: int,
+    dropped: int,
+    seen: Seen | None,
 ) -> Tensor:
-    """Masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run]."""
+    """Masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run].
+
+    Of runs of whole matrices only the blocks that are `seen` are drawn, where they begin at their elements.
+    """
     device = samples.device
     first = torch.tensor(starts, device=device)[:, None]
     aligned = all(start % BLOCK == 0 for start in (starts[0], starts.step if len(starts) > 1 else 0))
     # A run that starts inside a block reaches into one more.
     blocks_per_run = (run + BLOCK - 1) // BLOCK if aligned else (run + BLOCK - 2) // BLOCK + 1
     blocks = (first // BLOCK + torch.arange(blocks_per_run, device=device)).view(1, -1)
+    shape = len(samples), blocks.shape[1], BLOCK
+    seen = seen if aligned else None
+    if seen is not None:
+        blocks = blocks.view(-1, seen.size)[:, seen.places].view(1, -1)
     kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
     fill = _fill_on_cpu if device.type == "cpu" else _fill
     fill(
@@ -151,6 +188,10 @@ def _keep_runs(
         key,
         dropped,
     )
+    if seen is not None:  # a block is as wide as one int64
+        drawn = kept.view(torch.int64).view(len(samples), -1, len(seen.places))
+        kept = torch.zeros(shape, dtype=torch.bool, device=device)
+        kept.view(torch.int64).view(len(samples), -1, seen.size).index_copy_(2, seen.places, drawn)
     kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]

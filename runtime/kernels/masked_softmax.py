@@ -83,7 +83,7 @@ def _scaled_softmax(
     softmax = exact.to(scores.dtype)
     if not key:
         return softmax, softmax.new_empty(0)
-    weights = apply_mask(exact, p, key).mul_(keep_factor(p))
+    weights = apply_mask(exact, p, key, is_causal).mul_(keep_factor(p))
     return weights.to(scores.dtype), softmax
 
 
@@ -138,7 +138,7 @@ def _scaled_softmax_backward(
         return result.mul_(scale).contiguous()
     gradient, share = gradient.to(wide), softmax.to(wide)
     if key:  # weights are rounded, where the mask is exact
-        gradient = apply_mask(gradient, p, key).mul_(keep_factor(p))
+        gradient = apply_mask(gradient, p, key, is_causal).mul_(keep_factor(p))
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)

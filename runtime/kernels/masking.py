@@ -40,9 +40,9 @@ def find_key(
     )
 
 
-def apply_mask(x: Tensor, p: float, key: Sequence[int]) -> Tensor:
-    """`x` times the mask of `key`, unscaled; like `x` in memory."""
-    mask = draw_mask(key, p, x.shape, x.device)
+def apply_mask(x: Tensor, p: float, key: Sequence[int], causal: bool = False) -> Tensor:
+    """`x` times the mask of `key`, unscaled; like `x` in memory. What is `causal` has zeros above its diagonal."""
+    mask = draw_mask(key, p, x.shape, x.device, causal)
     return torch.empty_like(x).copy_(mask).mul_(x)
 
 
