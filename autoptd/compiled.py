@@ -286,7 +286,6 @@ class CompiledProgram:
         placed = _default_device() if device is None else _read_device(device)
         if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
             placed = torch.device("cpu")
-            keep_heap()
         tensors = [
             program._own_weights() if weights is None else program._given_weights(weights)
             for program in self.shapes
@@ -316,6 +315,8 @@ class CompiledProgram:
         for model in (self.model, weights):
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())
+        if placed.type == "cpu":
+            keep_heap()  # from here on: what reading the weights took is given back
         return parallel
 
     def _read_rank(

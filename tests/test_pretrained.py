@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import safetensors_folder
 from autoptd.compiled import CompiledProgram
+from autoptd.runtime.heap import M_MMAP_THRESHOLD
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.pretrained import INDEX, WHOLE, read_size
 from autoptd.runtime.program_text import read_program
@@ -285,8 +287,9 @@ def test_no_rank_has_the_whole_model_in_memory(tmp_path: Path) -> None:
     assert whole > 240e6
 
     def work(rank: int) -> tuple[int, int, int]:
-        # Else malloc keeps what is freed, and a peak says nothing of what is alive. -3 is its M_MMAP_THRESHOLD.
-        ctypes.CDLL(None).mallopt(-3, 1 << 16)
+        # Else malloc keeps what is freed, and a peak says nothing of what is alive; the variable has bind leave it so.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
         # The libraries' own pages are there before anything is counted.
         small.bind(weights=tmp_path / "8").export_pretrained(tmp_path / "out")
         before = begin_peak()

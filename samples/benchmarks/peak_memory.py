@@ -27,11 +27,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
+from autoptd.runtime.heap import M_MMAP_THRESHOLD
 from samples.benchmarks.process_memory import begin_peak, read_memory
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig
 
-MMAP_THRESHOLD = -3  # of mallopt: larger blocks are given back when they are freed
 MEGABYTE = 1e6
 
 
@@ -169,7 +169,8 @@ def find_peak(changes: Iterable[int]) -> int:
 
 
 def _work(rank: int, case: Case, sizes: Sizes, folder: str) -> None:
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 64 * 1024)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)  # larger blocks are given back when they are freed
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # has bind leave it so
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same batch everywhere
     processes = math.prod(case.mesh)
