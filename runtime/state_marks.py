@@ -62,7 +62,8 @@ class StateMarks:
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError where a state was loaded into `optimizer` that says that it is of something else.
 
-        It is asked once: what a group is given later has no place in what was loaded.
+        It is asked once: what a group is given later has no place in what was loaded. Marks of tensors that are
+        another model's stay, for that one to ask.
         """
         for number, group in enumerate(optimizer.param_groups):
             loaded = zip(group["params"], group.get(MARK, ()), strict=False)
@@ -71,7 +72,10 @@ class StateMarks:
                 if found is not None and own is not None and found != own:
                     raise ValueError(self._describe_other(number, position, found, own))
         for group in optimizer.param_groups:
-            group.pop(MARK, None)
+            loaded = zip(group["params"], group.pop(MARK, ()), strict=False)
+            others = [found if self.find(tensor) is None else None for tensor, found in loaded]
+            if any(others):
+                group[MARK] = others
 
     def _write(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):

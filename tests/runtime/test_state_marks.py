@@ -175,6 +175,13 @@ def test_an_optimizer_of_two_models_says_what_both_have() -> None:
     assert None not in marks[:count]
     optimizer.load_state_dict(saved)
     optimizer.step()
+    assert MARK not in optimizer.param_groups[0]
+    for place, found in ((0, "first"), (-1, "second")):  # whose marks the other's question leaves there
+        own, saved["param_groups"][0][MARK][place] = saved["param_groups"][0][MARK][place], [found]
+        optimizer.load_state_dict(saved)
+        with pytest.raises(ValueError, match=f"saved for {found}, and this rank"):
+            optimizer.step()
+        saved["param_groups"][0][MARK][place] = own
 
 
 def test_a_checkpoint_takes_the_place_of_a_state_that_was_refused(tmp_path: Path) -> None:
