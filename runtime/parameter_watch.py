@@ -8,6 +8,7 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoptd.runtime.enclosing_checkpoint import refuse_checkpoint
 from autoptd.runtime.manifest import Manifest
 
 
@@ -31,8 +32,9 @@ class ParameterWatch:
         """Raise ValueError, naming a parameter, where one was replaced, unfrozen or hooked, or is shaped otherwise.
 
         Or of another dtype or device. And where a module below is in another mode than `module`, or DDP is round it,
-        which gives all ranks the first one's tensors.
+        which gives all ranks the first one's tensors, or torch's checkpoint.
         """
+        refuse_checkpoint()
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise ValueError(
                 "the parallel model is called inside DistributedDataParallel, which gave every rank the first one's "

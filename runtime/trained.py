@@ -48,12 +48,15 @@ class Trained(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            raise AttributeError(
-                f"{error}: a parallel model has parameters and modules as the compiled one has, but not its methods "
-                "(that one can load full_state_dict; activations are recomputed by compile(recompute=...))",
-                name=name,
-                obj=self,
-            ) from None
+            reason = (
+                "a parallel model has parameters and modules as the compiled one has, but not its methods (that one "
+                "can load full_state_dict; activations are recomputed by compile(recompute=...))"
+            )
+            manifest = self.__dict__.get("_manifest")
+            known = () if manifest is None else (*manifest.parameters, *manifest.aliases)
+            if any(each.partition(".")[0] == name for each in known):
+                reason = f"the stages of this rank do not read the model's {name}: go by named_parameters()"
+            raise AttributeError(f"{error}: {reason}", name=name, obj=self) from None
 
     @property
     def coordinates(self) -> Coordinates:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoptd
@@ -409,6 +410,34 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_where_the_mesh_divides_them(
     assert run_ranks(work, 2, (2, 1, 1)) == [1, 1]
     assert run_ranks(work, 2, (1, 2, 1)) == [1, 1]
     assert run_ranks(work, 2, (1, 1, 2)) == [0, 0]
+
+
+def test_torchs_checkpoint_round_the_parallel_model_is_refused() -> None:
+    """Each saved tensor would be made by a whole step, in the middle of another; ranks waited for ever."""
+
+    def work(rank: int) -> None:
+        parallel = compile_model(make_model(), (1, 2, 1)).bind()
+        batch = next(iter(load()))
+        with pytest.raises(ValueError, match=r"inside torch\.utils\.checkpoint.*compile\(recompute='full'\)"):
+            checkpoint(parallel, *batch, use_reentrant=False)
+        with torch.autograd.graph.save_on_cpu():
+            parallel(*batch)[1].backward()
+
+    run_ranks(work, 2)
+
+
+def test_a_part_of_the_model_that_another_rank_has_is_named() -> None:
+    def work(rank: int) -> None:
+        parallel = compile_model(make_model(), (1, 2, 1)).bind()
+        if rank == 0:
+            assert parallel.wpe.weight is parallel.get_parameter("wpe.weight")
+            return
+        with pytest.raises(
+            AttributeError, match=r"'wpe': the stages of this rank do not read the model's wpe"
+        ):
+            parallel.wpe.weight.requires_grad_(False)
+
+    run_ranks(work, 2)
 
 
 @pytest.mark.parametrize(
