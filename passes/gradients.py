@@ -9,7 +9,7 @@ whole gradients reach. A parameter on the cut needs no f: its gradient is summed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import networkx as nx
@@ -23,31 +23,34 @@ from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Parameter
 
 PARAMETER_DISCOUNT = 64  # a parameter's gradient is summed once per step, an activation's once per microbatch
-WHOLE_BACKWARD = (
-    collectives.reduce_from_tensor,
-    kernels.cross_entropy,
-)  # replicated results with whole gradients
+# Replicated results with whole gradients.
+WHOLE_BACKWARD = (collectives.reduce_from_tensor, kernels.cross_entropy)
 
 Component = list[fx.Node]
-Shape = tuple[
-    tuple[int, bool, bool, bool, tuple[int, ...]], ...
-]  # price, source?, forced?, sink?, readers inside
+# Price, source?, forced?, sink?, readers inside.
+Shape = tuple[tuple[int, bool, bool, bool, tuple[int, ...]], ...]
+Sides = tuple[frozenset[int], frozenset[int]]
 
 
-def place_copies(graph: fx.Graph, parameters: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], int]:
+def place_copies(
+    graph: fx.Graph, parameters: Mapping[str, Parameter], pipeline: int
+) -> tuple[dict[str, Parameter], int]:
     """Insert f into `graph` (in place, while it is still the caller's own) and mark parameters.
 
     Activations whose gradient is partial get ``meta["partial_gradient"]``: no stage boundary may cross them, for
-    what is scattered over the tensor ranks must be the same on all.
+    what is scattered over the tensor ranks must be the same on all. So where a residual stream would have partial ones
+    from end to end, and leave no place for a cut, it keeps whole ones if there are several `pipeline` ranks.
 
     Returns the parameters with ``partial_gradient`` set, and the number of f placed.
     """
     region = _Region(graph, parameters)
     marked = dict(parameters)
     copies = 0
-    solved: dict[Shape, tuple[frozenset[int], frozenset[int]]] = {}
+    solved: dict[Shape, Sides] = {}
     for component in region.components():
         cut, before = region.cut(component, solved)
+        if pipeline > 1 and before.isdisjoint(stream := region.stream(component)):
+            cut, before = region.cut(component, solved, stream)
         for node in component:
             if node not in before:
                 node.meta["partial_gradient"] = True
@@ -144,12 +147,19 @@ class _Region:
         groups = [sorted(group, key=self.order.__getitem__) for group in nx.connected_components(network)]
         return sorted(groups, key=lambda group: self.order[group[0]])
 
+    def stream(self, component: Component) -> set[fx.Node]:
+        """What several operators read of a residual stream, to which sums over the tensor ranks are added."""
+        if not any(n.target in WHOLE_BACKWARD for n in component):
+            return set()
+        calls = {n for n in component if n.op == "call_function" and len(self.partial_readers(n)) > 1}
+        return calls - self.forced
+
     def cut(
-        self, component: Component, solved: dict[Shape, tuple[frozenset[int], frozenset[int]]]
+        self, component: Component, solved: dict[Shape, Sides], stream: Collection[fx.Node] = ()
     ) -> tuple[list[fx.Node], set[fx.Node]]:
         """The cheapest members that separate whole gradients from divided readers, and those that keep whole ones.
 
-        Equal components share the answer.
+        The `stream` is to do so. Equal components share the answer.
         """
         place = {node: i for i, node in enumerate(component)}
         shape = []
@@ -157,7 +167,7 @@ class _Region:
             inner = tuple(sorted(place[n] for n in self.partial_readers(node) if n in self.partial))
             sink = any(n in self.divided and n not in self.forced for n in self.partial_readers(node))
             forced = node in self.forced
-            shape.append((self._price(node), node not in self.partial, forced, sink, inner))
+            shape.append((self._price(node), node not in self.partial or node in stream, forced, sink, inner))
         key = tuple(shape)
         if key not in solved:
             solved[key] = _minimum_cut(key)
@@ -195,7 +205,7 @@ class _Region:
         ]
 
 
-def _minimum_cut(shape: Shape) -> tuple[frozenset[int], frozenset[int]]:
+def _minimum_cut(shape: Shape) -> Sides:
     """Positions of the cheapest nodes between sources and sinks, and of those on the sources' side of them."""
     if not any(source for _, source, *_ in shape):
         return frozenset(), frozenset()

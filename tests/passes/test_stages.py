@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
+import autoptd
 from autoptd.capture import capture
 from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.passes.cluster import Cluster
@@ -123,6 +124,19 @@ def test_between_tensor_ranks_only_whole_values_cross() -> None:
     assert not any(n.meta.get("partial") or n.meta.get("partial_gradient") for n in crossing)
     divided = {b.name for received in boundaries(cut) for b in received if b.divided}
     assert divided == {n.name for n in crossing if n.meta["divided"] is not None} != set()
+
+
+def test_behind_frozen_embeddings_a_residual_stream_is_cut() -> None:
+    """Its gradients were partial from end to end, which saves one sum, and the first rank had the whole model."""
+    model, _ = build_gpt()
+    model.get_submodule("wte").requires_grad_(False)
+    program, uncut = (autoptd.compile(model, mesh=(2, p, 1), num_microbatches=4) for p in (2, 1))
+    assert all(stage.parameters for stage in program.stages)
+    assert len(program.stages) == 4
+    assert any("9 all-reduces forward, 9 backward" in line for line in program.log)
+    assert any("9 all-reduces forward, 8 backward" in line for line in uncut.log)
+    report = program.verify()
+    assert report.passed, report
 
 
 def test_every_unit_can_be_a_stage() -> None:
