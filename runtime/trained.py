@@ -49,8 +49,9 @@ class Trained(nn.Module):
             return super().__getattr__(name)
         except AttributeError as error:
             reason = (
-                "a parallel model has parameters and modules as the compiled one has, but not its methods (that one "
-                "can load full_state_dict; activations are recomputed by compile(recompute=...))"
+                "a parallel model has the compiled one's parameters and modules, not its methods (that one can load "
+                "full_state_dict; activations are recomputed by compile(recompute=...)) nor its config (instead of the "
+                "Trainer's label_smoothing_factor, compute such a loss in the model's forward)"
             )
             manifest = self.__dict__.get("_manifest")
             known = () if manifest is None else (*manifest.parameters, *manifest.aliases)

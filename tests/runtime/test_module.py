@@ -399,6 +399,8 @@ def test_methods_of_the_model_are_not_there() -> None:
     ) as found:
         parallel.gradient_checkpointing_enable()
     assert found.value.name == "gradient_checkpointing_enable"
+    with pytest.raises(AttributeError, match="instead of the Trainer's label_smoothing_factor"):
+        parallel.config  # noqa: B018
 
 
 def test_second_order_gradients_are_refused() -> None:
