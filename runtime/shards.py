@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.dlpack import from_dlpack
 
 from autoptd.runtime.communicator import Group, Posted
@@ -14,17 +14,8 @@ from autoptd.runtime.data_parallel import fill_buckets
 
 # Their step changes an element by what is known of that element alone, so that a part may be stepped by itself.
 ELEMENTWISE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-    torch.optim.ASGD,
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
+    *(optim.RMSprop, optim.Rprop, optim.SGD, optim.ASGD),
 )
 
 
@@ -165,7 +156,7 @@ def list_elementwise() -> str:
     return ", ".join(kind.__name__ for kind in ELEMENTWISE)
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: optim.Optimizer) -> None:
     """Raise ValueError unless the step of `optimizer` may be divided anywhere."""
     if type(optimizer) not in ELEMENTWISE:
         raise ValueError(
@@ -219,7 +210,7 @@ def is_like(value: Any, shape: torch.Size) -> bool:
 
 
 def lay_out_shards(
-    optimizer: torch.optim.Optimizer,
+    optimizer: optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     dtypes: Mapping[str, torch.dtype],
     rows: Sequence[Sequence[str]],
@@ -259,7 +250,7 @@ def lay_out_shards(
     return [shard for made in layout for shard, _ in made]
 
 
-def _check_known(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+def _check_known(optimizer: optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
     for number, settings in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(settings["params"]):
             if parameter not in names:
