@@ -5,7 +5,7 @@ The row is measured on a few of a model's equal layers, and the others are repea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -17,14 +17,14 @@ from autoptd.passes.candidates import ItemTimes, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import count_pieces, cut_sequence
 from autoptd.passes.durations import Durations, Precision
-from autoptd.passes.sequence import fold
-from autoptd.passes.stages import make_boundary, name_held
+from autoptd.passes.sequence import Memory, fold
+from autoptd.passes.stages import Found, make_boundary, name_held
 from autoptd.passes.uncut import Uncut, make_times
 from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter
 from autoptd.stage_times import Seconds, StageTimes, WorkTimes, add_up, divide_work, time_stage
-from autoptd.step_memory import Owned, count_owned, freeze_others
+from autoptd.step_memory import Owned, count_owned, freeze_others, state_bytes
 
 
 class CostRow:
@@ -69,7 +69,7 @@ class CostRow:
         self._more = np.pad(self._apart[self._source], ((0, 1), (0, 0), (0, 0)))
         self._names, self.parameters = self._name_parameters(first, behind)
         self._items: dict[bool, ItemTimes] = {}
-        self._cuts: dict[tuple[int, bool, tuple[str, int] | None], list[int]] = {}
+        self._cuts: dict[tuple[int, int, bool, tuple[str, int] | None], Sequence[int]] = {}
 
     def _measure(self, uncut: Uncut) -> tuple[np.ndarray, np.ndarray]:
         """What each item holds, with the calls on no parameter behind it; and what its group's backward holds."""
@@ -130,7 +130,10 @@ class CostRow:
     @cached_property
     def owned(self) -> Owned:
         """What a pipeline rank owns that has the whole model."""
-        interface = StageInterface(0, (), (), (), tuple(sorted(self.parameters)))
+        return self._own(tuple(sorted(self.parameters)))
+
+    def _own(self, names: tuple[str, ...]) -> Owned:
+        interface = StageInterface(0, (), (), (), names)
         return count_owned(self._manifest(self._program.mesh, 1, True, (interface,)), 0)
 
     @cached_property
@@ -146,18 +149,46 @@ class CostRow:
     @cached_property
     def units(self) -> int:
         """The most stages that the row can be cut into."""
-        times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1), False)
+        times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1))
         return count_pieces(fold(times.costs, times.tolls, None, 1, 1))
 
-    def divide(
-        self, mesh: Mesh, chunks: int, scatter_gather: bool = True, search: tuple[str, int] | None = None
-    ) -> tuple[Manifest, tuple[StageTimes, ...]]:
-        """Cut into stages, the slowest as fast as can be: a manifest as far as timing needs it, and their times.
+    def cut(self, mesh: Mesh, chunks: int, search: tuple[str, int] | None = None) -> Sequence[int]:
+        """Where to cut into stages, the slowest as fast as can be.
 
         Or into those of the shortest step of a schedule with so many microbatches, which takes a `search`.
         ValueError for more stages than `units`.
         """
-        cut = self._cut(mesh, mesh.pipeline * chunks, search)
+        times = self._item_times(mesh)
+        key = mesh.pipeline, chunks, times is self._items.get(True), search
+        if key not in self._cuts:
+            size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
+            if search is None:
+                cut = cut_sequence(times.costs, times.tolls, **size, effort=0.0)
+            else:
+                size |= {"schedule": search[0], "num_microbatches": search[1]}
+                cut = choose_cut(times, None, **size, memory_limit=None).cut
+            self._cuts[key] = cut.positions
+        return self._cuts[key]
+
+    def memory(self, in_flight: Sequence[Sequence[int]], shards: int, wide: bool) -> Memory:
+        """What the items hold, in stages with so many microbatches; the states of parameters as `state_bytes`."""
+        once = dict(zip(self._source.tolist(), self._names, strict=True))
+        sizes = {i: state_bytes(self._own(own), self.precision, shards, wide) for i, own in once.items()}
+        static = [round(sum(sizes[source].values())) for source in self._source.tolist()]
+        return Memory(static, np.ceil(self._amounts[self._source, 0]).astype(int).tolist(), in_flight, ())
+
+    def fit(self, mesh: Mesh, chunks: int, memory: Memory, limit: int) -> Found:
+        """Where to cut into stages of at most `limit` bytes a rank, as `memory` has it."""
+        times = self._item_times(mesh)
+        size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
+        cut = cut_sequence(times.costs, times.tolls, memory, **size, memory_limit=limit, effort=0.0)
+        return Found(cut.positions, "", not cut.overflow, memory.of_ranks(cut.positions))
+
+    def divide(
+        self, mesh: Mesh, chunks: int, scatter_gather: bool, positions: Sequence[int]
+    ) -> tuple[Manifest, tuple[StageTimes, ...]]:
+        """Cut into stages at `positions`: a manifest as far as timing needs it, and their times."""
+        cut = [0, *positions, len(self._source)]
         crossing = [self._crossing(at) for at in cut[1:-1]]
         received: list[tuple[Boundary, ...]] = [(), *crossing, ()]
         held = [tuple(sorted({n for names in self._names[a:b] for n in names})) for a, b in pairwise(cut)]
@@ -172,8 +203,8 @@ class CostRow:
         return manifest, times
 
     def slowest(self, mesh: Mesh, chunks: int) -> float:
-        """Seconds of one microbatch on the slowest rank of the cut that `divide` makes, without messages."""
-        cut = self._cut(mesh, mesh.pipeline * chunks)
+        """Seconds of one microbatch on the slowest rank of `cut`, without messages."""
+        cut = [0, *self.cut(mesh, chunks), len(self._source)]
         stages = np.array([self._seconds(start, end)[:, :2].sum() for start, end in pairwise(cut)])
         return float(stages.reshape(chunks, mesh.pipeline).sum(0).max())
 
@@ -207,22 +238,10 @@ class CostRow:
         seconds: np.ndarray = self._sums[end] - self._sums[start] + self._more[start] + self._more[end]
         return seconds
 
-    def _cut(self, mesh: Mesh, num_stages: int, search: tuple[str, int] | None = None) -> list[int]:
+    def _item_times(self, mesh: Mesh) -> ItemTimes:
         """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""
         node = self._cluster.devices_per_node
-        key = num_stages, mesh.size > node and node % (mesh.pipeline * mesh.tensor) != 0, search
-        if key not in self._cuts:
-            times = self._item_times(mesh, key[1])
-            size: Any = {"num_stages": num_stages, "num_pipeline_ranks": mesh.pipeline}
-            if search is None:
-                cut = cut_sequence(times.costs, times.tolls, **size, effort=0.0)
-            else:
-                size |= {"schedule": search[0], "num_microbatches": search[1]}
-                cut = choose_cut(times, None, **size, memory_limit=None).cut
-            self._cuts[key] = [0, *cut.positions, len(self._source)]
-        return self._cuts[key]
-
-    def _item_times(self, mesh: Mesh, apart: bool) -> ItemTimes:
+        apart = mesh.size > node and node % (mesh.pipeline * mesh.tensor) != 0
         if apart not in self._items:
             durations = Durations(self._cluster, mesh, self.precision)
             times, parted = self._times[..., :2].sum(2), self._apart[..., :2].sum(2)

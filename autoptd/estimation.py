@@ -24,7 +24,9 @@ from autoptd.example_inputs import read_examples
 from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
+from autoptd.passes.pipeline import live_microbatches
 from autoptd.passes.program import Program
+from autoptd.passes.stages import Found, fit_cut
 from autoptd.passes.uncut import Uncut
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
@@ -177,6 +179,25 @@ class Estimator:
         breakdown["bubble"] += seconds - sum(breakdown.values())
         return Estimate(seconds, breakdown, short.memory_bytes)
 
+    def fit(self, candidate: Candidate, limit: int) -> Estimate:
+        """The same, cut again within `limit` bytes a rank if a cut is found."""
+        mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
+        row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
+        schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
+        alive = live_microbatches(schedule, mesh.pipeline * v)
+        memory = row.memory(alive, mesh.data if training.zero else 1, training.wide_gradients)
+
+        def find(besides: Sequence[int]) -> Found:
+            return row.fit(mesh, v, replace(memory, besides=besides or [0] * mesh.pipeline), limit)
+
+        def make(found: Found) -> tuple[Estimate, Sequence[int]]:
+            self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, found.positions)
+            estimate = self.estimate(candidate)
+            del self._stages[candidate]  # another limit has another cut
+            return estimate, estimate.memory_bytes
+
+        return fit_cut(find, make, limit)[1]
+
     def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
         """Counts of microbatches whose steps, times the shares, add up to one of m.
 
@@ -214,9 +235,9 @@ class Estimator:
     def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
         if candidate not in self._stages:
-            search = (candidate.schedule, candidate.num_microbatches) if self._search else None
-            cut = row.divide(candidate.mesh, candidate.num_model_chunks, self._scatter_gather, search)
-            self._stages[candidate] = cut
+            mesh, v = candidate.mesh, candidate.num_model_chunks
+            cut = row.cut(mesh, v, (candidate.schedule, candidate.num_microbatches) if self._search else None)
+            self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, cut)
         return row, self._stages[candidate]
 
     def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:

@@ -120,6 +120,7 @@ class Search:
         self._refused: dict[tuple[int, str | int | None], str] = {}  # None: whatever is computed again
         self._measured: set[tuple[int, int, str | int]] = set()
         self._walked: set[Candidate] = set()
+        self._again: set[Candidate] = set()  # to be cut again: their cut does not fit
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
         self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
         self._best = math.inf
@@ -148,8 +149,8 @@ class Search:
                     continue
                 pipelined = self._estimator.pipeline_seconds(candidate)
                 heapq.heappush(heap, (pipelined + self._finish(candidate), index))
-            else:
-                self._simulate(candidate)
+            elif slower := self._simulate(candidate):
+                heapq.heappush(heap, (slower, index))
         if not self._found:
             raise ValueError(self._explain_full() if self._full else self._explain_none())
         self._search_cuts()
@@ -251,15 +252,19 @@ class Search:
         stages = candidate.pipeline * candidate.num_model_chunks
         return any(stages <= self._estimator.measure(*key).units for key in keys)
 
-    def _simulate(self, candidate: Candidate) -> None:
-        estimate = self._estimator.estimate(candidate)
+    def _simulate(self, candidate: Candidate) -> float:
+        """0; or, if it is another cut that may fit, and takes longer, what this one takes: it is simulated in turn."""
+        limits = [int(self._limit)] * (candidate in self._again)
+        estimate = (self._estimator.fit if limits else self._estimator.estimate)(candidate, *limits)
         if max(estimate.memory_bytes) > self._limit:
             self._full.setdefault(candidate.mesh, []).append((max(estimate.memory_bytes), candidate))
-            return
+            self._again.add(candidate)
+            return 0.0 if limits or candidate.pipeline == 1 else estimate.step_seconds
         found = self._found.get(candidate.mesh)
         if found is None or estimate.step_seconds < found[1].step_seconds:
             self._found[candidate.mesh] = candidate, estimate
             self._best = min(self._best, estimate.step_seconds)
+        return 0.0
 
     # Results
 

@@ -136,12 +136,13 @@ def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
     assert fastest is not None, "there are as many units as stages"
     if memory_limit is None or _fits(sequence, fastest, memory_limit):
         return fastest
-    shares = np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1
+    shares = [np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1]
+    del shares[sequence.num_stages // sequence.num_ranks :]  # one chunk has all of its rank's
     for share in shares:
         fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, memory_limit))
         if fitting is not None:
             return fitting
-    least = [_least_memory(sequence, fastest, share) for share in shares]
+    least = [_least_memory(sequence, fastest, share, memory_limit) for share in shares]
     return min(least, key=sequence.fullest)
 
 
@@ -152,10 +153,10 @@ def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
     return np.array([most * part // rank for most, part, rank in rows])
 
 
-def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints) -> Ints:
-    """The cut whose fullest rank holds the fewest bytes, divided over its stages as `share`."""
-    best, low, high = fastest, 0, sequence.fullest(fastest)
-    while low < high:
+def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints, low: int) -> Ints:
+    """The cut whose fullest rank holds the fewest bytes, above `low` and to a thousandth, divided as `share`."""
+    best, high = fastest, sequence.fullest(fastest)
+    while high - low > high >> 10:
         middle = (low + high) // 2
         cut = place_cuts(sequence, UNLIMITED, _divide_room(sequence, share, middle))
         if cut is None:

@@ -8,8 +8,8 @@ lives across a cut is sent, and passed on by stages in between.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
 
@@ -23,6 +23,9 @@ from autoptd.passes.sequence import Memory
 from autoptd.passes.uncut import Uncut
 from autoptd.runtime.manifest import Boundary
 from autoptd.runtime.schedule import make_schedule
+
+CUTS = 8  # that are tried for one that fits
+Made = TypeVar("Made")
 
 
 def cut_stages(
@@ -85,6 +88,38 @@ def find_cut(
     return Found(
         choice.cut.positions, _describe(choice, pipeline, described.name), not choice.cut.overflow, held
     )
+
+
+def fit_cut(
+    find: Callable[[Sequence[int]], Found], make: Callable[[Found], tuple[Made, Sequence[int]]], limit: int
+) -> tuple[Found, Made, Sequence[int]]:
+    """A cut, what one is to `make` of it, and the bytes that each rank then holds: at most `limit`, if a cut is found.
+
+    Else the leanest of those tried. `find` counts neither the buffers of receives nor all that a backward holds: where
+    what is made has too much, it is asked again with what each rank was found to hold besides. That is of one cut, and
+    another may hold less: where no cut has room for so much, half of what was added is tried.
+    """
+    made: dict[tuple[int, ...], tuple[Found, Made, Sequence[int]]] = {}
+    besides: Sequence[int] = ()
+    above: Sequence[int] = ()  # for which there is no cut
+    for _ in range(CUTS):
+        found = find(besides)
+        if made and not found.fits:
+            above = besides
+        else:
+            known = besides or [0] * len(found.held)
+            fresh = found.positions not in made
+            if fresh:
+                made[found.positions] = found, *make(found)
+                memory = made[found.positions][2]
+            if max(memory) <= limit or not found.fits or not (fresh or above):
+                break
+        if above:
+            besides = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
+        else:
+            rows = zip(known, found.held, memory, strict=True)
+            besides = [own + max(0, real - counted) for own, counted, real in rows]
+    return min(made.values(), key=lambda own: max(own[2]))
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:

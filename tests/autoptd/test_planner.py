@@ -24,6 +24,7 @@ from autoptd.passes.axis_rules import RULES
 from autoptd.passes.calls import where
 from autoptd.passes.program import Program
 from autoptd.planner import Search
+from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
@@ -104,6 +105,38 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
         fitting = [(e.step_seconds, c.mesh) for e, c in every if max(e.memory_bytes) <= limit]
         assert plans[0].step_seconds == pytest.approx(min(fitting)[0], rel=1e-9)
         assert {own.mesh for own in plans if own.fits is not False} >= {mesh for _, mesh in fitting}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_model_that_fits_in_another_cut_has_a_plan(recompute: str) -> None:
+    """Beside a heavy head the fastest cut of any mesh has a rank that is too full, and a leaner one has not."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(4096, 128, 8, 4, 64))
+    fixed: Any = {"max_tensor": 1, "microbatch_size": 1, "num_model_chunks": 1, "recompute": recompute}
+    space = Space(4, 8, SELENE, **fixed)
+    estimator = Estimator(model, SELENE, 4)
+    row = estimator.measure(1, 1, recompute)
+    every = {c: estimator.estimate(c) for c in space.candidates(row.layers, row.units)}
+    cluster = with_memory(0.94 * min(max(e.memory_bytes) for e in every.values()))
+    best = autoptd.plan(model, world_size=4, global_batch=8, cluster=cluster, **fixed)[0]
+    program = autoptd.compile(model, **best.options, cluster=cluster).simulate(cluster)
+    assert best.fits
+    assert program.fits
+    assert best.step_seconds == pytest.approx(program.step_seconds, rel=0.05)
+    for candidate, estimate in every.items():  # what was tried for one limit is not kept for another
+        limit = int(0.98 * max(estimate.memory_bytes))
+        assert (max(estimator.fit(candidate, limit).memory_bytes) <= limit) == (candidate.pipeline > 1)
+        assert estimator.estimate(candidate) == estimate
+
+
+def test_a_cut_is_of_its_ranks() -> None:
+    """As many stages on other ranks are another cut, whichever was asked for first."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(4096, 128, 8, 4, 64))
+    search = "interleaved_1f1b", 8
+    first, other = (Estimator(model, SELENE, 4).measure(1, 1, "none") for _ in range(2))
+    cuts = [first.cut(Mesh(1, p, 1), 8 // p, search) for p in (2, 4)]
+    assert cuts == [other.cut(Mesh(1, p, 1), 8 // p, search) for p in (4, 2)][::-1]
 
 
 def test_several_chunks_are_planned_as_they_are_cut() -> None:
@@ -283,7 +316,7 @@ def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: 
     candidate = Candidate(1, 4, 1, 1, 640, v, "none", name)
     estimator = Estimator(make_gpt(), cluster, 4)
     estimate, row = estimator.estimate(candidate), estimator.measure(1, 1, "none")
-    manifest, times = row.divide(candidate.mesh, v)
+    manifest, times = row.divide(candidate.mesh, v, True, row.cut(candidate.mesh, v))
     schedule = make_schedule(candidate.schedule, 4, 640, v)
     order = list(execution_order(schedule))
     manifest = replace(manifest, num_microbatches=640)
