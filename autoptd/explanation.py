@@ -31,8 +31,8 @@ class Change:
     """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
 
     `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
-    program's own estimate, which knows no limit of memory and sees no group parted; a change that is `within_error` may
-    be of the other sign. `refused` says why it cannot be.
+    program's own estimate, which knows no limit of memory and sees no group parted, and `memory_error` that of its
+    bytes; a change that is `within_error` may be of the other sign. `refused` says why it cannot be.
     """
 
     what: str
@@ -40,6 +40,7 @@ class Change:
     memory_bytes: int = 0
     seconds_per_sequence: float = 0.0
     error: float = 0.0
+    memory_error: float = 0.0
     refused: str = ""
 
     @property
@@ -54,8 +55,8 @@ class Change:
         within = f" (within the estimate's error of {self.error:.1%})" if self.within_error else ""
         return (
             f"{self.what}: {abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence{within}, "
-            f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates, of which that of the program's "
-            f"own time is {self.error:.1%} off"
+            f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates, of which those of the program "
+            f"itself are {self.error:.1%} off in time and {self.memory_error:.1%} in memory"
         )
 
 
@@ -136,7 +137,7 @@ def explain_program(
             rules=options.rules,
             search=True,
         )
-        changes = tuple(_change(manifest, options.recompute, estimator, simulation.step_seconds))
+        changes = tuple(_change(manifest, options.recompute, estimator, simulation))
     return Explanation(
         simulation,
         ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
@@ -195,7 +196,7 @@ def _time_nodes(stage: Stage, durations: Durations) -> Iterator[tuple[fx.Node, i
 
 
 def _change(
-    manifest: Manifest, recompute: str | int, estimator: Estimator, simulated: float
+    manifest: Manifest, recompute: str | int, estimator: Estimator, simulated: Simulation
 ) -> Iterator[Change]:
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
     own = Candidate(
@@ -208,8 +209,12 @@ def _change(
         recompute,
         manifest.schedule,
     )
-    estimated = estimator.estimate(own).step_seconds
-    now, off = estimated / (m * mesh.data), abs(estimated / simulated - 1)
+    estimated = estimator.estimate(own)
+    now, off = (
+        estimated.step_seconds / (m * mesh.data),
+        abs(estimated.step_seconds / simulated.step_seconds - 1),
+    )
+    memory_off = abs(max(estimated.memory_bytes) / max(simulated.memory_bytes) - 1)
     for what, candidate in _neighbours(own):
         if isinstance(candidate, str):
             yield Change(what, refused=candidate)
@@ -220,7 +225,7 @@ def _change(
             yield Change(what, refused=str(error))
             continue
         each = found.step_seconds / (candidate.num_microbatches * candidate.data)
-        yield Change(what, found.step_seconds, max(found.memory_bytes), each / now, off)
+        yield Change(what, found.step_seconds, max(found.memory_bytes), each / now, off, memory_off)
 
 
 def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
