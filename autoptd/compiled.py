@@ -199,6 +199,7 @@ class CompiledProgram:
         Args:
             cluster: see `Cluster.load`, which takes a name or path too.
             dtype: "bf16", "fp32", …: computes in this type whatever the program was captured in; default its own.
+                What its loss keeps of logits in half precision is seen of a model that is compiled in it, not here.
             overlap_transfers: sending does not hold up the sender, as in the runtime; False: it waits, as
                 Megatron-LM did in SC21.
             overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
