@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,32 @@ from autoptd.runtime.weight_agreement import StepLog
 SHOWN = 3  # parameters
 # Options that do not say what a step does, but how.
 IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"])
+
+
+class StepHooks:
+    """What is called at every optimizer's step in this process, while the parallel model that it is for lives.
+
+    torch goes through its own hooks while they run, and ends the step in a RuntimeError if one is removed meanwhile;
+    the collector may free a parallel model at any time. So torch has one hook for good, which goes through a copy.
+    """
+
+    def __init__(self, register: Callable[[Any], Any]) -> None:
+        self._hooks: dict[object, Callable[[Optimizer, Any, Any], None]] = {}
+        register(self._call)
+
+    def add(self, parallel: nn.Module, hook: Callable[[Optimizer, Any, Any], None]) -> None:
+        """Call `hook` from now on; it keeps no reference to `parallel`."""
+        key = object()
+        self._hooks[key] = hook
+        weakref.finalize(parallel, self._hooks.pop, key)
+
+    def _call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for hook in list(self._hooks.values()):
+            hook(optimizer, args, kwargs)
+
+
+BEFORE = StepHooks(register_optimizer_step_pre_hook)
+AFTER = StepHooks(register_optimizer_step_post_hook)
 
 
 def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -> None:
@@ -50,8 +76,7 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
                 f"optimizer = {kind}(parallel.parameters(), ...)"
             )
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(parallel, handle.remove)
+    BEFORE.add(parallel, check)
 
 
 def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
@@ -64,7 +89,7 @@ def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
             if names := [name for p in group["params"] for name in marks.names(p)]:
                 steps.add(names, {key: group[key] for key in options if key in group})
 
-    weakref.finalize(parallel, register_optimizer_step_post_hook(note).remove)
+    AFTER.add(parallel, note)
 
 
 def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
@@ -100,7 +125,7 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
         marks.mark(optimizer)
         judged.add(optimizer)
 
-    weakref.finalize(parallel, register_optimizer_step_pre_hook(check).remove)
+    BEFORE.add(parallel, check)
 
 
 def _refuse_replaced(held: Iterable[Tensor], marks: StateMarks) -> None:

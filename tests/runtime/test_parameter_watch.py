@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import warnings
+import weakref
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.gradient_share import GradientShare
@@ -123,6 +126,23 @@ def test_an_optimizer_of_the_plain_model_is_refused() -> None:
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
     del parallel
     optimizer.step()
+
+
+def test_a_parallel_model_may_be_freed_during_a_step() -> None:
+    """As the collector may at any time: torch goes through its hooks meanwhile, and bears the loss of none."""
+    held: list[nn.Module] = []
+
+    def free(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(free)
+    held.append(alone()[1])
+    refuse_forgotten(held[0], ())
+    freed = weakref.ref(held[0])
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    handle.remove()
+    assert freed() is None
 
 
 def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
