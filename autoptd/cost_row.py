@@ -17,6 +17,7 @@ from autoptd.passes.candidates import ItemTimes, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.cutting import count_pieces, cut_sequence
 from autoptd.passes.durations import Durations, Precision
+from autoptd.passes.program import recomputed_groups, tensor_bytes
 from autoptd.passes.sequence import Memory, fold
 from autoptd.passes.stages import Found, make_boundary, name_held
 from autoptd.passes.uncut import Uncut, make_times
@@ -49,13 +50,13 @@ class CostRow:
         self._program, self._uncut, self._row = uncut.program, uncut, uncut.row
         self._cluster, self.precision = cluster, precision
         # Of each item of one microbatch: seconds by direction and kind (see `Uncut.divide` and `Seconds`), what a cut
-        # before it costs either side, bytes kept and FLOPs, and what its group's backward holds.
+        # before it costs either side, and the amounts of `_measure`.
         cluster.device.peak(precision.dtype)  # refuses what the device has not
         tensor = self._program.mesh.tensor
         ranks = cluster.slowest(Mesh(tensor, 1, world_size // tensor).tensor_groups(0))
         measure = cache(lambda work: astuple(add_up({work: 1}, cluster, ranks, precision, overlap)))
         self._times, self._apart = uncut.divide(measure)
-        self._amounts, self._working = self._measure(uncut)
+        self._amounts = self._measure(uncut)
         first, behind = self._find_period() if repeats else (0, 0)
         self._source = np.array(
             [*range(behind), *(repeats * [*range(first, behind)]), *range(behind, len(self._row.items))]
@@ -71,15 +72,23 @@ class CostRow:
         self._items: dict[bool, ItemTimes] = {}
         self._cuts: dict[tuple[int, int, bool, tuple[str, int] | None], Sequence[int]] = {}
 
-    def _measure(self, uncut: Uncut) -> tuple[np.ndarray, np.ndarray]:
-        """What each item holds, with the calls on no parameter behind it; and what its group's backward holds."""
-        amounts, working = np.zeros((len(self._row.items), 2)), np.zeros(len(self._row.items))
-        index, scale = 0, self.precision.scale
+    def _measure(self, uncut: Uncut) -> np.ndarray:
+        """Of each item, with the calls on no parameter behind it: bytes kept, FLOPs, bytes that its group's backward
+        holds, and what a stage that begins there, within a recomputed group, keeps more: what the rest of it takes.
+        """
+        index, item_of, scale = 0, self._row.position, self.precision.scale
+        amounts = np.zeros((len(self._row.items), 4))
         for node, work in divide_work(uncut.stage, uncut.ledger).items():
             index = node.meta["items"][0] if node.meta["items"] else index
-            amounts[index] += work.kept * scale, work.flops
-            working[index] = max(working[index], work.working * scale)
-        return amounts, working
+            amounts[index, :2] += work.kept * scale, work.flops
+            amounts[index, 2] = max(amounts[index, 2], work.working * scale)
+        for group in recomputed_groups(uncut.stage.graph):
+            own = sorted({i for node in group for i in node.meta["items"]})
+            for place in (i for i in own[1:] if uncut.fit[i]):
+                taken = {s for i in own if i >= place for s in self._row.items[i].all_input_nodes}
+                live = (tensor_bytes(s.meta["val"]) for s in taken if item_of.get(s, place) < place)
+                amounts[place, 3] = scale * sum(live)
+        return amounts
 
     def _find_period(self) -> tuple[int, int]:
         """Where the second layer's items begin and end: it has one like it behind."""
@@ -229,9 +238,12 @@ class CostRow:
 
     def _sum(self, start: int, end: int) -> WorkTimes:
         forward, backward, again = (Seconds(*side) for side in self._seconds(start, end).tolist())
-        kept, flops = (self._held[end] - self._held[start]).tolist()
-        working = float(self._working[self._source[start:end]].max(initial=0.0))
-        return WorkTimes(forward, backward, again, kept, working, flops)
+        kept, flops = (self._held[end] - self._held[start]).tolist()[:2]
+        working, parted = (
+            self._amounts[self._source[start:end], 2],
+            float(self._amounts[self._source[start], 3]),
+        )
+        return WorkTimes(forward, backward, again, kept + parted, float(working.max(initial=0.0)), flops)
 
     def _seconds(self, start: int, end: int) -> np.ndarray:
         """Of a stage, by direction and kind."""

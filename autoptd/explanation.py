@@ -31,8 +31,8 @@ class Change:
     """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
 
     `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
-    program's own estimate, which knows no limit of memory and sees no group parted, and `memory_error` that of its
-    bytes; a change that is `within_error` may be of the other sign. `refused` says why it cannot be.
+    program's own estimate, which knows no limit of memory, and `memory_error` that of its bytes; a change that is
+    `within_error` may be of the other sign. `refused` says why it cannot be.
     """
 
     what: str
@@ -199,16 +199,8 @@ def _change(
     manifest: Manifest, recompute: str | int, estimator: Estimator, simulated: Simulation
 ) -> Iterator[Change]:
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
-    own = Candidate(
-        mesh.tensor,
-        mesh.pipeline,
-        mesh.data,
-        manifest.microbatch_size,
-        m,
-        v,
-        recompute,
-        manifest.schedule,
-    )
+    sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
+    own = Candidate(*sizes, recompute, manifest.schedule)
     estimated = estimator.estimate(own)
     now, off = (
         estimated.step_seconds / (m * mesh.data),

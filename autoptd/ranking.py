@@ -70,18 +70,9 @@ def make_plan(
     breakdown: Mapping[str, float] | None = None,
 ) -> Plan:
     """The plan of a candidate; why, is not said yet."""
-    return Plan(
-        candidate.mesh,
-        candidate.schedule,
-        candidate.num_model_chunks,
-        candidate.microbatch_size,
-        candidate.num_microbatches,
-        candidate.recompute,
-        step_seconds,
-        memory_bytes,
-        fits,
-        breakdown or {},
-    )
+    sizes = candidate.num_model_chunks, candidate.microbatch_size, candidate.num_microbatches
+    settings = candidate.mesh, candidate.schedule, *sizes, candidate.recompute
+    return Plan(*settings, step_seconds, memory_bytes, fits, breakdown or {})
 
 
 def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:
