@@ -134,21 +134,28 @@ def _export(
 
 
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
-    """Warn, and give a log line, where evaluation is not training without dropout."""
+    """Warn, and give log lines, where evaluation is not training without dropout."""
     training = tuple(objective.calls.made)
     try:
         with run_without_data(mode), Functions().watch():
-            place = compare_evaluation(objective, lambda: objective(*values), training)
+            calls = compare_evaluation(objective, lambda: objective(*values), training)
     except SideEffectError:
         raise
     except Exception as error:  # the trace takes operators that nothing else does without data
         yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
         return
-    if place:
-        line = f"in evaluation the model computes something else, from {place}"
+    if calls.found:
+        line = f"in evaluation the model computes something else, from {calls.found}"
         warn_caller(
             f"{line}: a program computes what training does, in evaluation too, only without dropout. Evaluate with "
             "the model itself, which takes full_state_dict(), or compute in forward what evaluation has too"
+        )
+        yield line
+    if calls.dropped:
+        line = f"in evaluation the model applies dropout too, first at {calls.dropped}"
+        warn_caller(
+            f"{line}. A program has dropout in training alone: say so in forward (F.dropout(x, p, self.training), or "
+            "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which takes full_state_dict()"
         )
         yield line
 

@@ -31,6 +31,17 @@ ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
 }
 
 
+def drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call applies a dropout that programs have; others are refused."""
+    if func in (F.dropout, torch.dropout, aten.dropout.default):
+        given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
+        return bool(given.get("p", 0.5) and given.get("train", given.get("training", True)))
+    if func in ATTENTIONS:
+        given = {**dict(zip(ATTENTIONS[func][0], args, strict=False)), **kwargs}
+        return bool(given.get("dropout_p") and given.get("training", True))
+    return False
+
+
 class Undropped(TorchFunctionMode):
     """While it is entered, calls of dropout give back what they were given, and attention has none."""
 

@@ -276,7 +276,7 @@ def test_an_evaluation_that_computes_something_else_is_said(
 
 
 def drop(model: Plain, x: Tensor) -> Tensor:
-    x = F.dropout(x, 0.3)  # in evaluation too
+    x = F.dropout(F.dropout(x, 0.3, model.training), 0.0)
     if model.training:
         x = F.dropout(x, 0.2)
     heads = x.unflatten(2, (2, 4)).transpose(1, 2)
@@ -289,6 +289,23 @@ def test_dropout_makes_no_other_evaluation() -> None:
         warnings.simplefilter("error")
         program = compile_plain(Plain(drop).double(), (2, 1, 1))
     assert program.verify().passed
+
+
+def drop_attention(model: Plain, x: Tensor) -> Tensor:
+    heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, None, 0.1, True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [lambda _, x: F.dropout(x, 0.3), lambda _, x: torch.dropout(x, p=0.3, train=True), drop_attention],
+)
+def test_dropout_in_evaluation_too_is_said(middle: Callable[[Plain, Tensor], Tensor]) -> None:
+    line = "in evaluation the model applies dropout too, first at "
+    with pytest.warns(UserWarning, match=f"{line}.*test_side_effects.py"):
+        program = compile_plain(Plain(middle).double(), (2, 1, 1))
+    assert program.verify().passed
+    assert [own for own in program.log if line in own]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
