@@ -239,11 +239,9 @@ class CostRow:
     def _sum(self, start: int, end: int) -> WorkTimes:
         forward, backward, again = (Seconds(*side) for side in self._seconds(start, end).tolist())
         kept, flops = (self._held[end] - self._held[start]).tolist()[:2]
-        working, parted = (
-            self._amounts[self._source[start:end], 2],
-            float(self._amounts[self._source[start], 3]),
-        )
-        return WorkTimes(forward, backward, again, kept + parted, float(working.max(initial=0.0)), flops)
+        kept += float(self._amounts[self._source[start], 3])
+        working = float(self._amounts[self._source[start:end], 2].max(initial=0.0))
+        return WorkTimes(forward, backward, again, kept, working, flops)
 
     def _seconds(self, start: int, end: int) -> np.ndarray:
         """Of a stage, by direction and kind."""

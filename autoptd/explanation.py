@@ -202,10 +202,8 @@ def _change(
     sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
     own = Candidate(*sizes, recompute, manifest.schedule)
     estimated = estimator.estimate(own)
-    now, off = (
-        estimated.step_seconds / (m * mesh.data),
-        abs(estimated.step_seconds / simulated.step_seconds - 1),
-    )
+    now = estimated.step_seconds / (m * mesh.data)
+    off = abs(estimated.step_seconds / simulated.step_seconds - 1)
     memory_off = abs(max(estimated.memory_bytes) / max(simulated.memory_bytes) - 1)
     for what, candidate in _neighbours(own):
         if isinstance(candidate, str):
