@@ -44,6 +44,7 @@ def run_plain(
     labels = manifest.weighing_labels
     valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
     total = 0.0
+    sums: dict[str, Tensor] = {}
     with (
         keeping_attributes(objective),
         _reparametrize_module(objective, swapped),
@@ -68,7 +69,11 @@ def run_plain(
             loss = loss / float(valid.sum() / valid[index])
             loss.backward()
             total += float(loss.detach())
-    return total, {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}, promotion.count
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:  # not in place: two parameters' may be in one memory
+                    sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
+                    leaf.grad = None
+    return total, sums, promotion.count
 
 
 def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

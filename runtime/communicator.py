@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,13 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _COMBINE: Mapping[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
-class Posted(Protocol):
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Posted(Protocol[Result_co]):
     """A collective that runs while its ranks do other things; in shared memory they do it when they wait."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result_co:
         """Its result, once it is there. Call it once."""
 
 
@@ -60,13 +63,13 @@ class Group(Protocol):
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The `x` of the rank with index `source`. May overwrite the others' `x`."""
 
-    def post_all_reduce(self, x: Tensor) -> Posted:
-        """Begin the sum of a contiguous `x` over the group, in place."""
+    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
+        """Begin the sum of each of `tensors`, of one dtype, over the group, all together. May overwrite them."""
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted:
+    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
         """Begin the sum of `x` [size · n]; the result is this rank's n elements of it."""
 
-    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         """Begin to write every rank's `x` [n], in rank order, into `into` [size · n]."""
 
 
@@ -81,27 +84,27 @@ class _Counted:
         self.counts: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
 
-    def _count(self, kind: str, x: Tensor) -> None:
+    def _count(self, kind: str, *tensors: Tensor) -> None:
         self.counts[kind] += 1
-        self.elements[kind] += x.numel()
+        self.elements[kind] += sum(x.numel() for x in tensors)
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(Generic[Result_co]):
     """A collective that was over when it was posted."""
 
-    result: Tensor
+    result: Result_co
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result_co:
         return self.result
 
 
 @dataclass(frozen=True)
-class _Running:
+class _Running(Generic[Result_co]):
     work: dist.Work
-    result: Tensor
+    result: Result_co
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result_co:
         self.work.wait()
         return self.result
 
@@ -117,13 +120,13 @@ class _AtOnce(_Counted, ABC):
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """As of every group."""
 
-    def post_all_reduce(self, x: Tensor) -> Posted:
-        return Done(self.all_reduce(x))
+    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
+        return Done(_split_like(self.all_reduce(_flatten(tensors)), tensors))
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted:
+    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
         return Done(self.all_reduce(x).view(self.size, -1)[self.index])
 
-    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         for part, own in zip(into.view(self.size, -1).unbind(), self.all_gather(x), strict=True):
             part.copy_(own)
         return Done(into)
@@ -146,7 +149,7 @@ class ProcessGroup(_Counted):
         self._count("all_reduce", x)
         x = x.contiguous()
         if (memory := self._memory_for(x, op)) is not None:
-            return _share_reduction(memory, x, op).wait()
+            return _share_reduction(memory, [x], op).wait()[0]
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
@@ -157,7 +160,7 @@ class ProcessGroup(_Counted):
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().reshape(-1)
         if (memory := self._memory_for(x, "all_gather")) is not None:
-            memory.post("all_gather", own, partial(torch.cat, out=gathered), own.nbytes).wait()
+            memory.post("all_gather", [own], partial(torch.cat, out=gathered), own.nbytes).wait()
         else:
             all_gather_single(gathered, own, group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
@@ -170,13 +173,15 @@ class ProcessGroup(_Counted):
         dist.broadcast(x, group=self.group, group_src=source)
         return x
 
-    def post_all_reduce(self, x: Tensor) -> Posted:
+    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         if self.size == 1:
-            return Done(x)
-        self._count("all_reduce", x)
-        if (memory := self._memory_for(x, "sum")) is not None:
-            return _share_reduction(memory, x, "sum")
-        return _Running(require_work(dist.all_reduce(x, group=self.group, async_op=True)), x)
+            return Done(list(tensors))
+        self._count("all_reduce", *tensors)
+        if (memory := self._memory_for(tensors[0], "sum")) is not None:
+            return _share_reduction(memory, tensors, "sum")
+        flat = _flatten(tensors)
+        work = require_work(dist.all_reduce(flat, group=self.group, async_op=True))
+        return _Running(work, _split_like(flat, tensors))
 
     def _memory_for(self, x: Tensor, kind: str) -> SharedMemory | None:
         """The memory, for reductions of any size and small gathers, where it can combine them.
@@ -189,14 +194,14 @@ class ProcessGroup(_Counted):
         known = x.dtype in _COMBINED or (x.is_complex() and kind != "max")
         return self._memory if fits and known else None
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted:
+    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
         if self.size == 1:
             return Done(x)
         self._count("reduce_scatter", x)
         own = x.new_empty(x.numel() // self.size)
         return _Running(require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)), own)
 
-    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         if self.size == 1:
             return Done(into.copy_(x))
         self._count("all_gather", x)
@@ -269,19 +274,57 @@ class LocalGroup(_AtOnce):
         return x
 
 
-def _share_reduction(memory: SharedMemory, x: Tensor, op: Reduction) -> Exchange:
-    """Begin to reduce a contiguous `x` over the ranks of `memory`, in place: a slot at a time."""
-    flat = x.detach().view(-1)
-    parts = (flat,) if x.nbytes <= SLOT_BYTES else flat.split(SLOT_BYTES // flat.itemsize)
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Their elements in a row; one that is contiguous stays what it is."""
+    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a row, as views of it with the shapes of `tensors`."""
+    parts = flat.view(-1).split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+def _share_reduction(
+    memory: SharedMemory, tensors: Sequence[Tensor], op: Reduction
+) -> Exchange[list[Tensor]]:
+    """Begin to reduce `tensors` over the ranks of `memory`, a slot at a time, in place; copies of those with gaps."""
+    own = [x.contiguous() for x in tensors]
+    size = sum(x.nbytes for x in own)
     # They run in order: the last one's result is that of all.
-    return [memory.post(op, part, partial(_combine, _COMBINE[op], part, x), x.nbytes) for part in parts][-1]
+    return [
+        memory.post(op, pieces, partial(_combine, _COMBINE[op], pieces, own), size)
+        for pieces in _fill_slots([x.detach().view(-1) for x in own])
+    ][-1]
 
 
-def _combine(combine: Callable[..., Tensor], own: Tensor, whole: Tensor, given: Sequence[Tensor]) -> Tensor:
-    """Write all ranks' tensors, combined in rank order, so that all ranks round alike, into `own`; give the `whole`."""
-    combine(given[0], given[1], out=own)
-    for other in given[2:]:
-        combine(own, other, out=own)
+def _fill_slots(rows: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Views of `rows` [n], in their order, by the slots that they fill."""
+    most = SLOT_BYTES // rows[0].itemsize
+    slots: list[list[Tensor]] = [[]]
+    room = most
+    for row in rows:
+        if row.numel() <= room:  # without a view, which would cost as much as a small exchange
+            slots[-1].append(row)
+            room -= row.numel()
+            continue
+        slots[-1].append(row[:room])
+        parts = row[room:].split(most)
+        slots += [[part] for part in parts]
+        room = most - parts[-1].numel()
+    return slots
+
+
+def _combine(
+    combine: Callable[..., Tensor], pieces: Sequence[Tensor], whole: list[Tensor], given: Sequence[Tensor]
+) -> list[Tensor]:
+    """Write the slots, combined in rank order, so that all ranks round alike, into `pieces`; give the `whole`."""
+    sizes = [piece.numel() for piece in pieces]
+    parts = [given] if len(pieces) == 1 else zip(*(slot.split(sizes) for slot in given), strict=True)
+    for piece, (first, second, *others) in zip(pieces, parts, strict=True):
+        combine(first, second, out=piece)
+        for other in others:
+            combine(piece, other, out=piece)
     return whole
 
 

@@ -96,7 +96,7 @@ class _Copied(torch.autograd.Function):
         if own:
             pairs = zip(gradients, weights, strict=True)
             total = _add_products([term for pair in pairs for term in product.terms(*pair)])
-            posted = ctx.rank.tensor.post_all_reduce(total)
+            posted = ctx.rank.tensor.post_all_reduce([total])
             begin = None if measured is None else measured.stopwatch.mark()
         count = len(gradients)
         of_weights = [
@@ -109,7 +109,7 @@ class _Copied(torch.autograd.Function):
         ]
         if posted is not None:
             computed = None if measured is None else measured.stopwatch.mark()
-            of_x = posted.wait().view(ctx.shape)
+            of_x = posted.wait()[0].view(ctx.shape)
             if measured is not None:
                 measured.add_hidden(begin, computed)
         return None, None, of_x, *of_weights, *of_biases

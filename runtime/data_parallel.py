@@ -27,15 +27,14 @@ def split_rows(placement: Placement, local: Tensor, tensor: int, *, divided: boo
 def sum_over(group: Group, tensors: list[Tensor]) -> None:
     """Replace the entries of `tensors` with their sums over `group`.
 
-    They travel in flat buckets of one dtype and about 25 MB, in their order; the sums are views of these.
+    They travel in buckets of one dtype and about 25 MB, in their order.
     """
     if group.size == 1:
         return
     for bucket in fill_buckets(tensors):
-        flat = group.all_reduce(torch.cat([tensors[i].reshape(-1) for i in bucket]))
-        pieces = flat.split([tensors[i].numel() for i in bucket])
-        for i, piece in zip(bucket, pieces, strict=True):
-            tensors[i] = piece.view(tensors[i].shape)
+        sums = group.post_all_reduce([tensors[i] for i in bucket]).wait()
+        for i, summed in zip(bucket, sums, strict=True):
+            tensors[i] = summed
 
 
 def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor:

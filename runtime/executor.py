@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.runtime.acknowledgement import find_acknowledged
 from autoptd.runtime.connection import Connection
+from autoptd.runtime.gradient_memory import separate_gradients
 from autoptd.runtime.manifest import Manifest, StageInterface
 from autoptd.runtime.measured import Measured
 from autoptd.runtime.rank import Rank
@@ -78,6 +79,7 @@ class StageRun:
         self._inputs = inputs
         self._seeds = seeds
         self._gradients = seeds is not None
+        self._separated = False
         self._kept.clear()
         self.losses.clear()
         for port in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
@@ -125,10 +127,12 @@ class StageRun:
                 seeds.append(gradient)
         if edges:
             torch.autograd.backward(edges, seeds)
+        departing = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        if not self._separated:  # the later microbatches' are added into the first one's
+            separate_gradients(self._weights.values(), [*gradients, *departing])
+            self._separated = True
         if self.gradient_departure is not None:
-            self.gradient_departure.put(
-                microbatch, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-            )
+            self.gradient_departure.put(microbatch, departing)
         self._measured.add(Action(self._index, "B", microbatch), begin)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ class GradientSums:
         self._wide: dict[Tensor, WideSum] = {}
         self._measured = measured
         self._begin: Any = None
-        self._posted: list[tuple[Posted, Group | None, Callable[[Tensor], None]]] = []
+        self._posted: list[tuple[Posted[Tensor | list[Tensor]], Group | None, Sequence[str | int]]] = []
         self._summed: dict[str | int, Tensor] = {}
 
     def start(self, leaves: Leaves) -> None:
@@ -120,11 +119,14 @@ class GradientSums:
         for owners, names in self._completion.late.items():
             self._post(self._collect(names), self._connection.tied[owners])
         replicas = self._connection.rank.data.size
-        for posted, group, keep in self._posted:
-            summed = posted.wait()
+        for posted, group, keys in self._posted:
+            result = posted.wait()
+            sums = [result] if isinstance(result, Tensor) else result
             if replicas > 1:
-                summed.div_(replicas)
-            keep(summed if group is None else group.all_reduce(summed))
+                torch._foreach_div_(sums, replicas)
+            if group is not None:
+                sum_over(group, sums)
+            self._summed.update(zip(keys, sums, strict=True))
         self._posted.clear()
         self._leaves, self._wide = {}, {}
         self._measured.add_sums(self._begin)
@@ -192,7 +194,7 @@ class GradientSums:
         for index, shard in enumerate(self._shards):
             if any(name in gradients for name in shard.names):
                 posted = data.post_reduce_scatter(shard.flatten(gradients))
-                self._posted.append((posted, owners, partial(self._summed.__setitem__, index)))
+                self._posted.append((posted, owners, [index]))
         rest = {name: gradient for name, gradient in gradients.items() if name not in self._sharded}
         names = list(rest)
         if data.size == 1:
@@ -203,17 +205,9 @@ class GradientSums:
             return
         for bucket in list(fill_buckets(list(rest.values()))):
             own = {names[i]: rest.pop(names[i]) for i in bucket}
-            flat = torch.cat([gradient.reshape(-1) for gradient in own.values()])
-            pieces = {name: gradient.shape for name, gradient in own.items()}
             for name in own:
                 del gradients[name]  # a second copy of all gradients would not fit
-            self._posted.append((data.post_all_reduce(flat), owners, partial(self._keep_pieces, pieces)))
-
-    def _keep_pieces(self, pieces: Mapping[str, torch.Size], summed: Tensor) -> None:
-        """Keep the parts of a flat bucket, as views of it."""
-        parts = summed.split([shape.numel() for shape in pieces.values()])
-        for (name, shape), part in zip(pieces.items(), parts, strict=True):
-            self._summed[name] = part.view(shape)
+            self._posted.append((data.post_all_reduce(list(own.values())), owners, list(own)))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

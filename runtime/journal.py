@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -98,19 +98,20 @@ class TracedGroup:
         self._note("end", f"broadcast from {source}", x)
         return result
 
-    def post_all_reduce(self, x: Tensor) -> Posted:
-        self._note("post", "all_reduce sum", x)
-        return self._group.post_all_reduce(x)
+    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
+        self._note("post", "all_reduce sum", *tensors)
+        return self._group.post_all_reduce(tensors)
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted:
+    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
         self._note("post", "reduce_scatter", x)
         return self._group.post_reduce_scatter(x)
 
-    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted:
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         self._note("post", "all_gather", x)
         return self._group.post_all_gather(x, into)
 
-    def _note(self, event: str, what: str, x: Tensor) -> None:
+    def _note(self, event: str, what: str, *tensors: Tensor) -> None:
         if self.size > 1:
-            fields = {event: what, "group": self._name, "shape": list(x.shape), "dtype": str(x.dtype)}
+            shape = list(tensors[0].shape) if len(tensors) == 1 else [sum(x.numel() for x in tensors)]
+            fields = {event: what, "group": self._name, "shape": shape, "dtype": str(tensors[0].dtype)}
             self._position.journal.write(self._position.read().step, **fields)

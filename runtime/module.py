@@ -126,7 +126,7 @@ class Parallel(Persistent):
         self._watch = ParameterWatch(self._manifest, self, sharded)
         self._marks.hold(self._watch.parameters, self._shards)
         self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
-        self._gathering: dict[Shard, Posted] = {}
+        self._gathering: dict[Shard, Posted[Tensor]] = {}
         for shape in self._shapes:
             shape.share_steps(self._shards)
         if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:

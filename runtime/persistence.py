@@ -30,7 +30,7 @@ class Persistent(Trained):
     _shapes: Sequence[BoundShape]
     _loss_scale: LossScale | None
     _saving: Saving | None
-    _gathering: dict[Shard, Posted]  # the weights on their way
+    _gathering: dict[Shard, Posted[Tensor]]  # the weights on their way
     _versions: list[int]
     _watch: ParameterWatch
     _steps: StepLog

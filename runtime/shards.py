@@ -140,7 +140,7 @@ class Shard:
             begin += shape.numel()
         return found
 
-    def post_gather(self) -> Posted:
+    def post_gather(self) -> Posted[Tensor]:
         """Begin to bring every replica's part, as it has been stepped, into the parameters."""
         self._version = self.own._version
         return self._group.post_all_gather(self.own.detach().to(self.flat.dtype), self.flat)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ _MOST_VIEWS = 64
 _SIGNAL = struct.Struct("=qq48s")  # the number of the exchange, bytes of the whole, and what is done
 _memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
-Take = Callable[[Sequence[Tensor]], Tensor]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,23 @@ class Peer:
     outgoing: int
 
 
-class Exchange:
-    """Every rank's tensor on its way to all of them: of these, flat and in rank order, `take` makes the result."""
+class Exchange(Generic[Result]):
+    """Every rank's row, of `pieces` [n], on its way to all: of the rows, in rank order, `take` makes the result."""
 
-    def __init__(self, memory: SharedMemory, kind: str, own: Tensor, take: Take, whole_bytes: int) -> None:
-        self.kind, self.own, self.take, self.whole_bytes = kind, own, take, whole_bytes
-        self.result: Tensor | None = None
+    def __init__(
+        self,
+        memory: SharedMemory,
+        kind: str,
+        pieces: Sequence[Tensor],
+        take: Callable[[Sequence[Tensor]], Result],
+        whole_bytes: int,
+    ) -> None:
+        self.kind, self.pieces, self.take, self.whole_bytes = kind, pieces, take, whole_bytes
+        self.count, self.dtype = sum(piece.numel() for piece in pieces), pieces[0].dtype
+        self.result: Result | None = None
         self._memory = memory
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result:
         """The result, once all have given theirs. RuntimeError where one has ended, or does something else."""
         if self.result is None:
             self._memory.finish(self)
@@ -73,7 +82,7 @@ class SharedMemory:
         """`region` is [2, ranks, SLOT_BYTES]; `peers` are the other ranks."""
         self._index, self._region, self._peers = index, region, peers
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        self._posted: deque[Exchange] = deque()  # the first one's tensor is in its slot
+        self._posted: deque[Exchange[Any]] = deque()  # the first one's row is in its slot
         self._number = 0
         self._signal = b""  # what the others say when theirs of the first one's are full
         self._broken = ""  # by what: the error itself would hold all that its frames hold
@@ -84,14 +93,20 @@ class SharedMemory:
         self.close = weakref.finalize(self, _close, [n for p in peers for n in (p.outgoing, p.incoming)])
         _memories.add(self)
 
-    def post(self, kind: str, own: Tensor, take: Take, whole_bytes: int) -> Exchange:
-        """Begin to show `own` [n], of SLOT_BYTES at most, to all; `kind` is what for, on every rank the same.
+    def post(
+        self,
+        kind: str,
+        pieces: Sequence[Tensor],
+        take: Callable[[Sequence[Tensor]], Result],
+        whole_bytes: int,
+    ) -> Exchange[Result]:
+        """Begin to show a row of `pieces` [n], SLOT_BYTES at most, to all; `kind` is what for, on every rank the same.
 
         It is a part of `whole_bytes`, or all of them: ranks whose wholes differ are refused at the first part. Does not
         wait: behind one that is not over it begins when that is.
         """
         self._check()
-        exchange = Exchange(self, kind, own, take, whole_bytes)
+        exchange = Exchange(self, kind, pieces, take, whole_bytes)
         self._posted.append(exchange)
         if len(self._posted) == 1:
             try:
@@ -101,7 +116,7 @@ class SharedMemory:
                 raise
         return exchange
 
-    def finish(self, exchange: Exchange) -> None:
+    def finish(self, exchange: Exchange[Any]) -> None:
         """Run what was posted, up to `exchange`."""
         self._check()
         try:
@@ -128,10 +143,13 @@ class SharedMemory:
     def _show(self) -> None:
         """Fill the slot for the first that was posted, and say so."""
         first = self._posted[0]
-        own = first.own
         self._number += 1
-        self._signal = _SIGNAL.pack(self._number, first.whole_bytes, _label(first.kind, own.dtype))
-        self._slots(own)[self._index].copy_(own)
+        self._signal = _SIGNAL.pack(self._number, first.whole_bytes, _label(first.kind, first.dtype))
+        slot = self._slots(first)[self._index]
+        if len(first.pieces) == 1:
+            slot.copy_(first.pieces[0])
+        else:
+            torch.cat(list(first.pieces), out=slot)
         for peer in self._peers:
             try:
                 os.write(peer.outgoing, self._signal)
@@ -147,19 +165,19 @@ class SharedMemory:
                     f"{_describe(expected)} met rank {peer.rank}'s {_describe(signal)}: the ranks are in different "
                     "calls (one trains, the other evaluates, saves or gathers the model), which all of them make alike"
                 )
-        exchange.result = exchange.take(self._slots(exchange.own))
+        exchange.result = exchange.take(self._slots(exchange))
         self._posted.popleft()
         if self._posted:
             self._show()
 
-    def _slots(self, own: Tensor) -> list[Tensor]:
-        """All ranks' slots of this turn, as tensors like `own`; kept, since programs exchange few sizes, and often."""
-        turn, count, dtype = self._number % 2, own.numel(), own.dtype
+    def _slots(self, exchange: Exchange[Any]) -> list[Tensor]:
+        """All ranks' slots of this turn, as rows like its; kept, since programs exchange few sizes, and often."""
+        turn, count, dtype = self._number % 2, exchange.count, exchange.dtype
         if (turn, count, dtype) not in self._views:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
             slots = self._region[turn].unbind()
-            self._views[turn, count, dtype] = [slot[: own.nbytes].view(dtype) for slot in slots]
+            self._views[turn, count, dtype] = [slot[: count * dtype.itemsize].view(dtype) for slot in slots]
         return self._views[turn, count, dtype]
 
     def _read(self, peer: Peer) -> bytes:

@@ -161,14 +161,14 @@ def shift_vocabulary_shards() -> None:
 def forget_dividing_by_replicas() -> None:
     post = ProcessGroup.post_all_reduce
 
-    def change(group: ProcessGroup, x: Tensor) -> Posted:
-        return post(group, x * group.size)
+    def change(group: ProcessGroup, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
+        return post(group, [x * group.size for x in tensors])
 
     forked.setattr(ProcessGroup, "post_all_reduce", change)
 
 
 def skip_the_replicas() -> None:
-    forked.setattr(ProcessGroup, "post_all_reduce", lambda group, x: Done(x))
+    forked.setattr(ProcessGroup, "post_all_reduce", lambda group, tensors: Done(list(tensors)))
 
 
 def forget_dividing_by_microbatches() -> None:

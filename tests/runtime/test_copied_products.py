@@ -120,15 +120,16 @@ class RecordingGroup(LocalGroup):
         super().__init__(1, 0)
         self.events = events
 
-    def post_all_reduce(self, x: Tensor) -> Posted:
+    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
+        (x,) = tensors
         assert x.is_contiguous()
         self.events.append("post")
         events = self.events
 
         class Waiting:
-            def wait(self) -> Tensor:
+            def wait(self) -> list[Tensor]:
                 events.append("wait")
-                return x.mul_(10)
+                return [x.mul_(10)]
 
         return Waiting()
 

@@ -204,7 +204,7 @@ def test_steps_of_one_shard_must_agree() -> None:
 class Lazy:
     """A collective that begins only when it is waited for."""
 
-    def __init__(self, begin: Callable[[], Posted]) -> None:
+    def __init__(self, begin: Callable[[], Posted[Tensor]]) -> None:
         self.begin = begin
 
     def wait(self) -> Tensor:

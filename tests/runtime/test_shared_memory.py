@@ -57,7 +57,7 @@ def test_sums_and_maxima_are_those_of_messages(size: int) -> None:
                         assert torch.equal(ours, theirs)
                     first = groups[1].broadcast(ours.clone(), 0)
                     assert torch.equal(ours, first)
-                ours, theirs = (group.post_all_reduce(x.clone()).wait() for group in groups)
+                ours, theirs = (group.post_all_reduce([x.clone()]).wait()[0] for group in groups)
                 rtol, atol = (0.02, 4.0) if dtype.itemsize == 2 else (1e-5, 1e-3)
                 torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
                 gathered = zip(*(group.all_gather(x) for group in groups), strict=True)
@@ -82,16 +82,16 @@ def test_a_slot_is_kept_until_all_have_taken_it() -> None:
 
     def run_ahead(rank: int) -> Any:
         group = make_group()
-        first = group.post_all_reduce(torch.full((4,), 1.0 + rank))
+        first = group.post_all_reduce([torch.full((4,), 1.0 + rank)])
         if rank == 0:
             first.wait()
-            second = group.post_all_reduce(torch.full((4,), 10.0))
+            second = group.post_all_reduce([torch.full((4,), 10.0)])
             dist.barrier()
         else:
             dist.barrier()
             first.wait()
-            second = group.post_all_reduce(torch.full((4,), 20.0))
-        return first.wait()[0].item(), second.wait()[0].item()
+            second = group.post_all_reduce([torch.full((4,), 20.0)])
+        return first.wait()[0][0].item(), second.wait()[0][0].item()
 
     assert run_ranks(run_ahead, 2) == [(3.0, 30.0)] * 2
 
@@ -99,8 +99,8 @@ def test_a_slot_is_kept_until_all_have_taken_it() -> None:
 def test_what_is_posted_and_not_awaited_is_not_lost() -> None:
     def post(rank: int) -> Any:
         group = make_group()
-        posted = [group.post_all_reduce(torch.full((4,), float(turn + rank))) for turn in range(6)]
-        return [x.wait()[0].item() for x in reversed(posted)]
+        posted = [group.post_all_reduce([torch.full((4,), float(turn + rank))]) for turn in range(6)]
+        return [x.wait()[0][0].item() for x in reversed(posted)]
 
     assert run_ranks(post, 2) == [[11.0, 9.0, 7.0, 5.0, 3.0, 1.0]] * 2
 
@@ -122,13 +122,13 @@ def test_the_order_of_waits_does_not_matter() -> None:
     def post(rank: int) -> Any:
         group = make_group()
         first, second, third = (
-            group.post_all_reduce(torch.full((4,), 10.0**i * (rank + 1))) for i in range(3)
+            group.post_all_reduce([torch.full((4,), 10.0**i * (rank + 1))]) for i in range(3)
         )
         waits = [first, second, third] if rank == 0 else [third, first, second]
         for posted in waits[:2]:
             posted.wait()
         gathered = group.all_gather(torch.tensor([float(rank)]))  # before rank 0 has waited for the third
-        again = [posted.wait()[0].item() for posted in (first, second, third, first)]
+        again = [posted.wait()[0][0].item() for posted in (first, second, third, first)]
         return again, [x.item() for x in gathered]
 
     assert run_ranks(post, 2) == [([3.0, 30.0, 300.0, 3.0], [0.0, 1.0])] * 2
@@ -137,11 +137,11 @@ def test_the_order_of_waits_does_not_matter() -> None:
 def test_who_leaves_out_a_wait_changes_no_sum() -> None:
     def leave(rank: int) -> Any:
         group = make_group()
-        first = group.post_all_reduce(torch.full((2,), 1.0 + rank))
+        first = group.post_all_reduce([torch.full((2,), 1.0 + rank)])
         if rank == 0:
             first.wait()
         second = group.all_reduce(torch.full((2,), 10.0 + rank))
-        return first.wait()[0].item(), second[0].item()
+        return first.wait()[0][0].item(), second[0].item()
 
     assert run_ranks(leave, 2) == [(3.0, 21.0)] * 2
 
@@ -155,15 +155,36 @@ def test_sums_of_many_slots_keep_their_order(size: int, dtype: torch.dtype) -> N
     def reduce(rank: int) -> Any:
         group = make_group()
         values = [torch.arange(width, dtype=torch.float32).remainder(7 + k).to(dtype) for k in range(3)]
-        posted = [group.post_all_reduce((rank + 1) * value) for value in values]
+        posted = [group.post_all_reduce([(rank + 1) * value]) for value in values]
         assert group.all_reduce(torch.ones(2)).tolist() == [size, size]
         assert [int(x) for x in group.all_gather(torch.tensor(rank))] == list(range(size))
         order = (2, 0, 1) if rank else (0, 1, 2)
         found = {k: posted[k].wait() for k in order}
         ranks = size * (size + 1) // 2
-        return all(torch.equal(found[k], ranks * value) for k, value in enumerate(values))
+        return all(torch.equal(found[k][0], ranks * value) for k, value in enumerate(values))
 
     assert run_ranks(reduce, size) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_share_slots_and_go_over_their_ends(size: int) -> None:
+    most = SLOT_BYTES // 8
+    counts = [3, 0, most - 3, 1, most, 2 * most + 1, 0, most - 2, 7]
+
+    def reduce(rank: int) -> list[bool]:
+        group = make_group()
+        values = [torch.arange(n).double() + i for i, n in enumerate(counts)]
+        values += [torch.tensor(5.0).double(), torch.arange(12.0).double().view(3, 4).t()]
+        given = [(rank + 1) * value for value in values]
+        found = group.post_all_reduce(given).wait()
+        assert group.counts["all_reduce"] == 1
+        assert group.elements["all_reduce"] == sum(x.numel() for x in values)
+        times = size * (size + 1) // 2
+        same = all(torch.equal(x, times * value) for x, value in zip(found, values, strict=True))
+        nothing = group.post_all_reduce([torch.zeros(0)]).wait()
+        return [same, found[0] is given[0], nothing[0].shape == (0,)]
+
+    assert run_ranks(reduce, size) == [[True] * 3] * size
 
 
 def test_sums_of_other_numbers_of_slots_are_refused() -> None:
@@ -233,7 +254,7 @@ def test_a_rank_that_ends_amid_the_parts_of_a_sum_is_named() -> None:
     def end(rank: int) -> str:
         group = make_group()
         x = torch.ones(4 * SLOT_BYTES // 4)
-        posted = group.post_all_reduce(x)
+        posted = group.post_all_reduce([x])
         assert group._memory is not None
         dist.barrier()
         if rank == 1:
@@ -345,7 +366,7 @@ def test_nothing_is_left_behind() -> None:
             group = make_group()
             given = torch.ones(2)
             group.all_reduce(given)
-            result = weakref.ref(group.post_all_reduce(torch.ones(2)).wait())
+            result = weakref.ref(group.post_all_reduce([torch.ones(2)]).wait()[0])
             freed = result() is None
             del group
             counts.append((open_files(), freed))
@@ -393,7 +414,7 @@ def test_a_broken_memory_keeps_nothing() -> None:
         del held
         for _ in range(3):
             with pytest.raises(RuntimeError, match="share no memory any more"):
-                group.post_all_reduce(torch.ones(2))
+                group.post_all_reduce([torch.ones(2)])
         assert group._memory is not None
         return len(group._memory._posted), freed() is None
 

@@ -1,0 +1,24 @@
+"""Whose memory a gradient is in: autograd may leave one and the same in several places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+
+def separate_gradients(leaves: Iterable[Tensor], others: Sequence[Tensor]) -> None:
+    """Give each leaf's ``.grad`` memory that no other leaf's has, nor any of `others`, by copying those that share.
+
+    Autograd keeps what it is handed where nobody else holds it, and does not see who holds another view of it: in
+    ``p[None] + q[None]`` both have the sum's gradient, and what is added into the one is in the other.
+    """
+    held = [(x, None) for x in others] + [(leaf.grad, leaf) for leaf in leaves if leaf.grad is not None]
+    spans = [(x.data_ptr(), x.data_ptr() + x.nbytes, leaf) for x, leaf in held]
+    until, last = 0, None  # where the furthest one so far ends, and whose it is
+    for begin, end, leaf in sorted(spans, key=lambda span: span[0]):
+        if begin < until and (shared := last if leaf is None else leaf) is not None:
+            assert shared.grad is not None
+            shared.grad = shared.grad.clone()
+        if end > until:
+            until, last = end, leaf
