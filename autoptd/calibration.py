@@ -37,7 +37,6 @@ from autoptd.kernel_timing import (
     compile_block,
     main_dtype,
 )
-from autoptd.machine_timing import can_keep_to
 from autoptd.message_timing import MESSAGES, PAIR, ROUNDS
 from autoptd.passes.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.durations import Precision
@@ -52,7 +51,7 @@ MEASUREMENTS = {
     "message": 2 * len(MESSAGES) + ROUNDS,
 }
 PROCESSES = 2  # that compute at once, where there are devices for it
-MOST_PAIRS = 4  # that share a core: they find its caches as cold as more would
+MOST_PAIRS = 4  # that share these cores: they find their caches as cold as more would
 
 Results = Mapping[str, Sequence[Any]]
 
@@ -79,8 +78,8 @@ def calibrate(
     _check(output, number, cuda, seconds)
     main = main_dtype(torch.device("cuda" if cuda else "cpu"))
     pairs = 1
-    if not cuda and can_keep_to(cores):  # as many on a core as there will be
-        pairs = max(1, min(MOST_PAIRS, number // len(cores) // PAIR))
+    if not cuda and len(cores) > 1 and hasattr(os, "sched_setaffinity"):  # as many on a core as there will be
+        pairs = min(MOST_PAIRS, math.ceil(number / len(cores)))
     groups = {"kernel": min(PROCESSES, cuda or len(cores)), "message": PAIR * pairs if cuda != 1 else 0}
     times = {
         kind: seconds / 2 / count / (1 if kind == "message" else 3) for kind, count in MEASUREMENTS.items()
@@ -106,7 +105,7 @@ def calibrate(
         where = f"{datetime.now(UTC):%d %B %Y}, {device.name}, torch {torch.__version__}"
         apart = "not measured: as inside the node"
         others = {"network": apart, "nics_per_node": apart}
-        if cuda or not can_keep_to(cores):
+        if pairs == 1:
             alone = "not measured: as of a core that is not shared"
             others |= {"crowded_efficiency": alone, "crowded_seconds": alone}
         cluster.save(output, f"measured {where}", others)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ SHAPES = (
     (1000, 136, 712),
 )
 COPIES = tuple(4**power for power in range(9, 13))  # elements
+STEP_BYTES = 2**26  # that a step goes through, and more: no core keeps them in caches of its own
 MICROBATCHES = 4
 
 
@@ -48,7 +51,7 @@ class Sizes:
 
 
 # One in which launches are all, and one in which kernels beside the products are much.
-BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(2, 128, 128, 4, 1024))
+BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(8, 128, 128, 4, 1024))
 DIVIDED = Sizes(2, 128, 192, 6, 1024)  # over two tensor ranks
 
 
@@ -119,20 +122,47 @@ def plain_step(device: torch.device) -> Callable[[], None]:
     return step
 
 
+def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """The mean of the three products that training has: x wᵀ forward, g w and gᵀ x backward.
+
+    Each call has other factors and another result: a step comes back to a layer when it has been through all others.
+    """
+    m, n, k = shape
+    size = dtype.itemsize * (m * k + n * k + m * n)
+    turns = itertools.cycle(
+        [
+            [
+                torch.randn(rows, columns, device=timer.device).to(dtype)
+                for rows, columns in 2 * ((m, k), (n, k), (m, n))
+            ]
+            for _ in range(ceil(STEP_BYTES / size / 2))
+        ]
+    )
+
+    def forward() -> None:
+        x, w, *_, y = next(turns)
+        torch.mm(x, w.t(), out=y)
+
+    def backward() -> None:
+        _, w, g, y, *_ = next(turns)
+        torch.mm(g, w, out=y)
+
+    def differentiate() -> None:
+        x, _, g, _, y, _ = next(turns)
+        torch.mm(g.t(), x, out=y)
+
+    return statistics.mean(timer.time(call, 3) for call in (forward, backward, differentiate))
+
+
 def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
     """Yield ("products", [dtype, rows, columns, inner, seconds]), ("copies", [bytes, seconds]), ("blocks", seconds).
 
-    A product is the mean of the three that training has: x wᵀ forward, g w and gᵀ x backward. Last ("plain", seconds),
-    what `plain_step` takes.
+    Last ("plain", seconds), what `plain_step` takes.
     """
     main = main_dtype(timer.device)
     for name, dtype in DTYPES.items():
-        for m, n, k in SHAPES if name == main else SHAPES[:1]:
-            x, w, g = (
-                torch.randn(shape, device=timer.device).to(dtype) for shape in ((m, k), (n, k), (m, n))
-            )
-            calls = (lambda: F.linear(x, w), lambda: g @ w, lambda: g.t() @ x)  # noqa: B023 (called at once)
-            yield "products", [name, m, n, k, statistics.mean(timer.time(call, 3) for call in calls)]
+        for shape in SHAPES if name == main else SHAPES[:1]:
+            yield "products", [name, *shape, time_product(timer, shape, dtype)]
     for count in COPIES:
         source = torch.zeros(count, device=timer.device)
         copied = torch.empty_like(source)

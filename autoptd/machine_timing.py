@@ -14,16 +14,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 WARM_UPS, LEAST_REPEATS = 2, 3
-THREADS = Path("/proc/self/task")
 
 
 class Timer:
@@ -60,7 +57,6 @@ class Place:
     rank: int
     world_size: int
     folder: str
-    cores: tuple[int, ...]
 
 
 def start(*, one_core: bool) -> tuple[Place, Timer]:
@@ -73,19 +69,7 @@ def start(*, one_core: bool) -> tuple[Place, Timer]:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Place(rank, world_size, sys.argv[4], tuple(cores)), Timer(device, float(sys.argv[3]))
-
-
-def can_keep_to(cores: Sequence[int]) -> bool:
-    """Whether there is one of `cores` to share and others to leave, and the system has means for that."""
-    return len(cores) > 1 and hasattr(os, "sched_setaffinity") and THREADS.is_dir()
-
-
-def keep_to(cores: Sequence[int]) -> None:
-    """Let all threads of this process run on `cores` only."""
-    for thread in THREADS.iterdir():
-        with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread.name), cores)
+    return Place(rank, world_size, sys.argv[4]), Timer(device, float(sys.argv[3]))
 
 
 def say(results: Iterable[tuple[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 Here it is the clock's time, not only a core's: between ranks that compute, most of what a small message takes is
 until the other rank is woken. How much of it a core works is what such a step computes beyond its kernels.
 
-Processes beyond the first pair are a crowd: pairs of their own, which only take their turns on the core that is shared.
+Processes beyond the first pair are a crowd: pairs of their own, which only take their turns on the cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype, plain_step
-from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, can_keep_to, keep_to, say, start
+from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, say, start
 from autoptd.runtime.communicator import ProcessGroup
 
 MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
@@ -55,10 +55,9 @@ def time_messages(place: Place, meeting: Meeting, timer: Timer) -> Iterator[tupl
     """What the first pair measures.
 
     Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and ("divided", [...]) in each of some rounds.
-    Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of a core that all
-    processes share; and of such a core for the plain step again. A CUDA device shares no core, where all are the
-    clock's, and one that cannot be shared, or left, costs as much as it does anyway.
-    A machine's speed drifts: what is compared is timed in turn.
+    Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of one that a crowd
+    shares; and of such a core for the plain step again. Without a crowd it costs what it does anyway; of a CUDA device
+    all are the clock's. A machine's speed drifts: what is compared is timed in turn.
     """
     assert dist.group.WORLD is not None
     group = ProcessGroup(dist.group.WORLD, timer.device)
@@ -77,21 +76,20 @@ def time_messages(place: Place, meeting: Meeting, timer: Timer) -> Iterator[tupl
     counts = meeting.agree([count_calls(timer, step, 4) for step in steps])
     for _ in range(ROUNDS):
         apart = [run_together(timer, *calls) for calls in zip(steps, counts, strict=True)]
-        if timer.device.type == "cuda" or not can_keep_to(place.cores):
-            clock = int(timer.device.type != "cuda")
-            alone, seconds, computed = apart[0][clock], apart[1][0], apart[1][clock]
-            yield "divided", [alone, seconds, computed, computed, alone]
-        else:
-            divided, plain = share_core(place, meeting, timer, steps, counts)
-            yield "divided", [apart[0][1], *apart[1], divided, plain]
+        works = int(timer.device.type != "cuda")
+        alone, seconds, computed = apart[0][works], apart[1][0], apart[1][works]
+        plain, divided = (
+            share_cores(meeting, timer, steps, counts) if place.world_size > PAIR else (alone, computed)
+        )
+        yield "divided", [alone, seconds, computed, divided, plain]
 
 
-def make_crowd(place: Place, meeting: Meeting, timer: Timer) -> None:
-    """What the other pairs do: nothing, but where the first pair shares its core."""
+def make_crowd(meeting: Meeting, timer: Timer) -> None:
+    """What the other pairs do: nothing, but where the first pair shares its cores."""
     steps = make_steps(timer)
     counts = meeting.agree()
     for _ in range(ROUNDS):
-        share_core(place, meeting, timer, steps, counts)
+        share_cores(meeting, timer, steps, counts)
 
 
 def make_steps(timer: Timer) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -100,17 +98,14 @@ def make_steps(timer: Timer) -> tuple[Callable[[], None], Callable[[], None]]:
     return plain_step(timer.device), block_step(parallel, DIVIDED, timer.device)
 
 
-def share_core(
-    place: Place, meeting: Meeting, timer: Timer, steps: Sequence[Callable[[], None]], counts: Sequence[int]
+def share_cores(
+    meeting: Meeting, timer: Timer, steps: Sequence[Callable[[], None]], counts: Sequence[int]
 ) -> list[float]:
-    """What this process computes in a divided step and in a plain one, while all make them on one core."""
-    meeting.wait()
-    keep_to(place.cores[:1])
+    """What this process computes in each of `steps`, while all make the same."""
     computed = []
-    for step, count in reversed(list(zip(steps, counts, strict=True))):
+    for step, count in zip(steps, counts, strict=True):
         meeting.wait()
         computed.append(run_together(timer, step, count)[1])
-    keep_to(place.cores)
     meeting.wait()
     return computed
 
@@ -158,6 +153,6 @@ if __name__ == "__main__":
     if place.rank < PAIR:
         say(time_messages(place, meeting, timer))
     else:
-        make_crowd(place, meeting, timer)
+        make_crowd(meeting, timer)
     dist.barrier()  # nobody leaves while another may still talk to him
     dist.destroy_process_group()
