@@ -31,7 +31,7 @@ from torch.distributed.constants import default_pg_timeout
 from autoptd.runtime.roster import gather, machine_number
 
 SLOT_BYTES = 1 << 20
-MOST_RANKS = 4  # each reads all the others' slots: with many, messages in a ring are sooner round
+MOST_RANKS = 8  # each reads all the others' slots: with more, messages in a ring are sooner round
 _MOST_VIEWS = 64
 _SIGNAL = struct.Struct("=qq48s")  # the number of the exchange, bytes of the whole, and what is done
 _memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
