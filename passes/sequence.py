@@ -195,11 +195,15 @@ def minimize_slowest_stage(sequence: CostSequence, room: Ints | None) -> Ints | 
     if found is None:
         return None
     low, high = -(-int(sequence.end[-1]) // sequence.num_stages), int(sequence.stage_costs(found).max())
+    ends = np.sort(sequence.end)
     while low < high:
         middle = (low + high) // 2
         better = place_cuts(sequence, middle, room)
         if better is None:
-            low = middle + 1
+            # Up to the next cost that a stage may have, the same stages keep the limit: none is a cut either.
+            following = np.searchsorted(ends, sequence.start + middle, "right")
+            inside = following < len(ends)
+            low = int((ends[following[inside]] - sequence.start[inside]).min())
         else:
             found, high = better, int(sequence.stage_costs(better).max())
     return found
