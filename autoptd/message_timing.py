@@ -51,8 +51,10 @@ class Meeting:
         return list(map(int, json.loads(self._store.get("counts"))))
 
 
-def time_messages(place: Place, meeting: Meeting, timer: Timer) -> Iterator[tuple[str, Any]]:
-    """What the first pair measures.
+def time_messages(
+    place: Place, meeting: Meeting, timer: Timer, steps: Sequence[Callable[[], None]]
+) -> Iterator[tuple[str, Any]]:
+    """What the first pair measures: messages, and `steps`.
 
     Yield ("reduced", [bytes, seconds]), ("sent", [bytes, seconds]), and ("divided", [...]) in each of some rounds.
     Those are seconds of a core for a `plain_step`; for a divided step by the clock, of a core, and of one that a crowd
@@ -72,7 +74,6 @@ def time_messages(place: Place, meeting: Meeting, timer: Timer) -> Iterator[tupl
 
         yield "reduced", [size, time_together(timer, lambda: group.all_reduce(x))[0]]  # noqa: B023
         yield "sent", [size, time_together(timer, exchange)[0]]
-    steps = make_steps(timer)
     counts = meeting.agree([count_calls(timer, step, 4) for step in steps])
     for _ in range(ROUNDS):
         apart = [run_together(timer, *calls) for calls in zip(steps, counts, strict=True)]
@@ -84,9 +85,8 @@ def time_messages(place: Place, meeting: Meeting, timer: Timer) -> Iterator[tupl
         yield "divided", [alone, seconds, computed, divided, plain]
 
 
-def make_crowd(meeting: Meeting, timer: Timer) -> None:
+def make_crowd(meeting: Meeting, timer: Timer, steps: Sequence[Callable[[], None]]) -> None:
     """What the other pairs do: nothing, but where the first pair shares its cores."""
-    steps = make_steps(timer)
     counts = meeting.agree()
     for _ in range(ROUNDS):
         share_cores(meeting, timer, steps, counts)
@@ -150,9 +150,11 @@ if __name__ == "__main__":
     place, timer = start(one_core=False)
     join(place, timer)
     meeting = Meeting(place, timer)
+    steps = make_steps(timer)
+    meeting.wait()  # what is timed has the cores to itself
     if place.rank < PAIR:
-        say(time_messages(place, meeting, timer))
+        say(time_messages(place, meeting, timer, steps))
     else:
-        make_crowd(meeting, timer)
+        make_crowd(meeting, timer, steps)
     dist.barrier()  # nobody leaves while another may still talk to him
     dist.destroy_process_group()

@@ -64,10 +64,10 @@ class Group(Protocol):
         """The `x` of the rank with index `source`. May overwrite the others' `x`."""
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
-        """Begin the sum of each of `tensors`, of one dtype, over the group, all together. May overwrite them."""
+        """Begin the sum of each of one or more `tensors`, of one dtype, over the group. May overwrite them."""
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
-        """Begin the sum of `x` [size · n]; the result is this rank's n elements of it."""
+    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
+        """Begin the sum of `x` [size · n]; the result is this rank's n elements of it, as the only one of a list."""
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         """Begin to write every rank's `x` [n], in rank order, into `into` [size · n]."""
@@ -123,8 +123,8 @@ class _AtOnce(_Counted, ABC):
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         return Done(_split_like(self.all_reduce(_flatten(tensors)), tensors))
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
-        return Done(self.all_reduce(x).view(self.size, -1)[self.index])
+    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
+        return Done([self.all_reduce(x).view(self.size, -1)[self.index]])
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         for part, own in zip(into.view(self.size, -1).unbind(), self.all_gather(x), strict=True):
@@ -194,12 +194,12 @@ class ProcessGroup(_Counted):
         known = x.dtype in _COMBINED or (x.is_complex() and kind != "max")
         return self._memory if fits and known else None
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
+    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         if self.size == 1:
-            return Done(x)
+            return Done([x])
         self._count("reduce_scatter", x)
         own = x.new_empty(x.numel() // self.size)
-        return _Running(require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)), own)
+        return _Running(require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)), [own])
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         if self.size == 1:
@@ -308,7 +308,8 @@ def _fill_slots(rows: Sequence[Tensor]) -> list[list[Tensor]]:
             slots[-1].append(row)
             room -= row.numel()
             continue
-        slots[-1].append(row[:room])
+        if room:
+            slots[-1].append(row[:room])
         parts = row[room:].split(most)
         slots += [[part] for part in parts]
         room = most - parts[-1].numel()

@@ -17,8 +17,16 @@ def separate_gradients(leaves: Iterable[Tensor], others: Sequence[Tensor]) -> No
     spans = [(x.data_ptr(), x.data_ptr() + x.nbytes, leaf) for x, leaf in held]
     until, last = 0, None  # where the furthest one so far ends, and whose it is
     for begin, end, leaf in sorted(spans, key=lambda span: span[0]):
-        if begin < until and (shared := last if leaf is None else leaf) is not None:
-            assert shared.grad is not None
-            shared.grad = shared.grad.clone()
+        if begin < until and leaf is not None:
+            _copy(leaf)
+            continue  # it is elsewhere now
+        if begin < until and last is not None:
+            _copy(last)
+            last = None
         if end > until:
             until, last = end, leaf
+
+
+def _copy(leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    leaf.grad = leaf.grad.clone()

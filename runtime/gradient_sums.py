@@ -97,7 +97,7 @@ class GradientSums:
         self._wide: dict[Tensor, WideSum] = {}
         self._measured = measured
         self._begin: Any = None
-        self._posted: list[tuple[Posted[Tensor | list[Tensor]], Group | None, Sequence[str | int]]] = []
+        self._posted: list[tuple[Posted[list[Tensor]], Group | None, Sequence[str | int]]] = []
         self._summed: dict[str | int, Tensor] = {}
 
     def start(self, leaves: Leaves) -> None:
@@ -120,8 +120,7 @@ class GradientSums:
             self._post(self._collect(names), self._connection.tied[owners])
         replicas = self._connection.rank.data.size
         for posted, group, keys in self._posted:
-            result = posted.wait()
-            sums = [result] if isinstance(result, Tensor) else result
+            sums = posted.wait()
             if replicas > 1:
                 torch._foreach_div_(sums, replicas)
             if group is not None:
@@ -165,7 +164,8 @@ class GradientSums:
         if self._wide and leaf in self._wide:
             return self._wide.pop(leaf).sum
         gradient, leaf.grad = leaf.grad, None
-        return gradient
+        # Of a leaf that is read conjugated autograd leaves a view which is so: that can be neither sent nor divided.
+        return None if gradient is None else gradient.resolve_conj().resolve_neg()
 
     def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
         tensor = self._connection.rank.tensor

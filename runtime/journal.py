@@ -102,7 +102,7 @@ class TracedGroup:
         self._note("post", "all_reduce sum", *tensors)
         return self._group.post_all_reduce(tensors)
 
-    def post_reduce_scatter(self, x: Tensor) -> Posted[Tensor]:
+    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         self._note("post", "reduce_scatter", x)
         return self._group.post_reduce_scatter(x)
 

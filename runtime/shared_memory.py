@@ -1,7 +1,7 @@
 """Memory that the processes of one machine share, through which tensors go from each to all, a slot at a time.
 
 Gloo's messages cross the loopback interface, in pieces, through two threads more a process; where ranks share cores
-that costs as much as what they compute between. Here a rank copies its tensor into its slot, tells the others through
+that costs as much as what they compute between. Here a rank copies its tensors into its slot, tells the others through
 pipes, and reads theirs where they lie.
 
 A rank has two slots, used in turn. It fills one for exchange k + 2 when all others have said that theirs of k + 1 are
@@ -49,7 +49,7 @@ class Peer:
 
 
 class Exchange(Generic[Result]):
-    """Every rank's row, of `pieces` [n], on its way to all: of the rows, in rank order, `take` makes the result."""
+    """A row that each rank shows to all, its own of `pieces` [n]: `take` makes the result of the rows in rank order."""
 
     def __init__(
         self,

@@ -38,6 +38,20 @@ class Summed(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class Conjugated(nn.Module):
+    """Of the complex parameter, which is read conjugated, autograd leaves a gradient that is a conjugated view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+        self.turn = nn.Parameter(torch.randn(HIDDEN, dtype=torch.complex128))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx)
+        x = (torch.complex(x, x) * self.turn.conj()).real
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return Summed().double()
@@ -59,6 +73,16 @@ def test_each_parameter_has_its_own_gradient(mesh: tuple[int, int, int], sequenc
     for step, plain in zip(found.steps, expected.steps, strict=True):
         compare(step, plain)
     assert program.verify().passed
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 2), (1, 2, 2)])
+def test_gradients_that_are_conjugated_views_are_summed(mesh: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    model, batch = Conjugated().double(), make_batch(2 * MICROBATCHES * mesh[2])
+    example = {name: x[:2] for name, x in batch.items()}
+    program = autoptd.compile(model, mesh, example_inputs=example, num_microbatches=MICROBATCHES)
+    (found,), (expected,) = train_compiled(program, [batch]).steps, train_plain(model, [batch], 1).steps
+    compare(found, expected)
 
 
 def test_what_changes_one_in_place_changes_no_other() -> None:

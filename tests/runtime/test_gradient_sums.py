@@ -101,7 +101,7 @@ def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(s
                 return first + second + third
 
             data.post_all_reduce = lambda tensors: Done(list(map(add_up, tensors)))  # type: ignore[method-assign]
-            data.post_reduce_scatter = lambda x: Done(add_up(x)[at.data, None])  # type: ignore[method-assign]
+            data.post_reduce_scatter = lambda x: Done([add_up(x)[at.data, None]])  # type: ignore[method-assign]
         shards = [Shard({"tied": torch.zeros(3).double()}, torch.float64, data)] if sharded else []
         own = [1e16, -1e16, 1.0][at.data]
         summed = sum_gradients(manifest, connection, {"tied": torch.full((3,), own).double()}, shards)

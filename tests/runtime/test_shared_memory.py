@@ -166,13 +166,14 @@ def test_sums_of_many_slots_keep_their_order(size: int, dtype: torch.dtype) -> N
     assert run_ranks(reduce, size) == [True] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_share_slots_and_go_over_their_ends(size: int) -> None:
+@pytest.mark.parametrize(("size", "shared"), [(2, True), (3, True), (MOST_RANKS, True), (2, False)])
+def test_tensors_share_slots_and_go_over_their_ends(size: int, shared: bool) -> None:
+    """Or, without memory, are one message."""
     most = SLOT_BYTES // 8
-    counts = [3, 0, most - 3, 1, most, 2 * most + 1, 0, most - 2, 7]
+    counts = [3, 0, most - 3, 1, most, 2 * most + 1, 0, most - 1, most, 7]
 
     def reduce(rank: int) -> list[bool]:
-        group = make_group()
+        group = make_group(shared)
         values = [torch.arange(n).double() + i for i, n in enumerate(counts)]
         values += [torch.tensor(5.0).double(), torch.arange(12.0).double().view(3, 4).t()]
         given = [(rank + 1) * value for value in values]
@@ -182,7 +183,7 @@ def test_tensors_share_slots_and_go_over_their_ends(size: int) -> None:
         times = size * (size + 1) // 2
         same = all(torch.equal(x, times * value) for x, value in zip(found, values, strict=True))
         nothing = group.post_all_reduce([torch.zeros(0)]).wait()
-        return [same, found[0] is given[0], nothing[0].shape == (0,)]
+        return [same, (found[0] is given[0]) is shared, nothing[0].shape == (0,)]
 
     assert run_ranks(reduce, size) == [[True] * 3] * size
 
