@@ -27,7 +27,7 @@ def split_rows(placement: Placement, local: Tensor, tensor: int, *, divided: boo
 def sum_over(group: Group, tensors: list[Tensor]) -> None:
     """Replace the entries of `tensors` with their sums over `group`.
 
-    They travel in buckets of one dtype and about 25 MB, in their order, and may be overwritten.
+    In buckets of one dtype and about 25 MB, in their order; the tensors themselves may be overwritten.
     """
     if group.size == 1:
         return

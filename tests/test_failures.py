@@ -20,6 +20,8 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
+from autoptd.runtime.communicator import LocalGroup
+from autoptd.runtime.journal import Journal, TracedGroup, TracedPosition
 from autoptd.runtime.module import Parallel
 from autoptd.runtime.position import PHASES, Position
 from autoptd.runtime.schedule import Action
@@ -249,6 +251,18 @@ def test_a_trace_tells_what_every_rank_did(tmp_path: Path) -> None:
         groups = {line["group"] for line in lines if "group" in line}
         assert {"tensor", "pipeline", "world"} <= groups
         assert lines[-1]["step"] == STEP
+
+
+def test_a_sum_of_several_tensors_is_one_line_of_a_trace(tmp_path: Path) -> None:
+    group = TracedGroup(LocalGroup(2), "data", TracedPosition(None, {}, Journal(tmp_path, 0)))
+    for shapes in ([(2, 3)], [(2, 3), (), (4,)]):
+        sums = group.post_all_reduce([torch.zeros(shape, device="meta") for shape in shapes]).wait()
+        assert [tuple(x.shape) for x in sums] == shapes
+    lines = [json.loads(line) for line in (tmp_path / "rank_00000.jsonl").read_text().splitlines()]
+    assert [(line["post"], line["shape"]) for line in lines] == [
+        ("all_reduce sum", [2, 3]),
+        ("all_reduce sum", [11]),
+    ]
 
 
 def test_a_limit_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
