@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from autoptd.kernel_timing import DIVIDED, block_step, compile_block, main_dtype, plain_step
 from autoptd.machine_timing import LEAST_REPEATS, WARM_UPS, Place, Timer, say, start
+from autoptd.runtime.channel import process_channels
 from autoptd.runtime.communicator import ProcessGroup
+from autoptd.runtime.mesh import Mesh
 
 MESSAGES = (2**20, 2**24)  # bytes: what their times differ by is the link's rate
 ROUNDS = 6
@@ -63,14 +65,16 @@ def time_messages(
     """
     assert dist.group.WORLD is not None
     group = ProcessGroup(dist.group.WORLD, timer.device)
+    own, channels = dist.get_rank(), process_channels(Mesh(1, PAIR, 1), timer.device)
+    there, back = channels[own, 1 - own], channels[1 - own, own]
     for size in MESSAGES:
-        x, arriving = (torch.zeros(size // 4, device=timer.device) for _ in range(2))
+        x = torch.zeros(size // 4, device=timer.device)
 
         def exchange() -> None:
-            peer = 1 - dist.get_rank()
-            both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, arriving, peer)]  # noqa: B023
-            for work in dist.batch_isend_irecv(both):
-                work.wait()
+            arriving = back.receive(x.shape, x.dtype, timer.device)  # noqa: B023
+            there.send(x)  # noqa: B023
+            arriving.wait()
+            there.flush()
 
         yield "reduced", [size, time_together(timer, lambda: group.all_reduce(x))[0]]  # noqa: B023
         yield "sent", [size, time_together(timer, exchange)[0]]

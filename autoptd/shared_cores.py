@@ -20,7 +20,7 @@ def walk_shared(
 ) -> Iterator[tuple[int, Action, float, float]]:
     """Yield (rank, action, start, end) of every forward, backward and sent message, in the order they end.
 
-    Who computes takes a core, and so does a message of gloo, which its ends copy; who waits sleeps. Where more than
+    Who computes takes a core, and so does a message, which its ends copy; who waits sleeps. Where more than
     `cluster.devices_at_once` of a node want a core they share evenly, as an operating system's scheduler has it
     over its few milliseconds. The tensor and data peers of a pipeline rank do the same at the same time. `times`
     are those of a core alone, and `schedule` is one that waits for no end (see `check_schedule`).

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autoptd.runtime.communicator import require_work
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.shared_channel import share_channels
 from autoptd.runtime.threads import ThreadWorld
 
 
@@ -173,19 +174,24 @@ def thread_channels(mesh: Mesh, world: ThreadWorld) -> dict[tuple[int, int], Thr
     return {pair: ThreadChannel(world, f"channel {pair[0]} -> {pair[1]}") for pair in neighbours(mesh)}
 
 
-def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], ProcessChannel]:
+def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
     """This process's channels by (source, destination); every process of `mesh` must call it.
 
-    NCCL connects two ranks at their first message, and there a send does wait. All channels are therefore
-    connected here, in one order everywhere, before any schedule runs.
+    Through memory where both ends can share some, else ``torch.distributed``. NCCL connects two ranks at their first
+    message, and there a send does wait. All channels are therefore connected here, in one order everywhere, before any
+    schedule runs.
     """
-    own = dist.get_rank()
-    channels = {}
-    for source, destination in neighbours(mesh):
+    own, pairs = dist.get_rank(), neighbours(mesh)
+    if not pairs:
+        return {}
+    shared = share_channels([there for here, there in pairs if here == own], device)
+    channels: dict[tuple[int, int], Channel] = {}
+    for source, destination in pairs:
         nccl = device.type == "cuda"
         group = dist.new_group([source, destination]) if nccl else None  # collective over all ranks
         if own in (source, destination):
-            channels[source, destination] = channel = ProcessChannel(source, destination, group)
+            own_group = ProcessChannel(source, destination, group)
+            channels[source, destination] = shared.get(source + destination - own, own_group)
             if nccl:
-                channel.connect(device)
+                own_group.connect(device)
     return channels

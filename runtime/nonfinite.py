@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autoptd.runtime import channel, communicator, shared_channel, shared_memory
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.position import Position
@@ -21,6 +23,7 @@ from autoptd.runtime.schedule import Action
 from autoptd.runtime.weighting import count_valid
 
 PROGRAM = re.compile(r"program_\d+\.py")
+COMMUNICATION = {module.__file__ for module in (channel, communicator, shared_channel, shared_memory)}
 LETTERS = 600  # of a rank's finding
 FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes the other
 
@@ -34,18 +37,22 @@ class Inspector(TorchDispatchMode):
 
     def __init__(self, position: Position, last_stage: int, unlabelled: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: tuple[Action, str] | None = None
+        self.found: tuple[Action, int, str] | None = None
+        self._number = (
+            0  # of operators: of tensor ranks, which all run the same, the first to break one is the cause
+        )
         self._position = position
         self._last_stage, self._unlabelled = last_stage, unlabelled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
-        # What communicates may not have arrived, what is empty has no values yet.
+        self._number += self.found is None
+        # What communicates may not have arrived or is another's, what is empty has no values yet.
         if self.found is None and not name.startswith("c10d") and "empty" not in name and _has_broken(result):
             action = Action.parse(self._position.read().activity)
-            if not self._is_mean_of_none(action, result):
-                self.found = action, f"{name}{_source_line()}"
+            if not _is_communicating() and not self._is_mean_of_none(action, result):
+                self.found = action, self._number, f"{name}{_source_line()}"
         return result
 
     def _is_mean_of_none(self, action: Action, result: object) -> bool:
@@ -97,23 +104,29 @@ def _judge(
 ) -> tuple[list[int], str]:
     """What this rank has found, and its place in the order of causes."""
     if inspector.found is not None:
-        (stage, kind, microbatch), where = inspector.found
+        (stage, kind, microbatch), number, where = inspector.found
         forward = kind == "F"
         judged = stage == len(manifest.stages) - 1 and microbatch not in unlabelled
         ignored = find_ignored(manifest, batch, microbatch) if judged else ""
         if forward and ignored:
             replica = connection.rank.coordinates.data
-            return [FORWARD, microbatch, stage], f"microbatch {microbatch} of replica {replica} {ignored}"
+            return [
+                FORWARD,
+                microbatch,
+                stage,
+                number,
+            ], f"microbatch {microbatch} of replica {replica} {ignored}"
         words = "forward" if forward else "backward"
         order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]
         return (
-            order,
+            [*order, number],
             f"it comes up first in the {words} of stage {stage} on microbatch {microbatch}, in {where}",
         )
     if any(not gradient.isfinite().all() for gradient in gradients):
-        return [SUM, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
+        return [SUM, 0, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
     return [
         NOTHING,
+        0,
         0,
         0,
     ], "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
@@ -134,6 +147,14 @@ def _has_broken(result: object) -> bool:
         for x in tree_leaves(result)
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not x.is_meta
     )
+
+
+def _is_communicating() -> bool:
+    """Whether an operator is part of a message: what it gives is shown when it has arrived, where it was made."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename not in COMMUNICATION:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _source_line() -> str:

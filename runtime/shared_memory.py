@@ -12,40 +12,27 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import struct
-import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
-from autoptd.runtime.roster import gather, machine_number
+from autoptd.runtime.roster import gather
+from autoptd.runtime.shared_files import Peer, close_all, explain_end, leave_when_forked, meet
 
 SLOT_BYTES = 1 << 20
 MOST_RANKS = 8  # each reads all the others' slots: with more, messages in a ring are sooner round
 _MOST_VIEWS = 64
 _SIGNAL = struct.Struct("=qq48s")  # the number of the exchange, bytes of the whole, and what is done
-_memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another rank, by its global number: where its signals are read, and where it reads ours."""
-
-    rank: int
-    incoming: int
-    outgoing: int
 
 
 class Exchange(Generic[Result]):
@@ -86,12 +73,8 @@ class SharedMemory:
         self._number = 0
         self._signal = b""  # what the others say when theirs of the first one's are full
         self._broken = ""  # by what: the error itself would hold all that its frames hold
-        self._polls = {peer: select.poll() for peer in peers}
-        for peer, poll in self._polls.items():
-            os.set_blocking(peer.incoming, False)
-            poll.register(peer.incoming, select.POLLIN)
-        self.close = weakref.finalize(self, _close, [n for p in peers for n in (p.outgoing, p.incoming)])
-        _memories.add(self)
+        self.close = weakref.finalize(self, close_all, peers)
+        leave_when_forked(self)
 
     def post(
         self,
@@ -159,7 +142,9 @@ class SharedMemory:
     def _run_first(self) -> None:
         exchange, expected = self._posted[0], self._signal
         for peer in self._peers:
-            signal = self._read(peer)
+            signal = peer.read(_SIGNAL.size)
+            if not signal:
+                raise self._explain_end(peer)
             if signal != expected:
                 raise RuntimeError(
                     f"{_describe(expected)} met rank {peer.rank}'s {_describe(signal)}: the ranks are in different "
@@ -180,95 +165,40 @@ class SharedMemory:
             self._views[turn, count, dtype] = [slot[: count * dtype.itemsize].view(dtype) for slot in slots]
         return self._views[turn, count, dtype]
 
-    def _read(self, peer: Peer) -> bytes:
-        while True:
-            try:
-                signal = os.read(peer.incoming, _SIGNAL.size)
-            except BlockingIOError:
-                if not self._polls[peer].poll(1000 * default_pg_timeout.total_seconds()):
-                    raise RuntimeError(f"rank {peer.rank} gave no sign for {default_pg_timeout}") from None
-                continue
-            if not signal:
-                raise self._explain_end(peer)
-            return signal
-
     def _explain_end(self, found: Peer) -> RuntimeError:
-        gone = {p.rank for p, poll in self._polls.items() if any(e & select.POLLHUP for _, e in poll.poll(0))}
-        return RuntimeError(f"ranks {sorted({found.rank, *gone})} have ended, or failed before this")
+        return explain_end([peer.rank for peer in self._peers if peer is found or peer.has_ended()])
 
 
 def share_memory(group: dist.ProcessGroup, device: torch.device) -> SharedMemory | None:
     """The memory of `group`'s processes, for tensors on `device`; every one of them must call it.
 
-    None where they are on several machines or more than MOST_RANKS, may not look into each other, use no gloo or no
-    CPU, or it is not Linux.
+    None where they are more than MOST_RANKS, or not all can `meet`.
     """
-    size, index = dist.get_world_size(group), dist.get_rank(group)
-    linux = sys.platform == "linux" and hasattr(os, "memfd_create")
-    if not linux or device.type != "cpu" or dist.get_backend(group) != "gloo" or not 1 < size <= MOST_RANKS:
+    size, own = dist.get_world_size(group), dist.get_rank()
+    if not 1 < size <= MOST_RANKS:
         return None
-    machine = machine_number()
-    made: list[int] = []  # that others open: the memory, and by rank where it writes to this one
-    kept: list[int] = []  # where this one reads, and writes to the others
-    shared = False
-    try:
-        with suppress(OSError):
-            _make(made, kept, size, index)
-        files = made if len(made) == 1 + size else [-1] * (1 + size)
-        inodes = [os.fstat(number).st_ino if number >= 0 else -1 for number in files]
-        rows = gather([machine, os.getpid(), *files, *inodes], device, group)
-        pages = None
-        with suppress(OSError):
-            pages = _open(rows, kept, index)
-        reached = gather([int(pages is not None)], device, group)  # all have opened what they need
-        shared = all(row[0] for row in reached)
-    finally:
-        # So that a pipe ends with the process that writes to it.
-        _close(number for number in (made if shared else made + kept) if number >= 0)
+    ranks = dist.get_process_group_ranks(group)
+    memory, peers = meet(group, [rank for rank in ranks if rank != own], size - 1, device)
+    pages = None
+    with suppress(OSError):
+        if len(peers) == size - 1:
+            pages = _map({own: memory, **{peer.rank: peer.memory for peer in peers}}[ranks[0]], size)
+    for number in (memory, *(peer.memory for peer in peers)):
+        if number >= 0:
+            os.close(number)
+    shared = all(row[0] for row in gather([int(pages is not None)], device, group))
     if pages is None or not shared:
+        close_all(peers)
         return None
-    ranks = [rank for i, rank in enumerate(dist.get_process_group_ranks(group)) if i != index]
-    peers = [Peer(*of) for of in zip(ranks, kept[: size - 1], kept[size - 1 :], strict=True)]
     with torch.inference_mode(False):
         region = torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES)
-    return SharedMemory(index, region, peers)
+    return SharedMemory(ranks.index(own), region, peers)
 
 
-def _make(made: list[int], kept: list[int], size: int, index: int) -> None:
-    """Add this rank's memory and the ends of its pipes; OSError where the system has no more."""
-    made.append(os.memfd_create("autoptd"))
-    os.ftruncate(made[0], 2 * size * SLOT_BYTES)
-    for other in range(size):
-        if other == index:
-            made.append(-1)
-        else:
-            reading, writing = os.pipe()
-            made.append(writing)
-            kept.append(reading)
-
-
-def _open(rows: Sequence[Sequence[int]], kept: list[int], index: int) -> mmap.mmap:
-    """Open what the ranks of `rows` have made for this one, and the first one's memory; OSError where it cannot be."""
-    size = len(rows)
-    if len({row[0] for row in rows}) > 1:
-        raise OSError("they are on several machines")
-    for other, row in enumerate(rows):
-        if other != index:
-            kept.append(_open_of(row, 1 + index, os.O_WRONLY | os.O_NONBLOCK, size))
-    region = _open_of(rows[0], 0, os.O_RDWR, size)
-    try:
-        return mmap.mmap(region, 2 * size * SLOT_BYTES)
-    finally:
-        os.close(region)
-
-
-def _open_of(row: Sequence[int], place: int, flags: int, size: int) -> int:
-    """The file at `place` of those that the process of `row` has made."""
-    number = os.open(f"/proc/{row[1]}/fd/{row[2 + place]}", flags)
-    if os.fstat(number).st_ino != row[3 + size + place]:
-        os.close(number)
-        raise OSError(f"process {row[1]} is another one here")
-    return number
+def _map(memory: int, size: int) -> mmap.mmap:
+    """The slots of `size` ranks in a file, which whoever comes first makes as long."""
+    os.ftruncate(memory, 2 * size * SLOT_BYTES)
+    return mmap.mmap(memory, 2 * size * SLOT_BYTES)
 
 
 @lru_cache
@@ -279,18 +209,3 @@ def _label(kind: str, dtype: torch.dtype) -> bytes:
 def _describe(signal: bytes) -> str:
     number, size, label = _SIGNAL.unpack(signal)
     return f"{label.rstrip(bytes(1)).decode()}, {size} bytes, as exchange {number}"
-
-
-def _close(numbers: Iterable[int]) -> None:
-    for number in numbers:
-        os.close(number)
-
-
-def _forget() -> None:
-    """In a forked child, such as a data loader's worker: the ends are not its own, and would outlive its parent's."""
-    for memory in list(_memories):
-        memory.leave("this process was forked from one that did")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

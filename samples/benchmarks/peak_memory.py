@@ -28,6 +28,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoptd
 from autoptd.runtime.heap import M_MMAP_THRESHOLD
+from autoptd.runtime.module import Parallel
+from autoptd.runtime.shared_channel import SharedChannel
 from samples.benchmarks.process_memory import begin_peak, read_memory
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig
@@ -123,7 +125,15 @@ def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes) -> Peak:
     resident = read_memory("VmHWM") - resident
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
-    return Peak(before, before + find_peak(list_allocations(profiled)), before + resident)
+    live = before + find_peak(list_allocations(profiled)) + count_shared(parallel)
+    return Peak(before, live, before + resident)
+
+
+def count_shared(parallel: Parallel) -> int:
+    """Bytes of memory in which this rank shows its pipeline neighbours what it sends; they are kept for the next."""
+    channels = parallel._connection.outgoing.values()
+    memories = {channel.own.pages for channel in channels if isinstance(channel, SharedChannel)}
+    return sum(memory.count_held() for memory in memories)
 
 
 def count_live(parallel: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -252,7 +262,8 @@ def main() -> None:
             "before: parameters and the optimizer's states, which live from step to step",
             "live tensors: at most, of what torch's allocator has given out and not got back, temporaries of operators "
             "included; resident: what was there before, and by how much the process grew over the step as Linux counts",
-            "not predicted: what gloo has sent and no message has answered yet, such as the last gradients of a step",
+            "and what a rank shows its pipeline neighbours in memory that they share",
+            "not predicted: what was sent and is not taken yet, such as the last gradients of a step",
         ],
         args.write,
     )

@@ -13,7 +13,7 @@ from autoptd.runtime.schedule import Action, Schedule, make_schedule
 from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.threads import ThreadWorld
 from autoptd.runtime.transfer import Arrival
-from tests.ranks import run_ranks
+from tests.ranks import leave_machine, run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.test_executor import CPU, step
 
@@ -90,6 +90,7 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, p: int, v: int) 
     chain = Chain((1, p, 1), "interleaved_1f1b", v, m)
 
     def body(rank: int) -> int:
+        leave_machine(rank)
         connection: Connection = connect(chain.manifest, CPU, "same")
         held[0] = 0
         step(chain, connection)
@@ -105,6 +106,7 @@ def test_evaluation_between_training_steps_changes_nothing(name: str, p: int, v:
     chain = Chain((1, p, 1), name, v, 2 * p)
 
     def body(rank: int) -> list[tuple[float, float]]:
+        leave_machine(rank)
         connection = connect(chain.manifest, CPU, "same")
         parallel, batch, found = chain.parallel(connection), chain.batch(), []
         for _ in range(3):

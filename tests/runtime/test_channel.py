@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.runtime.channel import Channel, ThreadChannel, neighbours, process_channels, thread_channels
+from autoptd.runtime.channel import (
+    Channel,
+    ProcessChannel,
+    ThreadChannel,
+    neighbours,
+    process_channels,
+    thread_channels,
+)
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.shared_channel import SharedChannel
 from autoptd.runtime.threads import ThreadWorld
-from tests.ranks import run_ranks
+from tests.ranks import leave_machine, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -27,6 +35,15 @@ def test_neighbours_are_the_pipelines_and_its_two_ends() -> None:
     )
 
 
+def make_channels(rank: int, kind: str, mesh: Mesh) -> dict[tuple[int, int], Channel]:
+    if kind == "messages":
+        leave_machine(rank)
+    channels = process_channels(mesh, CPU)
+    kinds = {"memory": SharedChannel, "messages": ProcessChannel}
+    assert {type(channel) for channel in channels.values()} == {kinds[kind]}
+    return channels
+
+
 def both_ways(channels: Any, me: int) -> Any:
     """All send everything before anyone receives; then every tensor arrives in order."""
     out: Channel = channels[me, 1 - me]
@@ -39,7 +56,7 @@ def both_ways(channels: Any, me: int) -> Any:
     return arrived, out.counts["send"], back.elements["receive"]
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("kind", ["threads", "memory", "messages"])
 def test_messages_arrive_in_order_both_ways(kind: str) -> None:
     mesh = Mesh(1, 2, 1)
     if kind == "threads":
@@ -47,7 +64,7 @@ def test_messages_arrive_in_order_both_ways(kind: str) -> None:
         shared = thread_channels(mesh, world)
         results = world.run(lambda me: both_ways(shared, me), [0, 1])
     else:
-        results = run_ranks(lambda me: both_ways(process_channels(mesh, CPU), me), 2)
+        results = run_ranks(lambda me: both_ways(make_channels(me, kind, mesh), me), 2)
     for me, (arrived, sent, elements) in enumerate(results):
         assert arrived == [(1 - me) * 100 + number for number in range(20)]
         assert (sent, elements) == (20, sum(range(1000, 1020)))
@@ -101,7 +118,7 @@ def test_what_has_arrived_is_let_go() -> None:
     """Gloo does not say when a message has left; the answer to it does."""
 
     def work(rank: int) -> tuple[bool, bool]:
-        channels = process_channels(Mesh(1, 2, 1), CPU)
+        channels = make_channels(rank, "messages", Mesh(1, 2, 1))
         out, back = channels[rank, 1 - rank], channels[1 - rank, rank]
         if rank == 1:
             back.receive((1000,), torch.float32, CPU).wait()

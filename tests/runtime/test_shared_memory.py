@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch.distributed as dist
 
 from autoptd.runtime.communicator import ProcessGroup, Reduction
 from autoptd.runtime.shared_memory import MOST_RANKS, SLOT_BYTES, SharedMemory, share_memory
-from tests.ranks import run_ranks
+from tests.ranks import leave_machine, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
 CPU = torch.device("cpu")
@@ -328,9 +326,9 @@ def is_shared() -> bool:
     return memory is not None
 
 
-def test_other_machines_have_messages(tmp_path: Path) -> None:
+def test_other_machines_have_messages() -> None:
     def meet(rank: int) -> bool:
-        tempfile.tempdir = str(tmp_path / str(rank))  # as on another machine
+        leave_machine(rank)
         return is_shared()
 
     assert run_ranks(meet, 2) == [False, False]
