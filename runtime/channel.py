@@ -177,21 +177,23 @@ def thread_channels(mesh: Mesh, world: ThreadWorld) -> dict[tuple[int, int], Thr
 def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
     """This process's channels by (source, destination); every process of `mesh` must call it.
 
-    Through memory where both ends can share some, else ``torch.distributed``. NCCL connects two ranks at their first
-    message, and there a send does wait. All channels are therefore connected here, in one order everywhere, before any
-    schedule runs.
+    Through memory where both ends can share some, else ``torch.distributed``. All are connected here, in one order
+    everywhere, before any schedule runs: NCCL connects two ranks at their first message, and there a send does wait.
     """
-    own, pairs = dist.get_rank(), neighbours(mesh)
+    own, pairs, nccl = dist.get_rank(), neighbours(mesh), device.type == "cuda"
     if not pairs:
         return {}
     shared = share_channels([there for here, there in pairs if here == own], device)
     channels: dict[tuple[int, int], Channel] = {}
     for source, destination in pairs:
-        nccl = device.type == "cuda"
         group = dist.new_group([source, destination]) if nccl else None  # collective over all ranks
-        if own in (source, destination):
-            own_group = ProcessChannel(source, destination, group)
-            channels[source, destination] = shared.get(source + destination - own, own_group)
-            if nccl:
-                own_group.connect(device)
+        if own not in (source, destination):
+            continue
+        peer = destination if own == source else source
+        if peer in shared:
+            channels[source, destination] = shared[peer]
+            continue
+        channels[source, destination] = channel = ProcessChannel(source, destination, group)
+        if nccl:
+            channel.connect(device)
     return channels

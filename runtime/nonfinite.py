@@ -47,11 +47,12 @@ class Inspector(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
-        self._number += self.found is None
-        # What communicates may not have arrived or is another's, what is empty has no values yet.
-        if self.found is None and not name.startswith("c10d") and "empty" not in name and _has_broken(result):
+        if self.found is not None or name.startswith("c10d") or _is_communicating():
+            return result
+        self._number += 1
+        if "empty" not in name and _has_broken(result):  # what is empty has no values yet
             action = Action.parse(self._position.read().activity)
-            if not _is_communicating() and not self._is_mean_of_none(action, result):
+            if not self._is_mean_of_none(action, result):
                 self.found = action, self._number, f"{name}{_source_line()}"
         return result
 
@@ -150,7 +151,7 @@ def _has_broken(result: object) -> bool:
 
 
 def _is_communicating() -> bool:
-    """Whether an operator is part of a message: what it gives is shown when it has arrived, where it was made."""
+    """Whether an operator is part of a message, whose values are not there yet, or are another rank's."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename not in COMMUNICATION:
         frame = frame.f_back

@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import struct
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.shared_files import Peer, close_all, explain_end, leave_when_forked, meet
+from autoptd.runtime.shared_files import Peer, close_all, explain_end, leave_when_forked, may_meet, meet
 
 NEIGHBOURS = 2  # that a pipeline rank has at most
 LEAST_REGION = 1 << 20
 MOST_IDLE = 1 << 26  # bytes of free blocks that stay in memory
-_SIGNAL = struct.Struct("=qqqqqq16s")  # the message's number, its block, its bytes and dtype
-_ANSWER = -1  # instead of a number: the block is free
+_SIGNAL = struct.Struct("=qqqqqq48s")  # the message's number; its Block; its bytes, and what it is
+_ANSWER = -1  # instead of a number: the block is free again
+_LETTERS = 48
 _SIGNALS = 64  # read at a time
 
 
@@ -42,12 +43,21 @@ class Block(NamedTuple):
 
 
 class Pages:
-    """The memory of one process as this one has mapped it, a region at a time, since each keeps a file open."""
+    """The memory of one process as this one has mapped it, in few regions: Python keeps a file open for each.
+
+    What is held counts to this process's container, as other memory, and not to /dev/shm.
+    """
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._regions: dict[int, tuple[mmap.mmap, Tensor]] = {}
         self.close = weakref.finalize(self, os.close, memory)
+        leave_when_forked(self)
+
+    def leave(self, reason: str) -> None:
+        """Hold it no more."""
+        self._regions.clear()
+        self.close()
 
     def show(self, block: Block, size: int, dtype: torch.dtype) -> Tensor:
         """The first `size` bytes of `block`, as a row."""
@@ -58,7 +68,8 @@ class Pages:
     def drop(self, block: Block) -> None:
         """Give the system what `block` holds; it stays mapped, for when it is filled again."""
         pages, _ = self._map(block)
-        pages.madvise(mmap.MADV_REMOVE, block.place - block.region, block.capacity)
+        with suppress(OSError):  # where the user has locked all pages
+            pages.madvise(mmap.MADV_REMOVE, block.place - block.region, block.capacity)
 
     def count_held(self) -> int:
         """Bytes that the system keeps of it."""
@@ -81,32 +92,33 @@ class Blocks:
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        self._free: dict[int, list[Block]] = {}  # by capacity
-        self._dropped: set[Block] = set()  # of those that are free
-        self._idle = self._used = self._size = self._region = 0
+        self._free: dict[int, list[Block]] = {}  # by capacity, in the order in which they were given
+        self._idle: dict[Block, None] = {}  # of those that are free, what the system holds, in that order
+        self._idle_bytes = self._used = self._size = self._region = 0
 
     def take(self, size: int) -> Block:
-        """The smallest free block that holds `size` bytes, or a new one."""
-        fitting = [capacity for capacity, blocks in self._free.items() if blocks and capacity >= size]
+        """A block that holds `size` bytes: the smallest that is free and not twice too large, or a new one."""
+        step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 3))  # so that there are few capacities
+        needed = max(1, -(-size // step)) * step
+        fitting = [n for n, blocks in self._free.items() if blocks and needed <= n <= 2 * needed]
         if not fitting:
-            return self._make(max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
+            return self._make(needed)
         block = self._free[min(fitting)].pop()
-        if block in self._dropped:
-            self._dropped.remove(block)
-        else:
-            self._idle -= block.capacity
+        if block in self._idle:
+            del self._idle[block]
+            self._idle_bytes -= block.capacity
         return block
 
     def give(self, block: Block) -> None:
-        """It is free again. Beyond MOST_IDLE only its place is kept, and taken last."""
-        free = self._free.setdefault(block.capacity, [])
-        if self._idle + block.capacity <= MOST_IDLE:
-            self._idle += block.capacity
-            free.append(block)
-        else:
-            self.pages.drop(block)
-            self._dropped.add(block)
-            free.insert(0, block)
+        """It is free again. Beyond MOST_IDLE the system gets back what those hold that were given longest ago."""
+        self._free.setdefault(block.capacity, []).append(block)
+        self._idle[block] = None
+        self._idle_bytes += block.capacity
+        while self._idle_bytes > MOST_IDLE and len(self._idle) > 1:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            self._idle_bytes -= oldest.capacity
+            self.pages.drop(oldest)
 
     def _make(self, capacity: int) -> Block:
         if self._used + capacity > self._size:
@@ -139,7 +151,10 @@ class SharedChannel:
         own, number = x.detach().contiguous().view(-1), self.counts["send"]
         block = self.own.take(own.nbytes)
         self.own.pages.show(block, own.nbytes, own.dtype).copy_(own)
-        self._write(_SIGNAL.pack(number, *block, own.nbytes, _label(own.dtype)))
+        try:
+            self._peer.write(_SIGNAL.pack(number, *block, own.nbytes, _label(x.dtype, x.shape)))
+        except BrokenPipeError:
+            raise explain_end([self._peer.rank]) from None
         self.counts["send"] += 1
         self.elements["send"] += x.numel()
         return number
@@ -148,17 +163,22 @@ class SharedChannel:
         """Nothing is held here."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> _SharedPending:
-        x, number = torch.empty(tuple(shape), dtype=dtype), self.counts["receive"]
+        with torch.inference_mode(False):
+            x, number = torch.empty(tuple(shape), dtype=dtype, device=device), self.counts["receive"]
         self.counts["receive"] += 1
         self.elements["receive"] += x.numel()
         return _SharedPending(self, number, x)
 
     def flush(self) -> None:
-        """Nothing to wait for: a send is over when it returns."""
+        """Nothing to wait for: a send is over when it returns. What was answered is free for both neighbours."""
+        self._check()
+        self._read_what_is_there()
 
     def leave(self, reason: str) -> None:
         """Pass nothing more; the other end reads the end of its pipe."""
         self._broken = reason
+        self._arrived.clear()
+        self._its.leave(reason)
         self.close()
 
     def take(self, number: int, x: Tensor) -> None:
@@ -170,31 +190,16 @@ class SharedChannel:
                 raise explain_end([self._peer.rank])
             self._sort(signals)
         block, size, label = self._arrived.pop(number)
-        if (size, label) != (x.nbytes, _label(x.dtype)):
-            found = label.rstrip(bytes(1)).decode()
+        if (size, label) != (x.nbytes, _label(x.dtype, x.shape)):
+            expected, found = (_describe(words) for words in (_label(x.dtype, x.shape), label))
+            self.leave(f"receive {number} was of {expected}, and {found} was sent")
             raise RuntimeError(
-                f"receive {number} from rank {self._peer.rank} of {x.dtype}{list(x.shape)}, {x.nbytes} bytes, met a "
-                f"send of {found}, {size} bytes: the two ends disagree on their order"
+                f"receive {number} from rank {self._peer.rank} of {expected} met a send of {found}: the two ends "
+                "disagree on their order"
             )
         x.view(-1).copy_(self._its.show(block, size, x.dtype))
-        self._write(_SIGNAL.pack(_ANSWER, *block, 0, b""), unless_ended=True)
-
-    def _write(self, signal: bytes, unless_ended: bool = False) -> None:
-        """A pipe that is full is read in time, but perhaps only after this one has been: both may be writing."""
-        while True:
-            try:
-                os.write(self._peer.outgoing, signal)
-            except BlockingIOError:
-                room = select.poll()
-                room.register(self._peer.outgoing, select.POLLOUT)
-                room.register(self._peer.incoming, select.POLLIN)
-                room.poll()
-                self._read_what_is_there()
-                continue
-            except BrokenPipeError:
-                if not unless_ended:
-                    raise explain_end([self._peer.rank]) from None
-            return
+        with suppress(BrokenPipeError):  # who has ended needs no answer
+            self._peer.write(_SIGNAL.pack(_ANSWER, *block, 0, b""))
 
     def _read_what_is_there(self) -> None:
         """An end is left to be found by who writes, or waits for more."""
@@ -231,6 +236,8 @@ def share_channels(peers: Sequence[int], device: torch.device) -> dict[int, Shar
     Every rank of the default group must call it, and its peers have it among theirs.
     """
     assert dist.group.WORLD is not None
+    if not may_meet(dist.group.WORLD, device):
+        return {}
     memory, met = meet(dist.group.WORLD, peers, NEIGHBOURS, device)
     if not met:
         return {}
@@ -238,5 +245,10 @@ def share_channels(peers: Sequence[int], device: torch.device) -> dict[int, Shar
     return {peer.rank: SharedChannel(peer, blocks) for peer in met}
 
 
-def _label(dtype: torch.dtype) -> bytes:
-    return str(dtype).removeprefix("torch.").encode().ljust(16, bytes(1))
+@lru_cache
+def _label(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{list(shape)}".encode()[:_LETTERS].ljust(_LETTERS, bytes(1))
+
+
+def _describe(label: bytes) -> str:
+    return label.rstrip(bytes(1)).decode()

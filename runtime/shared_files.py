@@ -6,9 +6,10 @@ import os
 import select
 import sys
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from threading import Lock, Thread
 from typing import Protocol
 
 import torch
@@ -28,19 +29,30 @@ class Shared(Protocol):
 _used: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
 class Peer:
     """Another process, by its global rank: its `memory`, where it reads our signals, and where we read its."""
 
-    rank: int
-    memory: int
-    outgoing: int
-    incoming: int
-    _poll: select.poll = field(default_factory=select.poll, init=False, repr=False)
+    def __init__(self, rank: int, memory: int, outgoing: int, incoming: int) -> None:
+        self.rank, self.memory, self.outgoing, self.incoming = rank, memory, outgoing, incoming
+        os.set_blocking(incoming, False)
+        self._poll = select.poll()
+        self._poll.register(incoming, select.POLLIN)
+        self._lock = Lock()
+        self._late: deque[bytes] = deque()  # signals that a thread writes when there is room
+        self._closed = False
 
-    def __post_init__(self) -> None:
-        os.set_blocking(self.incoming, False)
-        self._poll.register(self.incoming, select.POLLIN)
+    def write(self, signal: bytes) -> None:
+        """Say it, or have a thread say it when there is room; does not wait. BrokenPipeError where nobody reads.
+
+        What has found no room when this process closes is lost.
+        """
+        with self._lock:
+            if not self._late:
+                with suppress(BlockingIOError):
+                    os.write(self.outgoing, signal)
+                    return
+                Thread(target=self._write_late, daemon=True).start()
+            self._late.append(signal)
 
     def read(self, size: int) -> bytes:
         """What it has written, `size` bytes at most, as soon as there is any; nothing where it has ended."""
@@ -54,17 +66,42 @@ class Peer:
         """Whether nobody can write to this process's end any more."""
         return any(event & select.POLLHUP for _, event in self._poll.poll(0))
 
+    def close(self) -> None:
+        """Read and write no more; the other reads the end of this process's pipe."""
+        # In a forked child a thread that is not there may hold the lock.
+        held = self._lock.acquire(timeout=1)
+        self._closed = True
+        os.close(self.incoming)
+        os.close(self.outgoing)
+        if held:
+            self._lock.release()
 
-def leave_when_forked(shared: Shared) -> None:
-    """In a child, such as a data loader's worker: the ends are not its own, and would outlive its parent's."""
-    _used.add(shared)
+    def _write_late(self) -> None:
+        room = select.poll()
+        room.register(self.outgoing, select.POLLOUT)
+        while True:
+            room.poll(1000)
+            with self._lock:
+                try:
+                    while self._late and not self._closed:
+                        os.write(self.outgoing, self._late[0])
+                        self._late.popleft()
+                    return
+                except BlockingIOError:
+                    continue
+                except BrokenPipeError:  # the next signal finds it too
+                    self._late.clear()
+                    return
 
 
 def close_all(peers: Sequence[Peer]) -> None:
-    """Read and write them no more; they read the end of this process's pipes."""
     for peer in peers:
-        os.close(peer.incoming)
-        os.close(peer.outgoing)
+        peer.close()
+
+
+def leave_when_forked(shared: Shared) -> None:
+    """Have a child, such as a data loader's worker, leave: what it holds would outlive its parent's."""
+    _used.add(shared)
 
 
 def explain_end(ranks: Sequence[int]) -> RuntimeError:
@@ -72,18 +109,21 @@ def explain_end(ranks: Sequence[int]) -> RuntimeError:
     return RuntimeError(f"ranks {sorted(ranks)} have ended, or failed before this")
 
 
+def may_meet(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether processes of `group`, those of one machine, might: on Linux, for what gloo would pass of a CPU."""
+    linux = sys.platform == "linux" and hasattr(os, "memfd_create")
+    return linux and device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
 def meet(
     group: dist.ProcessGroup, others: Sequence[int], most: int, device: torch.device
 ) -> tuple[int, list[Peer]]:
     """Make this process's memory, empty, and know `others` of `group`, by global rank: those that it met.
 
-    Every process of `group` must call it, with `most` others at most, each of which names this one too. Not met are
-    processes of other machines, those that may not look into each other, and any but for tensors of a CPU, where gloo
-    would pass them, on Linux. The files are the caller's to close; where it met nobody there are none, -1.
+    Every process of `group`, which `may_meet`, must call it, with `most` others at most, each of which names this one
+    too. Not met are processes of other machines and those that may not look into each other. The files are the
+    caller's to close; where it met nobody there are none, -1.
     """
-    linux = sys.platform == "linux" and hasattr(os, "memfd_create")
-    if not linux or device.type != "cpu" or dist.get_backend(group) != "gloo":
-        return -1, []
     own, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
     files: list[int] = []  # all that are open
     kept: set[int] = set()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoptd.runtime.roster import gather
-from autoptd.runtime.shared_files import Peer, close_all, explain_end, leave_when_forked, meet
+from autoptd.runtime.shared_files import Peer, close_all, explain_end, leave_when_forked, may_meet, meet
 
 SLOT_BYTES = 1 << 20
 MOST_RANKS = 8  # each reads all the others' slots: with more, messages in a ring are sooner round
@@ -135,7 +135,7 @@ class SharedMemory:
             torch.cat(list(first.pieces), out=slot)
         for peer in self._peers:
             try:
-                os.write(peer.outgoing, self._signal)
+                peer.write(self._signal)
             except BrokenPipeError:
                 raise self._explain_end(peer) from None
 
@@ -175,20 +175,23 @@ def share_memory(group: dist.ProcessGroup, device: torch.device) -> SharedMemory
     None where they are more than MOST_RANKS, or not all can `meet`.
     """
     size, own = dist.get_world_size(group), dist.get_rank()
-    if not 1 < size <= MOST_RANKS:
+    if not 1 < size <= MOST_RANKS or not may_meet(group, device):
         return None
     ranks = dist.get_process_group_ranks(group)
     memory, peers = meet(group, [rank for rank in ranks if rank != own], size - 1, device)
-    pages = None
-    with suppress(OSError):
-        if len(peers) == size - 1:
-            pages = _map({own: memory, **{peer.rank: peer.memory for peer in peers}}[ranks[0]], size)
-    for number in (memory, *(peer.memory for peer in peers)):
-        if number >= 0:
-            os.close(number)
-    shared = all(row[0] for row in gather([int(pages is not None)], device, group))
+    pages, shared = None, False
+    try:
+        with suppress(OSError):
+            if len(peers) == size - 1:
+                pages = _map({own: memory, **{peer.rank: peer.memory for peer in peers}}[ranks[0]], size)
+        shared = all(row[0] for row in gather([int(pages is not None)], device, group))
+    finally:
+        for number in (memory, *(peer.memory for peer in peers)):
+            if number >= 0:
+                os.close(number)
+        if not shared:
+            close_all(peers)
     if pages is None or not shared:
-        close_all(peers)
         return None
     with torch.inference_mode(False):
         region = torch.frombuffer(pages, dtype=torch.uint8).view(2, size, SLOT_BYTES)

@@ -261,8 +261,8 @@ def main() -> None:
             f"microbatches of {sizes.b} sequences of {sizes.length} tokens; float32, fused AdamW, gradients clipped",
             "before: parameters and the optimizer's states, which live from step to step",
             "live tensors: at most, of what torch's allocator has given out and not got back, temporaries of operators "
-            "included; resident: what was there before, and by how much the process grew over the step as Linux counts",
-            "and what a rank shows its pipeline neighbours in memory that they share",
+            "included, and what the step leaves in memory shared with pipeline neighbours; resident: what was there "
+            "before, and by how much the process grew over the step as Linux counts",
             "not predicted: what was sent and is not taken yet, such as the last gradients of a step",
         ],
         args.write,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autoptd.runtime import roster, shared_files, shared_memory
 from autoptd.runtime.communicator import ProcessGroup, Reduction
 from autoptd.runtime.shared_memory import MOST_RANKS, SLOT_BYTES, SharedMemory, share_memory
 from tests.ranks import leave_machine, run_ranks
@@ -356,6 +357,34 @@ def test_many_ranks_and_other_devices_have_messages() -> None:
         return is_shared(), share_memory(world(), torch.device("cuda"))
 
     assert run_ranks(meet, MOST_RANKS + 1) == [(False, None)] * (MOST_RANKS + 1)
+
+
+def test_devices_without_shared_memory_are_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(rank: int) -> Any:
+        monkeypatch.setattr(dist, "all_gather", lambda *_, **__: pytest.fail("a collective"))
+        return share_memory(world(), torch.device("cuda"))
+
+    assert run_ranks(meet, 2) == [None, None]
+
+
+def test_who_fails_while_they_meet_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(rank: int) -> list[int]:
+        whole, counts = roster.gather, [open_files()]
+
+        def fail(*words: Any) -> Any:
+            whole(*words)
+            raise RuntimeError("a peer died")
+
+        for module in (shared_memory, shared_files):
+            monkeypatch.setattr(module, "gather", fail)
+            with pytest.raises(RuntimeError, match="a peer died"):
+                share_memory(world(), CPU)
+            counts.append(open_files())
+            monkeypatch.undo()
+        return counts
+
+    for counts in run_ranks(meet, 2):
+        assert len(set(counts)) == 1
 
 
 def test_nothing_is_left_behind() -> None:
