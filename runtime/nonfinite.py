@@ -125,12 +125,8 @@ def _judge(
         )
     if any(not gradient.isfinite().all() for gradient in gradients):
         return [SUM, 0, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
-    return [
-        NOTHING,
-        0,
-        0,
-        0,
-    ], "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
+    nothing = [NOTHING, 0, 0, 0]
+    return nothing, "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
 
 
 def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor], microbatch: int) -> str:

@@ -27,9 +27,9 @@ from autoptd.runtime.shared_files import Peer, close_all, explain_end, leave_whe
 NEIGHBOURS = 2  # that a pipeline rank has at most
 LEAST_REGION = 1 << 20
 MOST_IDLE = 1 << 26  # bytes of free blocks that stay in memory
-_SIGNAL = struct.Struct("=qqqqqq48s")  # the message's number; its Block; its bytes, and what it is
+_LETTERS = 48  # that say of what dtype and shape a message is
+_SIGNAL = struct.Struct(f"=qqqqqq{_LETTERS}s")  # the message's number; its Block; its bytes, and its letters
 _ANSWER = -1  # instead of a number: the block is free again
-_LETTERS = 48
 _SIGNALS = 64  # read at a time
 
 
