@@ -382,3 +382,37 @@ def is_running(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+WATCHED = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from torch.distributed import TCPStore
+from autoptd.runtime.failure import Record
+from autoptd.runtime.position import Position
+from autoptd.runtime.watchdog import Watchdog
+
+class Slow(TCPStore):
+    def check(self, keys):
+        print("asked", flush=True)
+        try:
+            self.wait(["nothing"], timedelta(milliseconds=900))
+        except RuntimeError:
+            return False
+
+store = Slow("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+roster = SimpleNamespace(processes={}, rank=0)
+record = Record(Path(sys.argv[1]) / "failure.json", store)
+Watchdog(None, roster, record, Position(None, {}), 60.0).start(launched=True)
+time.sleep(0.8)  # into the thread's first question to the other machines
+"""
+
+
+def test_a_rank_ends_well_while_its_watchdog_asks_other_machines(tmp_path: Path) -> None:
+    """The thread would come back from C++ into an interpreter that is gone, which ends the process by SIGABRT."""
+    command = [sys.executable, "-c", WATCHED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "asked\n"
