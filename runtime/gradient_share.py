@@ -21,6 +21,7 @@ from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.clipping import check_norm_type
 from autoptd.runtime.divided_dimension import NORMS, Held, is_norm_over, names_elements, writes
 from autoptd.runtime.shards import Shard
+from autoptd.runtime.uncompiled import leave_uncompiled
 
 # What reads no values either, by the names that Tensor and torch have in common; attributes are the first.
 ABOUT = frozenset(
@@ -70,6 +71,7 @@ class ShareNorm(Tensor):
     norm_type: float
 
     @classmethod
+    @leave_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -100,6 +102,7 @@ class GradientShare(Tensor):
         return self.detach().clone()
 
     @classmethod
+    @leave_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         share = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
@@ -135,6 +138,7 @@ class SharePowers(Tensor):
     of: str | int
 
     @classmethod
+    @leave_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SUMS and len(args) == 1 and (kwargs or {}).get("dim") is None:
             raise ValueError(_describe_part(f"{func.__name__} of powers", args[0].of))
@@ -155,6 +159,7 @@ class Elsewhere(GradientShare):
         return f"Elsewhere(of={self.of!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     @classmethod
+    @leave_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [*args[1:], *(kwargs or {}).values()]
         if func in EACH_ELEMENT and isinstance(args[0], cls) and all(map(_is_scalar, given)):
@@ -257,6 +262,7 @@ def share_gradients(leaves: Leaves, whole: Whole) -> dict[str | int, RemovableHa
     Until the handles given are removed.
     """
 
+    @leave_uncompiled
     def mark(name: str | int, leaf: Tensor) -> None:
         if leaf.grad is not None and not isinstance(leaf.grad, GradientShare):
             share = leaf.grad.as_subclass(GradientShare)
@@ -282,11 +288,16 @@ def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole)
         kept[name].whole, kept[name].of, kept[name].own = whole, name, own
         kept[name].elements = held[name][0] if name in held else slice(0, 0)
 
+    @leave_uncompiled
     def give(_: Tensor) -> None:
         for name, parameter in parameters.items():
             parameter.grad = kept[name]
 
-    own.register_hook(lambda _: clear_with(own, parameters))  # before the gradient is added
+    @leave_uncompiled
+    def clear(_: Tensor) -> None:
+        clear_with(own, parameters)
+
+    own.register_hook(clear)  # before the gradient is added
     own.register_post_accumulate_grad_hook(give)
     return [p.register_hook(partial(_refuse_gradient, name)) for name, p in parameters.items()]
 

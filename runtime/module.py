@@ -227,9 +227,8 @@ class Parallel(Persistent):
         self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
         self._marks.mark(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self._marks.check(optimizer))
-        optimizer.register_step_pre_hook(lambda *_: self._prepare_step())
-        optimizer.register_step_post_hook(lambda *_: self._post_gathers())
+        optimizer.register_step_pre_hook(self._prepare_step)
+        optimizer.register_step_post_hook(self._post_gathers)
         return optimizer
 
     def _stepped(self) -> dict[str | int, nn.Parameter]:
@@ -363,14 +362,17 @@ class Parallel(Persistent):
         """The parameters of a shard."""
         return {name: self._watch.parameters[name] for name in shard.names}
 
-    def _prepare_step(self) -> None:
+    @leave_uncompiled
+    def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A sharded optimizer is about to step: let it have what was done to the model's parameters."""
+        self._marks.check(optimizer)
         for shard in self._shards:
             check_elsewhere(self._named(shard))
             clear_with(shard.own, self._named(shard))
         self._adopt_writes()
 
-    def _post_gathers(self) -> None:
+    @leave_uncompiled
+    def _post_gathers(self, *_: Any) -> None:
         """The optimizer has stepped: begin to share the new weights, in the order in which stages need them."""
         self._await_gathers()
         self._gathering = {shard: shard.post_gather() for shard in self._shards}
@@ -385,10 +387,10 @@ class Parallel(Persistent):
 def signed(manifest: Manifest) -> type[Parallel]:
     """`Parallel` with the signature of the model's own forward, which the Trainer reads for columns and labels."""
 
+    @leave_uncompiled
     def forward(self: Parallel, *args: Any, **kwargs: Any) -> Any:
         return Parallel.forward(self, *args, **kwargs)
 
     forward.__doc__ = Parallel.forward.__doc__
     forward.__signature__ = call_signature(manifest)  # type: ignore[attr-defined]
-    leave_uncompiled(forward)
     return type("Parallel", (Parallel,), {"forward": forward, "__module__": Parallel.__module__})

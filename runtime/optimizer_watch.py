@@ -18,6 +18,7 @@ from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.shards import ELEMENTWISE, list_elementwise
 from autoptd.runtime.state_marks import StateMarks
+from autoptd.runtime.uncompiled import leave_uncompiled
 from autoptd.runtime.weight_agreement import StepLog
 
 SHOWN = 3  # parameters
@@ -42,6 +43,7 @@ class StepHooks:
         self._hooks[key] = hook
         weakref.finalize(parallel, self._hooks.pop, key)
 
+    @leave_uncompiled
     def _call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for hook in list(self._hooks.values()):
             hook(optimizer, args, kwargs)

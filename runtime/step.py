@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoptd.runtime.uncompiled import leave_uncompiled
+
 
 class Step(torch.autograd.Function):
     """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on."""
@@ -30,6 +32,7 @@ class Step(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @leave_uncompiled
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.kept is None:
             raise RuntimeError(

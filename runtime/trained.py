@@ -21,6 +21,7 @@ from autoptd.runtime.rank import Rank
 from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.trace import write_trace
+from autoptd.runtime.uncompiled import leave_uncompiled
 
 
 class Trained(nn.Module):
@@ -120,6 +121,7 @@ class Trained(nn.Module):
         optimizer.zero_grad()
         return loss.detach()
 
+    @leave_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module, and of what a sharded optimizer steps."""
         super().zero_grad(set_to_none)
@@ -129,6 +131,7 @@ class Trained(nn.Module):
             elif shard.own.grad is not None:
                 shard.own.grad.zero_()
 
+    @leave_uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -150,6 +153,7 @@ class Trained(nn.Module):
         dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
+    @leave_uncompiled
     def _measure_norm(self, norm_type: float) -> Tensor:
         """The norm of the whole gradient, in float64: a collective of all ranks."""
         gradients = {

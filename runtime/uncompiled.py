@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 REASON = "a parallel model runs a schedule of stages; bind(backend='inductor') compiles each of them"
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-def leave_uncompiled(function: Callable[..., Any]) -> None:
-    """Let compilers call `function`, and what it calls, as they are: what ``torch.compiler.disable`` is for.
 
-    But that imports torch._dynamo, which takes 2 s in every process, also of those who compile nothing.
+def leave_uncompiled(function: FunctionT) -> FunctionT:
+    """Let compilers call `function`, and what it calls, as they are; give it back.
+
+    ``torch.compiler.disable`` is for that, but imports torch._dynamo, which takes 2 s in every process, also of those
+    who compile nothing.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+    return function

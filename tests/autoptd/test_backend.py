@@ -134,3 +134,36 @@ def test_a_compiled_step_breaks_at_the_parallel_model_alone() -> None:
     assert torch.equal(step(idx, targets), plain(idx, targets)[1] * 2 + 1)
     assert len(counters["graph_break"]) == 1
     assert "runs a schedule of stages" in next(iter(counters["graph_break"]))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiled_step_clips_and_steps_as_the_eager_one(sharded: bool) -> None:
+    """In between, gradients are tensors that say what this rank has a share of."""
+    program = make_program(0.0, mesh=(1, 2, 1))
+    batches = torch.randint(0, 64, (3, 2, 4, 16))
+
+    def train(_: int, compiled: bool) -> list[float]:
+        parallel = program.bind()
+        optimizer = torch.optim.SGD(
+            parallel.parameters(), lr=0.1, momentum=0.9
+        )  # a traced Adam rounds otherwise
+        if sharded:
+            optimizer = parallel.shard_optimizer(optimizer)
+
+        def step(idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = parallel(idx, targets)[1]
+            loss.backward()
+            if sharded:
+                parallel.clip_grad_norm_(0.1)
+            else:
+                torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        taken = torch.compile(step, backend="eager") if compiled else step
+        return [float(taken(*batch)) for batch in batches]
+
+    plain, traced = (run_ranks(train, 2, compiled, timeout=120) for compiled in (False, True))
+    assert traced[0] == pytest.approx(plain[0], rel=1e-12, abs=0)
+    assert plain[0][0] != plain[0][1]
