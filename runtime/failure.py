@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 KEY = "autoptd/failure"
+PATIENCE = 1.0  # seconds, with a question that is under way
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,17 @@ class Record:
     def __init__(self, path: Path, store: Any = None) -> None:
         self.path = path
         self._store = store
+        self._asking = threading.Lock()
+
+    def leave_store(self) -> None:
+        """Ask the other machines nothing more; for a process's end.
+
+        A thread that comes back from the store's C++ into an interpreter that is gone aborts the process.
+        """
+        held = self._asking.acquire(timeout=PATIENCE)
+        self._store = None
+        if held:
+            self._asking.release()
 
     def claim(self, failure: Failure) -> Failure:
         """Write `failure` unless there is one; give the one that is there now."""
@@ -50,9 +63,10 @@ class Record:
     def read(self) -> Failure | None:
         """The failure, if there is one."""
         if not self.path.exists():
-            if self._store is None or not self._is_shared():
+            shared = self._share("") if self._is_shared() else ""
+            if not shared:
                 return None
-            self._write(self._share(""))
+            self._write(shared)
         return _parse(self.path.read_text())
 
     def _write(self, text: str) -> None:
@@ -68,22 +82,21 @@ class Record:
             os.unlink(name)
 
     def _is_shared(self) -> bool:
-        assert self._store is not None
-        try:
-            return bool(self._store.check([KEY]))
-        except RuntimeError:  # its server is gone, and with it what it knew
-            self._store = None
-            return False
+        with self._asking:
+            try:
+                return self._store is not None and bool(self._store.check([KEY]))
+            except RuntimeError:  # its server is gone, and with it what it knew
+                self._store = None
+                return False
 
     def _share(self, text: str) -> str:
         """What the store has, which is `text` if it had nothing."""
-        if self._store is None:
-            return text
-        try:
-            return self._store.compare_set(KEY, "", text).decode() or text
-        except RuntimeError:
-            self._store = None
-            return text
+        with self._asking:
+            try:
+                shared = "" if self._store is None else self._store.compare_set(KEY, "", text).decode()
+            except RuntimeError:
+                self._store, shared = None, ""
+        return shared or text
 
 
 def _parse(text: str) -> Failure:

@@ -20,6 +20,7 @@ from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
 from autoptd.runtime.trained import Trained
+from autoptd.runtime.uncompiled import leave_uncompiled
 from autoptd.runtime.weight_agreement import StepLog
 from autoptd.runtime.weights import check_proved, compiled_in, find_tensor, gather_whole, take_slice
 
@@ -251,6 +252,7 @@ class Persistent(Trained):
     def _slices(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
+    @leave_uncompiled
     def _await_gathers(self) -> None:
         self._check_unwritten()
         for posted in self._gathering.values():

@@ -30,7 +30,6 @@ INTERVAL = 0.5  # seconds between looks
 SILENT = 2.0  # without a heartbeat: the process is stopped
 GRACE = 2.0  # for the main thread to fail of itself, or for what runs at exit
 COMPUTING = 0.05  # of its time: a rank that does not only wait
-STOP = 0  # to the thread, among numbers of signals
 PATIENCE = 10  # times the limit, while a stage is compiled or a peer is in the user's own code
 
 Exit = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -70,23 +69,13 @@ class Watchdog:
             signal.signal(signal.SIGTERM, _take_notice)
             signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget)
-        self._thread = threading.Thread(target=self._watch, name="autoptd watchdog", daemon=True)
-        self._thread.start()
-        atexit.register(self._stop)
-
-    def _stop(self) -> None:
-        """At this process's end: a thread that is in a store's call when the interpreter goes aborts the process."""
-        self._leave_signals()
-        self._alarm.send(bytes([STOP]))
-        self._thread.join(GRACE / 2)
+        atexit.register(self._record.leave_store)
+        threading.Thread(target=self._watch, name="autoptd watchdog", daemon=True).start()
 
     def _forget(self) -> None:
         """In a forked child, such as a data loader's worker: none of this is its own."""
         sys.excepthook = self._shown
-        atexit.unregister(self._stop)
-        self._leave_signals()
-
-    def _leave_signals(self) -> None:
+        atexit.unregister(self._record.leave_store)
         if signal.getsignal(signal.SIGTERM) is _take_notice:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -103,11 +92,7 @@ class Watchdog:
                 if number in ranks:
                     self._ended.add(ranks[number])
                     poll.unregister(number)
-                    continue
-                received = self._wakeup.recv(4096)
-                if STOP in received:
-                    return
-                if signal.SIGTERM in received:
+                elif signal.SIGTERM in self._wakeup.recv(4096):
                     terminated = terminated or time.monotonic()
             failure = self._find_failure(interval)
             if failure is not None:

@@ -385,7 +385,7 @@ def is_running(process: int) -> bool:
 
 
 WATCHED = """
-import sys, time
+import sys, threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -394,11 +394,13 @@ from autoptd.runtime.failure import Record
 from autoptd.runtime.position import Position
 from autoptd.runtime.watchdog import Watchdog
 
+asked = threading.Event()
+
 class Slow(TCPStore):
     def check(self, keys):
-        print("asked", flush=True)
+        asked.set()
         try:
-            self.wait(["nothing"], timedelta(milliseconds=900))
+            self.wait(["nothing"], timedelta(seconds=0.5))
         except RuntimeError:
             return False
 
@@ -406,7 +408,7 @@ store = Slow("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 roster = SimpleNamespace(processes={}, rank=0)
 record = Record(Path(sys.argv[1]) / "failure.json", store)
 Watchdog(None, roster, record, Position(None, {}), 60.0).start(launched=True)
-time.sleep(0.8)  # into the thread's first question to the other machines
+print(asked.wait(20))
 """
 
 
@@ -415,4 +417,4 @@ def test_a_rank_ends_well_while_its_watchdog_asks_other_machines(tmp_path: Path)
     command = [sys.executable, "-c", WATCHED, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "asked\n"
+    assert ended.stdout == "True\n"

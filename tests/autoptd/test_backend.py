@@ -139,7 +139,7 @@ def test_a_compiled_step_breaks_at_the_parallel_model_alone() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_compiled_step_clips_and_steps_as_the_eager_one(sharded: bool) -> None:
     """In between, gradients are tensors that say what this rank has a share of."""
-    program = make_program(0.0, mesh=(1, 2, 1))
+    program = make_program(0.0, mesh=(1, 1, 2) if sharded else (2, 1, 1))
     batches = torch.randint(0, 64, (3, 2, 4, 16))
 
     def train(_: int, compiled: bool) -> list[float]:
