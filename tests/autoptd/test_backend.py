@@ -144,9 +144,8 @@ def test_a_compiled_step_clips_and_steps_as_the_eager_one(sharded: bool) -> None
 
     def train(_: int, compiled: bool) -> list[float]:
         parallel = program.bind()
-        optimizer = torch.optim.SGD(
-            parallel.parameters(), lr=0.1, momentum=0.9
-        )  # a traced Adam rounds otherwise
+        # torch's Adam rounds otherwise where it is traced
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
         if sharded:
             optimizer = parallel.shard_optimizer(optimizer)
 
