@@ -18,7 +18,7 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.position import Position
 from autoptd.runtime.rank import Rank, thread_ranks
-from autoptd.runtime.threads import Meeting, ThreadWorld
+from autoptd.runtime.threads import Meeting, ThreadPosition, ThreadWorld
 
 R = TypeVar("R")
 Owners = tuple[int, ...]
@@ -70,7 +70,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
             tied[owners] = ProcessGroup(group, device)
     assert dist.group.WORLD is not None
     everyone = ProcessGroup(dist.group.WORLD, device)
-    return _join(rank, own, process_channels(mesh, device), tied, everyone)
+    return _join(rank, own, process_channels(mesh, device), tied, everyone, Position())
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -91,7 +91,8 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
         rank.randomness.seed = manifest.seed
     everyone = Meeting(world, mesh.size, "group of all ranks")
     connections = [
-        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own)) for own, rank in enumerate(ranks)
+        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), ThreadPosition(world))
+        for own, rank in enumerate(ranks)
     ]
     return world.run(body, connections)
 
@@ -129,12 +130,13 @@ def _join(
     channels: Mapping[tuple[int, int], Channel],
     tied: Mapping[Owners, Group],
     world: Group,
+    position: Position,
 ) -> Connection:
     """The connection of `rank`, whose global number is `own`."""
     at = rank.mesh.coordinates
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return Connection(rank, outgoing, incoming, tied, world)
+    return Connection(rank, outgoing, incoming, tied, world, position)
 
 
 def _compare(program: str, device: torch.device) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from autoptd.runtime.position import Position
+from autoptd.runtime.schedule import Action
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,44 +45,44 @@ class ThreadWorld:
         finally:
             del self._waiting[me]
         if not ready():
-            raise RuntimeError(f"gave up waiting for {what}: {self.failure}") from self.failure
+            self.check(f"gave up waiting for {what}")
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError, which tells of `what`, when a rank has failed."""
+        if self.failure is not None:
+            raise RuntimeError(f"{what}: {self.failure}") from self.failure
 
     def run(self, function: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
         """Call `function(rank)` for all ranks at once, a thread each, in the caller's grad mode.
 
         Returns their results in order, or raises the first exception of any rank after all have stopped.
         """
-        results: dict[int, R] = {}
         grad = torch.is_grad_enabled()
         self._running = len(ranks)
 
-        def work(number: int, rank: T) -> None:
+        def work(number: int, rank: T) -> R:
             try:
                 with torch.set_grad_enabled(grad):
-                    results[number] = function(rank)
-            except BaseException as error:  # raised again below, in the caller's thread
+                    return function(rank)
+            except BaseException as error:
                 error.add_note(f"(on rank {number} of {len(ranks)})")
                 self.fail(error)
+                raise
             finally:
                 with self.condition:
                     self._running -= 1
                     self._find_deadlock()
 
-        threads = [
-            threading.Thread(target=work, args=(number, rank), name=f"rank {number}", daemon=True)
-            for number, rank in enumerate(ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        except KeyboardInterrupt as error:
-            self.fail(error)
-            raise
+        # Threads are waited for after an interrupt too: one inside torch when the interpreter ends aborts the process.
+        with ThreadPoolExecutor(len(ranks), "rank") as pool:
+            try:
+                results = [pool.submit(work, number, rank) for number, rank in enumerate(ranks)]
+                wait(results)
+            except KeyboardInterrupt as error:
+                self.fail(error)
         if self.failure is not None:
             raise self.failure
-        return [results[number] for number in range(len(ranks))]
+        return [result.result() for result in results]
 
     def fail(self, error: BaseException) -> None:
         """Free all ranks that wait; the first error given is the one that is reported."""
@@ -95,6 +99,18 @@ class ThreadWorld:
         waits = "; ".join(sorted(what for _, what in self._waiting.values()))
         self.failure = RuntimeError(f"deadlock: all ranks that still run wait: {waits}")
         self.condition.notify_all()
+
+
+class ThreadPosition(Position):
+    """The place of a rank of `world`, which goes on to no further action when another has failed."""
+
+    def __init__(self, world: ThreadWorld) -> None:
+        super().__init__()
+        self._world = world
+
+    def act(self, action: Action) -> None:
+        self._world.check(f"stopped before {action}")
+        super().act(action)
 
 
 class Meeting:
