@@ -15,20 +15,27 @@ from autoptd.runtime.weighting import count_valid
 NAME = "num_items_in_batch"
 
 
-def weigh_items(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor], items: Any) -> Tensor:
-    """What to multiply this call's loss by, a mean over its labels, where `items` of all calls are one step.
-
-    `items` is a replica's number, or the same number of all replicas where the caller multiplies the loss by how many
-    there are, to undo the mean that DDP takes: this is the labels of all replicas in this call over the sum of the
-    replicas' `items`, and right for both. Every rank must call it. ValueError where the labels are not known.
-    """
-    labels = manifest.weighing_labels
-    if labels is None:
+def read_items(manifest: Manifest, items: Any, device: torch.device) -> Tensor:
+    """The number that `items` is. Before a step, which counts once it has run: ValueError where it cannot be used."""
+    if manifest.weighing_labels is None:
         raise ValueError(
             f"{NAME} is given, but of no input of the program ({', '.join(i.name for i in manifest.inputs)}) is it "
             "known that the loss is the mean over its labels: leave it out, or let torch's cross_entropy be the loss"
         )
-    own = torch.as_tensor(items, dtype=torch.float64, device=rank.device).reshape(())
-    both = torch.stack([count_valid(labels, batch[labels.name]).sum(), own])
-    summed = rank.data.all_reduce(both)
+    number = torch.as_tensor(items, dtype=torch.float64, device=device)
+    if number.numel() != 1:
+        raise ValueError(f"{NAME} is {items}, expected one number: that of all labels of the step")
+    return number.reshape(())
+
+
+def weigh_items(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor], items: Tensor) -> Tensor:
+    """What to multiply this call's loss by, a mean over its labels, where `items` of all calls are one step.
+
+    `items` is a replica's number, or the same number of all replicas where the caller multiplies the loss by how many
+    there are, to undo the mean that DDP takes: this is the labels of all replicas in this call over the sum of the
+    replicas' `items`, and right for both. Every rank must call it.
+    """
+    labels = manifest.weighing_labels
+    assert labels is not None
+    summed = rank.data.all_reduce(torch.stack([count_valid(labels, batch[labels.name]).sum(), items]))
     return summed[0] / summed[1]

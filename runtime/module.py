@@ -25,7 +25,7 @@ from autoptd.runtime.divided_dimension import find_divided
 from autoptd.runtime.gradient_share import Whole, check_elsewhere, clear_with, share_gradients, stand_in
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.label_count import NAME as ITEMS
-from autoptd.runtime.label_count import weigh_items
+from autoptd.runtime.label_count import read_items, weigh_items
 from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
@@ -170,7 +170,8 @@ class Parallel(Persistent):
         if self._buffer_versions != self._read_buffer_versions():
             self._take_buffers()
         known = any(i.name == ITEMS for i in self._manifest.inputs)
-        items = None if known else kwargs.pop(ITEMS, None)
+        given = None if known else kwargs.pop(ITEMS, None)
+        items = None if given is None else read_items(self._manifest, given, self._device)
         number, batch = bind_batch(self._manifests, args, kwargs, self._device)
         manifest = self._manifests[number]
         if self._warns_precision and (warning := describe_unheeded(self._manifest, self._device)):

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import autoptd
 from autoptd.runtime.connection import connect
-from autoptd.runtime.label_count import weigh_items
+from autoptd.runtime.label_count import read_items, weigh_items
 from autoptd.runtime.rank import Rank
-from samples.gpt import GPTConfig
+from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
@@ -120,6 +120,26 @@ def test_items_of_unknown_labels_are_refused() -> None:
     assert not parallel.accepts_loss_kwargs
     with pytest.raises(ValueError, match=r"num_items_in_batch is given, but of no input .*x, ids, target"):
         parallel(**chain.batch(), num_items_in_batch=3)
+    assert parallel._rank.randomness.call == 0
+
+
+def test_a_rank_alone_may_repeat_a_call_whose_items_were_refused() -> None:
+    """Before the step: after it the call would count twice there, for dropout and for the others."""
+    config = GPTConfig(32, 8, 1, 2, 8, dropout=0.5)
+    program = autoptd.compile(GPT(config), (1, 2, 1), microbatch_size=1, num_microbatches=2)
+
+    def work(rank: int) -> int:
+        parallel = program.bind()
+        idx = torch.arange(16).view(2, 8)
+        if rank == 1:
+            with pytest.raises(ValueError, match="argument idx has shape"):
+                parallel(idx[:1], idx)
+            with pytest.raises(ValueError, match=r"num_items_in_batch is .*expected one number"):
+                parallel(idx, idx, num_items_in_batch=torch.ones(2))
+        parallel(idx, idx, num_items_in_batch=14)
+        return parallel._rank.randomness.call
+
+    assert run_ranks(work, 2) == [1, 1]
 
 
 def test_items_weigh_a_call_by_its_labels() -> None:
@@ -131,7 +151,8 @@ def test_items_weigh_a_call_by_its_labels() -> None:
     counted = int((batch["labels"][:, 1:] != -100).sum())
     rank = Rank.local(program.mesh)
     for items in (40, 40.0, torch.tensor(40), torch.tensor([40])):
-        assert weigh_items(program.manifest, rank, batch, items).item() == counted / 40
+        number = read_items(program.manifest, items, CPU)
+        assert weigh_items(program.manifest, rank, batch, number).item() == counted / 40
     mean = parallel(**batch).loss
     part = parallel(**batch, num_items_in_batch=2 * counted).loss
     torch.testing.assert_close(part, mean / 2)
