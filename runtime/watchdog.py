@@ -227,8 +227,12 @@ class Watchdog:
             first = self._claim(self._roster.rank, place, reason, text)
             mine = first.traceback == text and first.rank == self._roster.rank
         if mine:
-            _write(f"autoptd: rank {first.rank} failed in {first.place}: {reason}; see {self._record.path}")
-            self._shown(kind, error, trace)
+            with self._printing:  # a SIGTERM that comes now waits until it is shown, and adds no line
+                self._printed = True
+                _write(
+                    f"autoptd: rank {first.rank} failed in {first.place}: {reason}; see {self._record.path}"
+                )
+                self._shown(kind, error, trace)
         else:
             self._follow(first, place)
         # The interpreter's end waits for messages that no longer come; what was registered for it may do so too.

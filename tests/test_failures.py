@@ -418,3 +418,55 @@ def test_a_rank_ends_well_while_its_watchdog_asks_other_machines(tmp_path: Path)
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "True\n"
+
+
+ENDING = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from autoptd.runtime.failure import Record
+from autoptd.runtime.position import CALLS, SLOTS, Position
+from autoptd.runtime.watchdog import Watchdog
+from tests.runtime.chain import Chain
+
+what, folder = sys.argv[1:]
+reading, writing = os.pipe()
+slots = memoryview(bytearray(8 * SLOTS)).cast("q")
+roster = SimpleNamespace(processes={1: reading}, rank=0, slots=lambda rank: slots)
+position = Position(None, {})
+position.slots[CALLS] = 5
+
+def end():
+    if what == "peer":
+        os.close(writing)  # as a process that ends: its handle can be read
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+atexit.register(end)
+record = Record(Path(folder) / "failure.json")
+Watchdog(Chain((1, 2, 1)).manifest, roster, record, position, 60.0).start(launched=True)
+if what == "error":
+    raise ValueError("my own error")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [
+        ("SIGTERM", -signal.SIGTERM, []),
+        ("peer", 1, ["autoptd: rank 0 stopped in the time before its first step: rank 1 failed first"]),
+        ("error", 1, ["autoptd: rank 0 failed in"]),
+    ],
+)
+def test_a_rank_is_watched_while_it_ends(what: str, status: int, said: list[str], tmp_path: Path) -> None:
+    """What it has registered for its end may wait for others: SIGTERM and a failure of a peer end it all the same."""
+    command = [sys.executable, "-c", ENDING, what, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    began = time.monotonic()
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == status, ended.stderr
+    assert time.monotonic() - began < 30
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("autoptd:")]
+    assert len(lines) == len(said), ended.stderr
+    assert all(map(str.startswith, lines, said)), ended.stderr
