@@ -24,6 +24,7 @@ from autoptd.page import write_page
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
+from autoptd.report import Report
 from autoptd.runtime.call import find_shape
 from autoptd.runtime.connection import connect
 from autoptd.runtime.heap import keep_heap
@@ -42,7 +43,7 @@ from autoptd.shapes import describe_shape, find_disagreement, naming_program
 from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.summary import summarize
 from autoptd.tracing import shape_folder, text_filename, trace_program
-from autoptd.verify import Report, verify_program
+from autoptd.verify import verify_program
 from autoptd.weights import check_given, check_values, read_weights
 from autoptd.zero3 import Zero3Step, simulate_zero3
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +22,7 @@ from autoptd.plain_step import run_plain
 from autoptd.promotion import Promotion, promote
 from autoptd.report import Report
 from autoptd.runtime import kernels
+from autoptd.runtime.call import find_loss
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.module import Parallel
@@ -160,7 +160,7 @@ def _run_ranks(
                 else batch[i.name].chunk(manifest.mesh.data, i.batch_dim)[at.data]
                 for i in manifest.inputs
             }
-            loss = _find_loss(parallel(**replica), manifest)
+            loss = find_loss(manifest.output, parallel(**replica))
             loss.backward()
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
         return RankResult(float(loss.detach()), gradients, promotion.count)
@@ -171,19 +171,6 @@ def _run_ranks(
             return run_threads(manifest, step)
     finally:
         torch.set_num_threads(cores)
-
-
-def _find_loss(result: Any, manifest: Manifest) -> Tensor:
-    """The loss in what the parallel model returned."""
-    kind, name = manifest.output.kind, manifest.output.loss
-    if kind == "tensor":
-        found = result
-    elif kind == "tuple":
-        found = result[int(name)]
-    else:
-        found = result[name] if isinstance(result, Mapping) else getattr(result, name)
-    assert isinstance(found, Tensor)
-    return found
 
 
 # The plain model
@@ -247,6 +234,3 @@ def _drops(node: fx.Node) -> bool:
         return False
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     return bool(given.arguments.get("p"))
-
-
-__all__ = ["Report", "verify_program"]

@@ -18,6 +18,7 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.position import Position
 from autoptd.runtime.rank import Rank, thread_ranks
+from autoptd.runtime.roster import gather
 from autoptd.runtime.threads import Meeting, ThreadPosition, ThreadWorld
 
 R = TypeVar("R")
@@ -70,7 +71,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
             tied[owners] = ProcessGroup(group, device)
     assert dist.group.WORLD is not None
     everyone = ProcessGroup(dist.group.WORLD, device)
-    return _join(rank, own, process_channels(mesh, device), tied, everyone, Position())
+    return _join(rank, own, process_channels(mesh, device), tied, everyone)
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -91,9 +92,10 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
         rank.randomness.seed = manifest.seed
     everyone = Meeting(world, mesh.size, "group of all ranks")
     connections = [
-        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), ThreadPosition(world))
-        for own, rank in enumerate(ranks)
+        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own)) for own, rank in enumerate(ranks)
     ]
+    for connection in connections:
+        connection.position = ThreadPosition(world)
     return world.run(body, connections)
 
 
@@ -130,25 +132,21 @@ def _join(
     channels: Mapping[tuple[int, int], Channel],
     tied: Mapping[Owners, Group],
     world: Group,
-    position: Position,
 ) -> Connection:
     """The connection of `rank`, whose global number is `own`."""
     at = rank.mesh.coordinates
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return Connection(rank, outgoing, incoming, tied, world, position)
+    return Connection(rank, outgoing, incoming, tied, world)
 
 
 def _compare(program: str, device: torch.device) -> None:
     """Raise RuntimeError unless all ranks were given the same program."""
-    digest = torch.tensor(list(sha256(program.encode()).digest()), dtype=torch.uint8, device=device)
-    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, digest)
-    seen = [bytes(d.tolist()) for d in digests]
-    common = max(seen, key=seen.count)
-    differ = [rank for rank, d in enumerate(seen) if d != common]
+    digests = gather(list(sha256(program.encode()).digest()), device)
+    common = max(digests, key=digests.count)
+    differ = [rank for rank, digest in enumerate(digests) if digest != common]
     if differ:
         raise RuntimeError(
-            f"ranks {differ} of {len(seen)} have another program than the rest: texts, manifest or versions "
+            f"ranks {differ} of {len(digests)} have another program than the rest: texts, manifest or versions "
             "differ; load the same saved program on all ranks, or compile one model with the same options"
         )

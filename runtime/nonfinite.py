@@ -38,9 +38,8 @@ class Inspector(TorchDispatchMode):
     def __init__(self, position: Position, last_stage: int, unlabelled: Container[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: tuple[Action, int, str] | None = None
-        self._number = (
-            0  # of operators: of tensor ranks, which all run the same, the first to break one is the cause
-        )
+        # Of operators: of tensor ranks, which all run the same, the first to break one is the cause.
+        self._number = 0
         self._position = position
         self._last_stage, self._unlabelled = last_stage, unlabelled
 
@@ -109,20 +108,12 @@ def _judge(
         forward = kind == "F"
         judged = stage == len(manifest.stages) - 1 and microbatch not in unlabelled
         ignored = find_ignored(manifest, batch, microbatch) if judged else ""
-        if forward and ignored:
-            replica = connection.rank.coordinates.data
-            return [
-                FORWARD,
-                microbatch,
-                stage,
-                number,
-            ], f"microbatch {microbatch} of replica {replica} {ignored}"
-        words = "forward" if forward else "backward"
         order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]
-        return (
-            [*order, number],
-            f"it comes up first in the {words} of stage {stage} on microbatch {microbatch}, in {where}",
-        )
+        way = "forward" if forward else "backward"
+        text = f"it comes up first in the {way} of stage {stage} on microbatch {microbatch}, in {where}"
+        if forward and ignored:
+            text = f"microbatch {microbatch} of replica {connection.rank.coordinates.data} {ignored}"
+        return [*order, number], text
     if any(not gradient.isfinite().all() for gradient in gradients):
         return [SUM, 0, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
     nothing = [NOTHING, 0, 0, 0]

@@ -249,9 +249,8 @@ def _take_notice(number: int, frame: object) -> None:
 def _die_terminated() -> None:
     """End by SIGTERM, as a process does that has no handler; a user's own handler, set later, has its way."""
     if signal.getsignal(signal.SIGTERM) is _take_notice:
-        ctypes.CDLL(None).signal(
-            signal.SIGTERM, ctypes.c_void_p(0)
-        )  # Python lets the main thread alone do so
+        # Python lets the main thread alone do so.
+        ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))
         os.kill(os.getpid(), signal.SIGTERM)
 
 
