@@ -163,3 +163,28 @@ def test_a_loss_that_is_not_finite_is_given_without_gradients() -> None:
             return float(chain.parallel(connection)(**batch)["loss"])
 
     assert run_threads(chain.manifest, body) == [torch.inf] * 2
+
+
+def test_a_batch_that_is_skipped_leaves_no_trace() -> None:
+    """On any rank, and with dropout: the training goes on as if the batch had not been."""
+    config = GPTConfig(32, 8, 2, 2, 8, dropout=0.2)
+    program = autoptd.compile(GPT(config), (1, 2, 1), microbatch_size=1, num_microbatches=2)
+
+    def work(rank: int, skipped: int) -> list[float]:
+        parallel, losses = program.bind(), []
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for step in range(3):
+            idx = torch.arange(16).view(2, 8) + step
+            if step == skipped:
+                with pytest.raises(FloatingPointError):
+                    parallel(idx, torch.full_like(idx, -100))
+            loss = parallel(idx, idx)[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    expected = run_ranks(work, 2, -1)
+    assert run_ranks(work, 2, 1) == expected
+    assert expected[0] == expected[1]
