@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
+from autoptd.runtime.kernels.selection import runs_plainly
 
 KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -96,43 +96,27 @@ def gated_product(
     return result
 
 
-@define_operator("bias_gelu")
+@define_operator("bias_gelu", triton="activation")
 def _bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    kernels = find_kernels("activation", x, bias)
-    if kernels is not None:
-        result: Tensor = kernels.bias_gelu(x, bias, kind)
-        return result
     total = x + bias
     return _activate(total, kind, out=total)
 
 
-@define_operator("bias_gelu_backward")
+@define_operator("bias_gelu_backward", triton="activation")
 def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    kernels = find_kernels("activation", x, bias, gradient)
-    if kernels is not None:
-        gradients: tuple[Tensor, Tensor] = kernels.bias_gelu_backward(gradient, x, bias, kind)
-        return gradients
     total = x + bias
     of_total = _differentiate(gradient, total, kind, out=total)
     return of_total.to(x.dtype), sum_rows(of_total, bias.dtype)
 
 
-@define_operator("gated_product")
+@define_operator("gated_product", triton="activation")
 def _gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    kernels = find_kernels("activation", gate, up)
-    if kernels is not None:
-        result: Tensor = kernels.gated_product(gate, up, kind)
-        return result
     activated = _activate(gate, kind, out=torch.empty_like(gate))
     return _multiply(activated, up)
 
 
-@define_operator("gated_product_backward")
+@define_operator("gated_product_backward", triton="activation")
 def _gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    kernels = find_kernels("activation", gate, up, gradient)
-    if kernels is not None:
-        gradients: tuple[Tensor, Tensor] = kernels.gated_product_backward(gradient, gate, up, kind)
-        return gradients
     of_up = _multiply(_activate(gate, kind, out=torch.empty_like(up, dtype=gate.dtype)), gradient)
     of_gate = torch.mul(gradient, up, out=torch.empty_like(gate, dtype=gradient.dtype)).to(gate.dtype)
     return _differentiate(of_gate, gate, kind, out=of_gate), of_up.to(up.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
+from autoptd.runtime.kernels.precision import promote
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
+from autoptd.runtime.kernels.selection import runs_plainly
 from autoptd.runtime.rank import Rank
 
 
@@ -70,7 +70,7 @@ def bias_dropout_add(
     return result
 
 
-@define_operator("bias_dropout_add")
+@define_operator("bias_dropout_add", triton="dropout")
 def bias_dropout_add_operator(
     x: Tensor,
     bias: Tensor | None,
@@ -79,11 +79,7 @@ def bias_dropout_add_operator(
     key: Sequence[int],
 ) -> Tensor:
     """Nothing is dropped where `key` is empty."""
-    dtype = _promote(x, bias, residual)
-    kernels = find_kernels("dropout", x, bias, residual)
-    if kernels is not None:
-        result: Tensor = kernels.bias_dropout_add(x, bias, residual, p, key, dtype)
-        return result
+    dtype = promote(x, bias, residual)
     total = x if bias is None else x + bias
     if key:
         total = apply_mask(total, p, key)
@@ -94,7 +90,7 @@ def bias_dropout_add_operator(
     return torch.add(residual, total, alpha=factor, out=out)
 
 
-@define_operator("bias_dropout_add_backward")
+@define_operator("bias_dropout_add_backward", triton="dropout")
 def _bias_dropout_add_backward(
     gradient: Tensor,
     p: float,
@@ -103,18 +99,13 @@ def _bias_dropout_add_backward(
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and bias; where there is no bias, backward is the dropout itself."""
-    kernels = find_kernels("dropout", gradient)
-    if kernels is not None:
-        gradients: tuple[Tensor, Tensor]
-        gradients = kernels.bias_dropout_add_backward(gradient, p, key, x_dtype, bias_dtype)
-        return gradients
     of_total = bias_dropout_add_operator(gradient, None, None, p, key)
     return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
 
 
 @bias_dropout_add_operator.register_fake
 def _(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=_promote(x, bias, residual))
+    return torch.empty_like(x, dtype=promote(x, bias, residual))
 
 
 @_bias_dropout_add_backward.register_fake
@@ -156,7 +147,3 @@ bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
 @bias_dropout_add_operator.register_autocast
 def _(x: Tensor, bias: Tensor | None, *others: Any) -> tuple[Any, ...]:
     return x, None if bias is None else bias.to(x.dtype), *others
-
-
-def _promote(*tensors: Tensor | None) -> torch.dtype:
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None))

@@ -1,7 +1,8 @@
-"""In what the kernels that reduce rows compute: float32 for half precision, else the own dtype."""
+"""In what kernels compute: those that reduce rows in float32 for half precision, else in the own dtype."""
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 def widen(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def promote(*tensors: Tensor | None) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None))
 
 
 def cast_widely(*arguments: Any) -> tuple[Any, ...]:

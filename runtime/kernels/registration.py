@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from autoptd.runtime.kernels.selection import find_kernels
 
 LIBRARY = torch.library.Library("autoptd", "FRAGMENT")
 
@@ -78,18 +81,19 @@ class Operator:
             LIBRARY.impl(self.name, call, f"Autocast{device}")
 
 
-def define_operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+def define_operator(name: str, triton: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
     """Make the decorated function, which changes none of its arguments, the operator autoptd::`name`.
 
     As ``torch.library.custom_op`` does, but that imports torch._dynamo at the first call: 2 s in every process.
+    Where the module triton_<triton> can run, its function of this `name` is called instead, with the same arguments.
     """
 
     def define(function: Callable[..., Any]) -> Operator:
         def call_on_device(x: Tensor, *others: Any) -> Any:
-            if not x.is_cuda:
-                return function(x, *others)
-            with torch.cuda.device(x.device):  # Triton launches on the current one
-                return function(x, *others)
+            # Triton launches on the current one.
+            with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+                kernels = find_kernels(triton, x, *others) if triton else None
+                return (getattr(kernels, name) if kernels else function)(x, *others)
 
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         LIBRARY.impl(name, call_on_device, "CompositeExplicitAutograd")

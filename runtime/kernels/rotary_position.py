@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.kernels.operands import check_operands
+from autoptd.runtime.kernels.precision import promote
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels
 
@@ -44,7 +45,7 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, ba
         return result
     width = cos.shape[-1]
     turned = x[..., :width]
-    out = torch.empty_like(x, dtype=_promote(x, cos, sin))
+    out = torch.empty_like(x, dtype=promote(x, cos, sin))
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
     into = torch.mul(turned, cos, out=out[..., :width])
@@ -61,7 +62,7 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, ba
 
 @_rotary_embedding.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    return torch.empty_like(x, dtype=_promote(x, cos, sin))
+    return torch.empty_like(x, dtype=promote(x, cos, sin))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -84,7 +85,3 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return x[..., 0::2], x[..., 1::2]
     first, second = x.chunk(2, -1)
     return first, second
-
-
-def _promote(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))

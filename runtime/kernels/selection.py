@@ -27,7 +27,7 @@ def runs_plainly(x: Tensor) -> bool:
     return device not in kernel_devices and not (device == "cpu" and torch.is_autocast_enabled(device))
 
 
-def find_kernels(name: str, x: Tensor, *others: Tensor | None) -> Any:
+def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
     """The module triton_<name> of this folder where it takes these tensors, else None.
 
     It takes non-empty float32, float16 and bfloat16 tensors (integer and bool ones beside them) on the current
@@ -35,9 +35,7 @@ def find_kernels(name: str, x: Tensor, *others: Tensor | None) -> Any:
     """
     if x.device.type not in kernel_devices or (x.is_cuda and x.get_device() != torch.cuda.current_device()):
         return None
-    for tensor in (x, *others):
-        if tensor is None:
-            continue
+    for tensor in (argument for argument in (x, *others) if isinstance(argument, Tensor)):
         if tensor.numel() == 0 or (tensor.is_floating_point() and tensor.dtype not in KERNEL_DTYPES):
             return None
     return _load(name)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoptd.runtime.kernels.masking import keep_factor
+from autoptd.runtime.kernels.precision import promote
 from autoptd.runtime.kernels.triton_philox import is_aligned, keep, mask_argument
 from autoptd.runtime.kernels.triton_tiles import (
     as_rows,
@@ -29,12 +30,12 @@ from autoptd.runtime.kernels.triton_tiles import (
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int], dtype: torch.dtype
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int]
 ) -> Tensor:
     rows = as_rows(x)
     others = rows if residual is None else as_rows(residual)
     tile = plan_tiles(rows, others)
-    result, written = empty_rows(x, dtype)
+    result, written = empty_rows(x, promote(x, bias, residual))
     _bias_dropout_add[count_programs(rows, tile)](
         rows, None if bias is None else bias.contiguous(), None if residual is None else others, written,
         *rows.shape, rows.stride(0), others.stride(0), keep_factor(p), mask_argument(key, p) if key else None,
