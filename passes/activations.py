@@ -2,13 +2,15 @@
 
 A chain of analytic operators on one value is evaluated in float64 beside each known activation, over its
 bulk and its tails; where the two agree to the last bits, it is that activation. What is piecewise never
-enters a chain, so agreement at the points is agreement between them.
+enters a chain, so agreement at the points is agreement between them. A tanh-GELU whose sqrt(2 / pi) is
+rounded is another activation than torch's: our kernels take the number that the chain has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from autoptd.passes.calls import shape_of
-from autoptd.passes.patterns import Call, Match
-from autoptd.runtime import aten
+from autoptd.passes.patterns import Call, Match, alike, split_bias
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
 
 ANALYTIC = frozenset(
     {
@@ -43,25 +46,19 @@ KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
 )
 
 
-class ActivationJudge:
-    """Says which activation a chain is; equal chains of repeated layers are computed once."""
-
-    def __init__(self) -> None:
-        self.verdicts: dict[Any, int | None] = {}
-
-    def match(self, node: fx.Node) -> Match | None:
-        """The written-out activation that ends in `node`, if there is one."""
-        if node.target not in ANALYTIC or not node.meta["val"].is_floating_point():
-            return None
-        for source, members in _chains(node):
-            key = tuple(_signature(source, members))
-            if key not in self.verdicts:
-                self.verdicts[key] = _recognize(source, members)
-            verdict = self.verdicts[key]
-            if verdict is not None:
-                target, kwargs, _ = KNOWN[verdict]
-                return Match(Call(target, (source,), node, kwargs), (node,), frozenset(members))
+def match_activation(node: fx.Node) -> Match | None:
+    """The written-out activation that ends in `node`, if there is one."""
+    if node.target not in ANALYTIC or not node.meta["val"].is_floating_point():
         return None
+    for source, members in _chains(node):
+        target, kwargs = _recognize(tuple(_signature(source, members)))
+        if target is not None and target is not kernels.bias_gelu:
+            return Match(Call(target, (source,), node, kwargs), (node,), frozenset(members))
+        biased = split_bias(source, members, of_linear=True) if target else None
+        if biased is not None:
+            call = Call(target, (biased.x, biased.bias), node, kwargs)
+            return Match(call, (node,), frozenset((*members, *biased.members)))
+    return None
 
 
 def _chains(end: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
@@ -82,11 +79,8 @@ def _chains(end: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 def _is_elementwise(node: fx.Node, end: fx.Node) -> bool:
     """Whether the operator works element by element on tensors of `end`'s shape and dtype, and on numbers."""
-    val, wanted = node.meta["val"], end.meta["val"]
-    same = all(shape_of(n) == tuple(wanted.shape) for n in node.all_input_nodes)
-    return bool(
-        val.dtype == wanted.dtype and tuple(val.shape) == tuple(wanted.shape) and same and not node.kwargs
-    )
+    same = all(shape_of(n) == shape_of(end) for n in node.all_input_nodes)
+    return same and alike(node.meta["val"], end.meta["val"]) and not node.kwargs
 
 
 def _signature(source: fx.Node, members: list[fx.Node]) -> Iterator[Any]:
@@ -95,16 +89,20 @@ def _signature(source: fx.Node, members: list[fx.Node]) -> Iterator[Any]:
         yield node.target, tuple(("node", number[a]) if isinstance(a, fx.Node) else a for a in node.args)
 
 
-def _recognize(source: fx.Node, members: list[fx.Node]) -> int | None:
-    values: dict[fx.Node, Tensor] = {source: POINTS}
-    for node in members:
-        args = fx.map_arg(node.args, values.__getitem__)
-        values[node] = node.target(*args)  # type: ignore[operator]
-    found = values[members[-1]]
-    bound = (
-        8 * torch.finfo(torch.float64).eps * (POINTS.abs() + 1)
-    )  # BLOOM's 0.79788456 for sqrt(2 / pi) is beyond
-    for index, (_, _, function) in enumerate(KNOWN):
-        if bool(((found - function(POINTS)).abs() <= bound).all()):
-            return index
-    return None
+@cache
+def _recognize(chain: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """The operator that a chain is, and its keywords; equal chains of repeated layers are computed once."""
+    known, values = list(KNOWN), [POINTS]
+    for target, args in chain:
+        values.append(target(*(values[a[1]] if isinstance(a, tuple) else a for a in args)))
+    bound = 8 * torch.finfo(torch.float64).eps * (POINTS.abs() + 1)
+    # BLOOM's sqrt(2 / pi) has eight digits, transformers' fast GELU's ten: beyond the bound of torch's.
+    for number in (a for _, args in chain for a in args if isinstance(a, float)):
+        if math.isclose(number, SQRT_2_OVER_PI, rel_tol=1e-3):
+            kwargs: Any = {"approximate": "tanh", "coefficient": number}
+            rounded = partial(kernels.bias_gelu, bias=torch.zeros_like(POINTS), **kwargs)
+            known.append((kernels.bias_gelu, kwargs, rounded))
+    for target, kwargs, function in known:
+        if bool(((values[-1] - function(POINTS)).abs() <= bound).all()):
+            return target, kwargs
+    return None, {}

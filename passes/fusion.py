@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.activations import ActivationJudge
+from autoptd.passes.activations import match_activation
 from autoptd.passes.calls import argument, operator_name, shape_of
 from autoptd.passes.losses import match_half_loss, match_whole_loss
 from autoptd.passes.naming import operator_word, rename_nodes
@@ -50,19 +50,18 @@ def fuse_operators(program: Program) -> Program:
 
     Raises ValueError where a kernel's result has another shape or dtype than what it stands for.
     """
-    judge = ActivationJudge()
     propagation = Propagation(program.mesh)
     counts: Counter[str] = Counter()
-    stages = tuple(replace(stage, graph=_fuse(stage, judge, propagation, counts)) for stage in program.stages)
+    stages = tuple(replace(stage, graph=_fuse(stage, propagation, counts)) for stage in program.stages)
     found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     entry = f"{found}; {describe_saving(program.stages, stages)}" if found else "nothing to fuse"
     return program.replace_stages(stages, f"fuse_operators {entry}")
 
 
-def _fuse(stage: Stage, judge: ActivationJudge, propagation: Propagation, counts: Counter[str]) -> fx.Graph:
+def _fuse(stage: Stage, propagation: Propagation, counts: Counter[str]) -> fx.Graph:
     graph = copy_graph(stage.graph)
     whole = (match_whole_loss,) if propagation.rank.mesh.tensor == 1 else ()
-    for rule in (judge.match, *RULES, *whole):
+    for rule in (*RULES, *whole):
         trained = find_trained(replace(stage, graph=graph))  # anew: the rule before wrote calls
         counted = accumulate(bool(find_factors(node)) for node in graph.nodes)
         products = dict(zip(graph.nodes, counted, strict=True))
@@ -232,18 +231,14 @@ def _dropout_bias(node: fx.Node) -> Match | None:
 def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
     """``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``, and its members."""
     rank: Any = next(iter(node.graph.nodes))
-    if is_call(node, kernels.dropout):
-        x: Any = node.args[1]
-        biased = split_bias(x)
-        parts, members = ((biased.x, biased.bias), biased.members) if biased else ((x, None), ())
-        call = Call(kernels.bias_dropout_add, (rank, *parts, None, *node.args[2:]), node, node.kwargs)
-        return call, frozenset({node, *members})
-    biased = split_bias(node)
-    if biased is None:
+    x: Any
+    x, drawn = (node.args[1], node.args[2:]) if is_call(node, kernels.dropout) else (node, ())
+    biased = split_bias(x)
+    if biased is None and x is node:
         return None
-    return Call(kernels.bias_dropout_add, (rank, biased.x, biased.bias, None), node), frozenset(
-        biased.members
-    )
+    parts, members = ((biased.x, biased.bias), biased.members) if biased else ((x, None), ())
+    call = Call(kernels.bias_dropout_add, (rank, *parts, None, *drawn), node, node.kwargs)
+    return call, frozenset({node, *members})
 
 
 def _norm_before_reshape(node: fx.Node) -> Match | None:
@@ -291,6 +286,7 @@ def _add_norm(node: fx.Node) -> Match | None:
 _LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 RULES: tuple[Rule, ...] = (
+    match_activation,
     match_half_loss,
     _grouped_attention,
     match_rms_norm,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,23 +84,28 @@ def is_vector(node: Any, size: int) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr" and shape_of(node) == (size,)
 
 
-def split_bias(node: fx.Node) -> Biased | None:
-    """Read a single-use value as something and a bias added to it, through reshapes that keep the last dimension.
+def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool = False) -> Biased | None:
+    """Read a value as something and a bias added to it, through reshapes that keep the last dimension.
 
-    A bias inside a linear costs nothing there and is left; behind the all-reduce of a row-parallel one it is added.
+    No value may have two readers, but for those that are `members` alone. A bias inside a linear costs nothing there
+    and is left, unless `of_linear` asks for it; behind the all-reduce of a row-parallel one it is added.
     """
-    if not is_single(node):
+    if not is_single(node) and not all(user in members for user in node.users):
         return None
     if is_call(node, *RESHAPES):
         source: Any = node.args[0]
         if shape_of(source)[-1:] != shape_of(node)[-1:]:
             return None
-        inner = split_bias(source)
+        inner = split_bias(source, of_linear=of_linear)
         if inner is None:
             return None
         shaped = Call(node.target, (inner.x, *node.args[1:]), node)
         return Biased(shaped, inner.bias, (*inner.members, node))
-    return _split_add(node)
+    linear = read_linear(node) if of_linear else None
+    if linear is None:
+        return _split_add(node)
+    target = aten.mm.default if linear.transposed else aten.linear.default
+    return Biased(Call(target, (linear.x, linear.weight), node), linear.bias, (node,))
 
 
 def _split_add(node: fx.Node) -> Biased | None:
@@ -137,10 +142,8 @@ def read_linear(node: Any) -> Linear | None:
 
 def last_dim(node: fx.Node, dims: Any) -> bool:
     """Whether `dims` is the node's last dimension alone."""
-    dims = [dims] if isinstance(dims, int) else dims
-    return isinstance(dims, (list, tuple)) and [d % len(shape_of(node)) for d in dims] == [
-        len(shape_of(node)) - 1
-    ]
+    dims, count = [dims] if isinstance(dims, int) else dims, len(shape_of(node))
+    return isinstance(dims, (list, tuple)) and [d % count for d in dims] == [count - 1]
 
 
 def uncast(node: Any) -> fx.Node:

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
+from autoptd.runtime.kernels.precision import widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import runs_plainly
 
 KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+SQRT_2_OVER_PI = (2 / torch.pi) ** 0.5
 
 
 def linear_gelu(
@@ -58,8 +60,13 @@ def _multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return functional.linear(x, weight.t(), bias)
 
 
-def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h].
+def bias_gelu(
+    x: Tensor,
+    bias: Tensor,
+    approximate: Literal["none", "tanh"] = "none",
+    coefficient: float = SQRT_2_OVER_PI,
+) -> Tensor:
+    """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
 
     Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient. Under
     autocast a bias takes the dtype of `x`, as that of a linear does. Raises ValueError on other shapes.
@@ -70,7 +77,9 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"] = "n
             f"bias_gelu was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
         )
     _check_approximation("bias_gelu", approximate)
-    result: Tensor = _bias_gelu(x, bias, KINDS[approximate])
+    if approximate == "none" and coefficient != SQRT_2_OVER_PI:
+        raise ValueError(f"bias_gelu was given coefficient={coefficient}, expected approximate='tanh' too")
+    result: Tensor = _bias_gelu(x, bias, KINDS[approximate], coefficient)
     return result
 
 
@@ -97,15 +106,17 @@ def gated_product(
 
 
 @define_operator("bias_gelu", triton="activation")
-def _bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+def _bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float) -> Tensor:
     total = x + bias
-    return _activate(total, kind, out=total)
+    return _activate(total, kind, total, coefficient)
 
 
 @define_operator("bias_gelu_backward", triton="activation")
-def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _bias_gelu_backward(
+    gradient: Tensor, x: Tensor, bias: Tensor, kind: str, coefficient: float
+) -> tuple[Tensor, Tensor]:
     total = x + bias
-    of_total = _differentiate(gradient, total, kind, out=total)
+    of_total = _differentiate(gradient, total, kind, total, coefficient)
     return of_total.to(x.dtype), sum_rows(of_total, bias.dtype)
 
 
@@ -122,60 +133,67 @@ def _gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: st
     return _differentiate(of_gate, gate, kind, out=of_gate), of_up.to(up.dtype)
 
 
-@_bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, bias.dtype))
+def _promote(x: Tensor, other: Tensor, *options: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, other.dtype))
 
 
-@_bias_gelu_backward.register_fake
-def _(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(bias)
+def _imitate(gradient: Tensor, x: Tensor, other: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(other)
 
 
-@_gated_product.register_fake
-def _(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    return torch.empty_like(gate, dtype=torch.promote_types(gate.dtype, up.dtype))
-
-
-@_gated_product_backward.register_fake
-def _(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate), torch.empty_like(up)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-    *tensors, ctx.kind = inputs
-    ctx.save_for_backward(*tensors)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.options = inputs[2:]
 
 
 def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_bias_gelu_backward(gradient, *ctx.saved_tensors, ctx.kind), None
+    return *_bias_gelu_backward(gradient, *ctx.saved_tensors, *ctx.options), None, None
 
 
 def _differentiate_gated_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gated_product_backward(gradient, *ctx.saved_tensors, ctx.kind), None
+    return *_gated_product_backward(gradient, *ctx.saved_tensors, *ctx.options), None
 
 
+_bias_gelu.register_fake(_promote)
+_bias_gelu_backward.register_fake(_imitate)
+_gated_product.register_fake(_promote)
+_gated_product_backward.register_fake(_imitate)
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_save)
 _gated_product.register_autograd(_differentiate_gated_product, setup_context=_save)
-_bias_gelu.register_autocast(lambda x, bias, kind: (x, bias.to(x.dtype), kind))
+_bias_gelu.register_autocast(lambda x, bias, *options: (x, bias.to(x.dtype), *options))
 
 
-def _activate(x: Tensor, kind: str, out: Tensor) -> Tensor:
+def _activate(x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI) -> Tensor:
     if kind == "silu":
         torch.ops.aten.silu.out(x, out=out)
+    elif coefficient != SQRT_2_OVER_PI:
+        x = x.to(widen(x.dtype))
+        torch.mul(x, _tanh(x, coefficient).add_(1).mul_(0.5), out=out)
     else:
         torch.ops.aten.gelu.out(x, approximate="none" if kind == "gelu" else "tanh", out=out)
     return out
 
 
-def _differentiate(gradient: Tensor, x: Tensor, kind: str, out: Tensor) -> Tensor:
+def _differentiate(
+    gradient: Tensor, x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI
+) -> Tensor:
     """`gradient` times the activation's slope at `x`."""
     if kind == "silu":
         torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=out)
+    elif coefficient != SQRT_2_OVER_PI:
+        x = x.to(widen(x.dtype))
+        tanh = _tanh(x, coefficient)
+        inner = (x * x).mul_(3 * 0.044715 * coefficient).add_(coefficient)
+        torch.mul(gradient, inner.mul_(1 - tanh * tanh).mul_(x).add_(tanh).add_(1).mul_(0.5), out=out)
     else:
         approximate = "none" if kind == "gelu" else "tanh"
         torch.ops.aten.gelu_backward.grad_input(gradient, x, approximate=approximate, grad_input=out)
     return out
+
+
+def _tanh(x: Tensor, coefficient: float) -> Tensor:
+    """The tanh of coefficient (x + 0.044715 x^3), of which torch's GELU has sqrt(2 / pi) alone."""
+    return (x * x).mul_(0.044715 * coefficient).add_(coefficient).mul_(x).tanh_()
 
 
 def _multiply(x: Tensor, factor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from autoptd.runtime.kernels.triton_tiles import (
 )
 
 
-def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float) -> Tensor:
     rows = as_rows(x)
     tile = plan_tiles(rows)
     result, written = empty_rows(x, torch.promote_types(x.dtype, bias.dtype))
@@ -31,13 +31,16 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
         *rows.shape,
         rows.stride(0),
         KIND=kind,
+        COEFFICIENT=coefficient,
         enable_fp_fusion=True,
         **tile,
     )
     return result if written is result else result.copy_(written)
 
 
-def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward(
+    gradient: Tensor, x: Tensor, bias: Tensor, kind: str, coefficient: float
+) -> tuple[Tensor, Tensor]:
     slopes, rows = as_rows(gradient), as_rows(x)
     tile = plan_tiles(rows, slopes)
     groups, steps = plan_sums(rows, tile)
@@ -45,7 +48,7 @@ def bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str) -> 
     partial = torch.empty(groups, rows.shape[1], dtype=torch.float32, device=x.device)
     _bias_gelu_backward[(groups * triton.cdiv(rows.shape[1], tile["COLUMNS"]),)](
         slopes, rows, bias.contiguous(), written, partial, *rows.shape, slopes.stride(0), rows.stride(0), steps,
-        KIND=kind, enable_fp_fusion=True, **tile
+        KIND=kind, COEFFICIENT=coefficient, enable_fp_fusion=True, **tile
     )  # fmt: skip
     of_x = of_x if written is of_x else of_x.copy_(written)
     return of_x, partial.sum(0).to(bias.dtype)
@@ -110,7 +113,7 @@ def _tail_over_density(x):
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr = 0.7978845608028654):
     """The activation's value and slope at `x`, both float32."""
     if KIND == "gelu":
         density = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x^2 / 2)
@@ -122,28 +125,28 @@ def _activate(x, KIND: tl.constexpr):
         slope = share + x * share * (1 - share)
     else:
         # 0.5 (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        share = tl.sigmoid(2 * COEFFICIENT * (x + 0.044715 * x * x * x))
+        slope = share + x * share * (1 - share) * (2 * COEFFICIENT) * (1 + 0.134145 * x * x)
     return x * share, slope
 
 
 @triton.jit
 def _bias_gelu(
     x, bias, out, rows, width, stride,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
     shift = tl.load(bias + column, mask=column < width, other=0).to(tl.float32)
     values = tl.load(x + row * stride + column, mask=inside, other=0).to(tl.float32)
-    activated, _ = _activate(values + shift, KIND)
+    activated, _ = _activate(values + shift, KIND, COEFFICIENT)
     tl.store(out + row * width + column, activated, mask=inside)
 
 
 @triton.jit
 def _bias_gelu_backward(
     gradient, x, bias, of_x, partial, rows, width, gradient_stride, stride, steps,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -154,7 +157,7 @@ def _bias_gelu_backward(
         tile = (group * steps + step) * blocks + block
         row, _, inside = locate_tile(tile, rows, width, ROWS, COLUMNS, WIDE)
         values = tl.load(x + row * stride + column, mask=inside, other=0).to(tl.float32)
-        _, slope = _activate(values + shift, KIND)
+        _, slope = _activate(values + shift, KIND, COEFFICIENT)
         # Outside the gradient is 0 and adds nothing.
         slope *= tl.load(gradient + row * gradient_stride + column, mask=inside, other=0).to(tl.float32)
         tl.store(of_x + row * width + column, slope, mask=inside)

@@ -172,6 +172,11 @@ def rotary(*shape: int, turn: Callable[[Tensor], Tensor] = turn) -> Callable[[An
     return body
 
 
+def rounded_gelu(x: Tensor, constant: float = 0.79788456, cube: float = 0.044715) -> Tensor:
+    """As BLOOM writes it."""
+    return x * 0.5 * (1.0 + torch.tanh(constant * x * (1 + cube * x * x)))
+
+
 JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.linear_gelu),
     "gelu written with erf": (
@@ -228,10 +233,10 @@ def test_a_chain_becomes_one_kernel(name: str) -> None:
 
 APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "another approximation": lambda m, x, y: x * torch.sigmoid(1.702 * x) + y,
-    "another constant": lambda m, x, y: 0.5 * x * (1 + torch.tanh(0.7978 * (x + 0.044715 * x**3))) + y,
-    "a rounded constant, as in BLOOM": lambda m, x, y: (
-        x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))) + y
-    ),
+    "another constant": lambda m, x, y: rounded_gelu(x, 0.8) + y,
+    "another cube": lambda m, x, y: rounded_gelu(x, cube=0.0447) + y,
+    "a rounded constant without a bias": lambda m, x, y: rounded_gelu(m.norm(x)) + y,
+    "a rounded constant of what two read": lambda m, x, y: rounded_gelu(x) * x + y,
     "a factor": lambda m, x, y: m.norm(torch.add(x, y, alpha=2)),
     "a gate read twice": lambda m, x, y: (lambda g: g * y + g)(functional.silu(x)),
     "a mean of cubes": lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x, 4) + 1e-6)) + y,
@@ -246,6 +251,28 @@ APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     ),
     "a norm of two dimensions": lambda m, x, y: functional.layer_norm(x + y, (4, 8)),
 }
+
+
+@pytest.mark.parametrize("constant", [0.79788456, 0.7978845608, 0.7979])
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda m, x: x,
+        lambda m, x: torch.addmm(m.scale, x.view(-1, 8), m.one.weight).view(x.shape),
+        lambda m, x: m.norm(x) + m.scale,
+    ],
+    ids=["linear", "addmm", "sum"],
+)
+def test_a_rounded_constant_is_not_replaced(source: Callable[[Any, Tensor], Tensor], constant: float) -> None:
+    torch.manual_seed(0)
+    model = Small(lambda m, x, y: rounded_gelu(source(m, x), constant) + m.norm(y) * m.scale)
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
+    (node,) = (n for n in program.stages[0].graph.nodes if n.target is kernels.bias_gelu)
+    assert node.kwargs == {"approximate": "tanh", "coefficient": constant}
+    report = program.verify()
+    assert report.loss_error <= 1e-12, report
+    assert report.worst[1] <= 1e-12, report
 
 
 @pytest.mark.parametrize("name", APART)

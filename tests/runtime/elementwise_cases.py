@@ -131,11 +131,19 @@ def gate(activation: Any, of_gate: Callable[[Tensor], Tensor]) -> Case:
     )
 
 
+def rounded_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.tanh(0.798 * x * (1 + 0.044715 * x * x)))
+
+
 tanh_gelu = partial(functional.gelu, approximate="tanh")
 CASES = {
     "bias_gelu": Case(kernels.bias_gelu, lambda x, bias: functional.gelu(x + bias)),
     "bias_gelu tanh": Case(
         partial(kernels.bias_gelu, approximate="tanh"), lambda x, bias: tanh_gelu(x + bias)
+    ),
+    "bias_gelu rounded": Case(
+        partial(kernels.bias_gelu, approximate="tanh", coefficient=0.798),
+        lambda x, bias: rounded_gelu(x + bias),
     ),
     "gated silu": gate("silu", functional.silu),
     "gated gelu": gate("gelu", functional.gelu),
