@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +33,12 @@ LINEAR = (
     MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
 )
 # Operators with one result that reduce dimensions, at first those that are not linear.
-BENDING = frozenset(["var", "std", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm"])
+BENDING = frozenset(["var", "std", "amax", "amin", "max", "min", "logsumexp", "norm", "linalg_vector_norm"])
 REDUCING = BENDING | {"mean", "sum"}
 SOFTMAX = frozenset(["softmax", "log_softmax"])
+# Operators in which what lies along a dimension meets, and those that take it apart, with where they name it.
+MEETING = {"flip": 1, "cumsum": 1, "softmax": 1, "log_softmax": 1, "roll": 2, "topk": 2, "kthvalue": 2}
+CUTTING = {"slice": 1, "narrow": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "tensor_split": 2}
 
 
 class Loss(NamedTuple):
@@ -87,7 +90,7 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "replicas: their number times smaller than the sum over the whole batch, and the gradients with it. Return "
             "a mean, or scale the loss that the call returns"
         )
-    if (mixed := find_mixed(divided)) is not None:
+    if (mixed := find_mixed(divided, counted=bool(uncounted))) is not None:
         why = (
             f"joins a microbatch's sequences ({divided.letters.get('b', 1)} here) with each other, as contrasts and "
             "statistics of the batch do, and with none of another microbatch"
@@ -152,23 +155,31 @@ def is_sum(program: Program) -> bool:
     )
 
 
-def find_mixed(program: Program) -> fx.Node | None:
-    """The first trained value that one sequence of the batch has of the others; None where each is by itself.
+def find_mixed(program: Program, counted: bool = False) -> fx.Node | None:
+    """The first value that one sequence of the batch has of the others; None where each is by itself.
 
-    It has two dimensions of the batch, or is made with what was reduced over it.
+    It has two dimensions of the batch, is made along it, of two parts of it, or with what was reduced over it. Where
+    labels are `counted`, only trained values: the others may be the counts.
     """
     (stage,) = program.stages
-    trained, reduced = find_trained(stage), set[fx.Node]()
+    trained, reduced, varying = find_trained(stage), set[fx.Node](), set[fx.Node]()
+    parts: dict[fx.Node, set[Any]] = {}
     alone = program.letters.get("b", 1) == 1
     node: fx.Node
     for node in stage.graph.nodes:
-        if node not in trained:
+        sources = node.all_input_nodes
+        if node.meta.get("role") != "input" and varying.isdisjoint(sources):
             continue
-        sources, batches = node.all_input_nodes, _count_batches(node)
+        varying.add(node)
+        parts[node] = _find_parts(node, parts)
+        if counted and node not in trained:
+            continue
         known = not reduced.isdisjoint(sources)
-        if _count_batches(node, alone) > 1 or (batches and known) or "batch_norm" in _name(node):
+        meets = _is_along_batch(node, MEETING) or "batch_norm" in _name(node)
+        several = (len(parts[node]) > 1 and _sizes(node)) or _count_batches(node, alone) > 1
+        if meets or several or (known and _has_batch(node)):
             return node
-        if known or (_name(node) in REDUCING and not batches and any(map(_has_batch, sources))):
+        if known or (_name(node) in REDUCING and not _has_batch(node) and any(map(_has_batch, sources))):
             reduced.add(node)
     return None
 
@@ -259,8 +270,32 @@ def _count_batches(node: fx.Node, alone: bool = False) -> int:
 
     Where a sequence is `alone`, those that are the batch: its length may be taken for the number of all tokens.
     """
-    sizes, b = node.meta.get("sizes") or (), letter("b")
-    return sum(size == b if alone else b in getattr(size, "free_symbols", ()) for size in sizes)
+    b = letter("b")
+    return sum(size == b if alone else b in getattr(size, "free_symbols", ()) for size in _sizes(node))
+
+
+def _sizes(node: fx.Node) -> Sequence[Any]:
+    """The dimensions of a value in letters, of the first of several."""
+    sizes = node.meta.get("sizes") or ()
+    return sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
+
+
+def _is_along_batch(node: fx.Node, places: Mapping[str, int]) -> bool:
+    """Whether `node` is one of the operators with these `places`, and what it names there is of the batch."""
+    place, default = places.get(_name(node), 0), -1 if places is MEETING else 0
+    sizes, dims = _sizes(node.all_input_nodes[0]) if place else (), argument(node, place, "dim", default)
+    named = [sizes[d] for d in ([dims] if isinstance(dims, int) else dims)] if sizes else []
+    return any(letter("b") in getattr(size, "free_symbols", ()) for size in named)
+
+
+def _find_parts(node: fx.Node, parts: Mapping[fx.Node, set[Any]]) -> set[Any]:
+    """Which parts of the batch, neighbours in one, a value is made of; none where they were joined again."""
+    sources, joined = node.all_input_nodes, _name(node) in ("cat", "stack")
+    cut = sources[0] if node.target is getitem else node
+    whole = argument(node, 4, "step", 1) != 1 or _sizes(node) in map(_sizes, sources)
+    if _is_along_batch(cut, CUTTING) and (cut is not node or not whole):
+        return {node.args[1:]}
+    return set().union(*(parts.get(source, ()) for source in sources if not joined))
 
 
 def _name(node: fx.Node) -> str:

@@ -232,6 +232,7 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, size: int) -> None:
     said = find_warnings(MEANS[name], size)
     known = {
         "by a trained sum": "joins a microbatch's sequences",
+        "of weights that add up to one": "joins a microbatch's sequences",
         "of a ratio": "is not linear in what was summed",
     }
     expected = [words for end, words in known.items() if name.endswith(end)]
@@ -280,7 +281,8 @@ def count(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     ],
 )
 def test_a_factor_is_not_taken_for_a_count(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    assert find_warnings(loss, 2) == []
+    """It is a statistic of the microbatch, where it is not of one sample."""
+    assert all("joins a microbatch's sequences" in text for text in find_warnings(loss, 2))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +328,62 @@ def test_what_is_not_linear_in_the_batch_is_said(
     (said,) = find_warnings(loss, size)
     assert said.startswith(f"aten.{operator} (test_labels.py:")
     assert said.endswith("is not linear in what was summed over a microbatch's sequences")
+
+
+def rank(x: Tensor, y: Tensor) -> Tensor:
+    """How much better the first of each pair is."""
+    return -functional.logsigmoid(x - y).mean()
+
+
+@pytest.mark.parametrize(
+    ("operator", "loss"),
+    [
+        ("sub", lambda x, y, w: (each(x, y) * (w - w.mean())).mean()),
+        ("sub", lambda x, y, w: (each(x, y) * ((w - w.mean()) / (w.std() + 1))).mean()),
+        ("div", lambda x, y, w: (each(x, y) * (w / w.max())).mean()),
+        ("div", lambda x, y, w: (each(x, y).mean(1) * (w[:, 0] / w[:, 0].amax(0))).mean()),
+        ("softmax", lambda x, y, w: (each(x, y).mean(1) * w.mean(1).softmax(0)).sum()),
+        (
+            "softmax",
+            lambda x, y, w: (each(x, y) * each(x, y).detach().view(-1).softmax(0).view(y.shape)).sum(),
+        ),
+        ("roll", lambda x, y, w: functional.cosine_similarity(x, x.roll(1, 0), -1).mean()),
+        ("flip", lambda x, y, w: mean(0.7 * x + 0.3 * x.flip(0), y)),
+        ("cumsum", lambda x, y, w: each(x, y).cumsum(0).mean()),
+        ("topk", lambda x, y, w: each(x, y).view(-1).topk(5).values.mean()),
+        ("sub", lambda x, y, w: rank(*each(x, y).sum(1).chunk(2))),
+        ("sub", lambda x, y, w: rank(each(x, y).sum(1)[: len(y) // 2], each(x, y).sum(1)[len(y) // 2 :])),
+    ],
+)
+def test_what_a_microbatch_has_of_itself_is_said(
+    operator: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    for size in (4, 6):
+        (said,) = find_warnings(loss, size)
+        assert said.startswith(f"aten.{operator} (test_labels.py:"), said
+        assert "joins a microbatch's sequences" in said
+
+
+def in_chunks(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """As a loss is computed that must not keep all logits at once."""
+    pairs = zip(x.flatten(0, 1).chunk(4), y.flatten().chunk(4), strict=True)
+    return sum((mean(a, b, reduction="sum") for a, b in pairs), x.new_zeros(())) / y.numel()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        in_chunks,
+        lambda x, y, w: mean(torch.cat([part.sin() for part in x.chunk(2)]), y),
+        lambda x, y, w: rank(each(x, y).sum(1)[0::2], each(x, y).sum(1)[1::2]),
+        lambda x, y, w: (each(x, y) * (w - w.mean(1, keepdim=True)) / w.amax(1, keepdim=True)).mean(),
+        lambda x, y, w: mean(x.cumsum(1).roll(1, 1) * x.softmax(-1).max(-1, keepdim=True).values, y),
+    ],
+    ids=["chunks", "joined", "pairs", "sequences", "tokens"],
+)
+def test_parts_that_do_not_meet_are_not_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    for size in (2, 4):
+        assert find_warnings(loss, size) == []
 
 
 @pytest.mark.parametrize("size", [1, 2])
