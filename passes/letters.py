@@ -84,7 +84,8 @@ class Letters:
     def _name(self, name: str, axis: Axis) -> None:
         """Call an axis by the letter of its role, if it has no name yet."""
         axis = ax.find(axis)
-        if self._is_free(axis):
+        # Of two indices that were cut apart no part is free: each is one index.
+        if self._is_free(axis) or (axis.kind == "sum" and self._leaves.keys().isdisjoint(ax.leaves(axis))):
             self._set(axis, self._symbol(name, axis.size))
 
     def _set(self, axis: Axis, size: sympy.Expr) -> None:
@@ -94,7 +95,7 @@ class Letters:
             self._leaves[axis] = size
             return
         parts = [ax.find(part) for part in axis.parts]
-        free = max(filter(self._is_free, parts), key=lambda part: part.size)
+        free = max(filter(self._is_free, parts), key=lambda part: part.size, default=parts[0])
         others = [self._local(part, {}) for part in parts if part is not free]
         if axis.kind == "product":
             self._set(free, size / sympy.Mul(*others))
