@@ -9,7 +9,7 @@ from samples.benchmarks.activation_memory import SIZES, expect, list_operators, 
 STATISTICS = 16  # bytes a token: two numbers of at most 4 bytes for each of two layer norms
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_keeps_what_the_paper_says(recompute: str, tensor: int) -> None:
     found, paper = dict(measure_layer(recompute, tensor)), expect(recompute, tensor)

@@ -165,8 +165,15 @@ def _check_against_autograd(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(str(x) for x in plan.values()))
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        pytest.param(kind, plan, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, kind in enumerate(CONFIGS)
+        for j, plan in enumerate(PLANS)
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(str(x) for x in value.values()),
+)
 def test_twenty_steps_are_bitwise_those_of_one_device(kind: str, plan: dict[str, Any]) -> None:
     model, microbatches = make_model(CONFIGS[kind]), plan["num_microbatches"]
     program = autoptd.compile(model, example_inputs=make_batch(model.config, 1), **plan, **AS_IT_IS)

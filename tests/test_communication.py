@@ -120,7 +120,7 @@ def over_pipeline(program: CompiledProgram, measured: list[Traffic], key: str) -
     return calls, elements
 
 
-@pytest.mark.parametrize("m", [2, 6])
+@pytest.mark.parametrize("m", [2, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2)], ids=str)
 def test_a_layer_has_two_all_reduces_forward_and_two_backward(mesh: tuple[int, int, int], m: int) -> None:
     program = compile_model(MEGATRON, mesh, num_microbatches=m)
@@ -207,10 +207,20 @@ PRINTED = [
 ]
 
 
+WAYS: list[tuple[int, int, str | int]] = [
+    (2, 2, "none"), (4, 2, "none"), (2, 3, "none"), (2, 2, "full"), (2, 1, 2),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("t", "p", "recompute"), [(2, 2, "none"), (4, 2, "none"), (2, 3, "none"), (2, 2, "full"), (2, 1, 2)]
+    ("config", "t", "p", "recompute"),
+    [
+        pytest.param(config, *way, marks=[pytest.mark.slow] * (config is not MEGATRON and way is not WAYS[0]))
+        for config in PRINTED
+        for way in WAYS
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("config", PRINTED, ids=str)
 def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int, recompute: str | int) -> None:
     m = 3
     options: dict[str, Any] = {"num_microbatches": m, "schedule": "1f1b", "recompute": recompute}

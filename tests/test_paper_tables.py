@@ -93,6 +93,7 @@ def test_table_2_zero3(row: PaperRow) -> None:
     assert step.tflops_per_device == pytest.approx(row.tflops, rel=0.15)
 
 
+@pytest.mark.slow
 def test_throughput_falls_in_tensor_ranks_most_across_nodes() -> None:
     """Figure 15, its widths: all-reduces take the time, and beyond eight devices they leave the node."""
     few = replace(GPT_6B, layers=FEW, pipeline=1)
@@ -105,6 +106,7 @@ def test_throughput_falls_in_tensor_ranks_most_across_nodes() -> None:
     assert falls.argmax() == len(falls) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "pipelines"), [(8, (2, 4, 8)), pytest.param(32, (2, 4, 8, 16, 32), marks=pytest.mark.slow)]
 )
@@ -136,6 +138,7 @@ def test_scatter_gather_decides_for_interleaving() -> None:
     assert whole < simulate_row(default, SELENE, own, scatter_gather=False).tflops_per_device
 
 
+@pytest.mark.slow
 def test_recomputation_costs_a_forward_and_saves_memory() -> None:
     """Figure 17, its widths and layers a rank: at most a third slower, at every batch."""
     row = PaperRow("145B", 96, 12288, 20, 8, 4, 32, 1, 4, 0)
@@ -147,6 +150,7 @@ def test_recomputation_costs_a_forward_and_saves_memory() -> None:
     assert max(steps[1].memory_bytes) < max(steps[0].memory_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "paper"),
     [

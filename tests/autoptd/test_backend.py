@@ -26,7 +26,7 @@ def make_program(dropout: float, recompute: str = "none", mesh: Any = (1, 1, 1))
 @pytest.mark.parametrize(
     ("backend", "dropout"),
     [
-        ("aot_eager", 0.0),
+        pytest.param("aot_eager", 0.0, marks=pytest.mark.slow),
         ("aot_eager", 0.1),
         pytest.param("inductor", 0.0, marks=pytest.mark.slow),
         pytest.param("inductor", 0.1, marks=pytest.mark.slow),

@@ -104,6 +104,7 @@ def test_a_link_is_found_again_from_what_it_takes() -> None:
     assert found.crowded_seconds == pytest.approx(8e-5, rel=0.01)
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a moment, so not well: the file loads, its values are a machine's, and a step can be predicted on it."""
     file = tmp_path / "mine.toml"

@@ -185,8 +185,10 @@ def in_numbers(work: Work, cost: Any) -> list[Any]:
     return [sympy.sympify(x).subs(cost.values) for x in (*amounts, *(x for p in products for x in p))]
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("tensor", "fuse"),
+    [(2, True), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(1, True), (1, False), (2, False)])],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_letters_and_numbers_agree_for_every_operator(name: str, tensor: int, fuse: bool) -> None:
     program = compile_model(MODELS[name](), (tensor, 1, 1), fuse=fuse)
@@ -200,7 +202,7 @@ def test_letters_and_numbers_agree_for_every_operator(name: str, tensor: int, fu
                 assert in_numbers(named, program.cost) == in_numbers(plain, program.cost), node
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_activations_are_the_ledgers(name: str, recompute: str) -> None:
     if name == "gemma2" and recompute == "full":

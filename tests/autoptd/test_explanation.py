@@ -53,7 +53,14 @@ def test_changes_are_what_the_changed_program_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"fuse": False}, {"layout": "bsh"}, {"recompute": "full"}, {"recompute": 2}]
+    "options",
+    [
+        {"recompute": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({}, {"fuse": False}, {"layout": "bsh"}, {"recompute": "full"})
+        ),
+    ],
 )
 def test_estimates_are_with_the_programs_own_options(options: dict[str, object]) -> None:
     """One microbatch more on one pipeline rank, which nothing is cut for, is what that program takes exactly."""
@@ -137,7 +144,11 @@ def test_a_change_smaller_than_the_error_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "more", "how"),
-    [("interleaved_1f1b", 6, ""), ("1f1b", 5, ""), ("gpipe", 5, ", interleaved_1f1b for gpipe")],
+    [
+        pytest.param("interleaved_1f1b", 6, "", marks=pytest.mark.slow),
+        pytest.param("1f1b", 5, "", marks=pytest.mark.slow),
+        ("gpipe", 5, ", interleaved_1f1b for gpipe"),
+    ],
 )
 def test_changes_are_those_that_the_schedule_takes(schedule: str, more: int, how: str) -> None:
     changes = compile_gpt((1, 2, 1), num_model_chunks=1, schedule=schedule).explain().changes
