@@ -171,9 +171,9 @@ class Parallel(Persistent):
             self._take_buffers()
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         given = None if known else kwargs.pop(ITEMS, None)
-        items = None if given is None else read_items(self._manifest, given, self._device)
         number, batch = bind_batch(self._manifests, args, kwargs, self._device)
         manifest = self._manifests[number]
+        items = None if given is None else read_items(manifest, given, self._device)
         if self._warns_precision and (warning := describe_unheeded(self._manifest, self._device)):
             self._warns_precision = False  # once is enough
             warn_caller(warning)
