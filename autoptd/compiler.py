@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autoptd.ambient import leave_autocast
 from autoptd.archive import load_folder
+from autoptd.batch_mean import describe_means
 from autoptd.capture import capture
 from autoptd.check import check_program
 from autoptd.collector import paused_collector
@@ -21,7 +22,7 @@ from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
 from autoptd.fitting import choose_fitting, fit_program
 from autoptd.initialization import read_initial
-from autoptd.labels import describe_labels, describe_means
+from autoptd.labels import describe_labels
 from autoptd.options import (
     Options,
     check_flags,

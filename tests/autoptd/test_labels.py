@@ -323,6 +323,10 @@ def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> No
         ("linalg_vector_norm", lambda x, y, w: mean(x, y) + x.norm()),
         ("std", lambda x, y, w: mean(x, y) + x.std((0, 1)).sum()),
         ("clamp", lambda x, y, w: torch.stack([mean(x, y), x.square().mean()]).clamp(max=9).sum()),
+        ("median", lambda x, y, w: each(x, y).median()),
+        ("prod", lambda x, y, w: mean(x, y) + x.sigmoid().prod()),
+        ("quantile", lambda x, y, w: each(x, y).quantile(0.9)),
+        ("mode", lambda x, y, w: each(x, y).mean(1).mode(0).values),
     ],
 )
 def test_what_is_not_linear_in_the_batch_is_said(
@@ -354,6 +358,11 @@ def rank(x: Tensor, y: Tensor) -> Tensor:
         ("flip", lambda x, y, w: mean(0.7 * x + 0.3 * x.flip(0), y)),
         ("cumsum", lambda x, y, w: each(x, y).cumsum(0).mean()),
         ("topk", lambda x, y, w: each(x, y).view(-1).topk(5).values.mean()),
+        ("sort", lambda x, y, w: (each(x, y).sum(1).sort().values * w.mean()).mean()),
+        ("argsort", lambda x, y, w: (each(x, y).sum(1) * w[:, 0].argsort()).mean()),
+        ("cummax", lambda x, y, w: each(x, y).cummax(0).values.mean()),
+        ("cat", lambda x, y, w: (x * torch.cat([x[1:], x[:1]])).mean()),
+        ("cat", lambda x, y, w: (x * torch.cat([x[-1:], x[:-1]])).mean()),
         ("sub", lambda x, y, w: rank(*each(x, y).sum(1).chunk(2))),
         ("sub", lambda x, y, w: rank(each(x, y).sum(1)[: len(y) // 2], each(x, y).sum(1)[len(y) // 2 :])),
     ],
@@ -367,6 +376,13 @@ def test_what_a_microbatch_has_of_itself_is_said(
         assert "joins a microbatch's sequences" in said
 
 
+def soften(x: Tensor, y: Tensor) -> Tensor:
+    """Half of what is wanted is the label, the other half spread over all."""
+    return functional.cross_entropy(
+        x.transpose(1, 2), (functional.one_hot(y, VOCABULARY).transpose(1, 2) + 1 / VOCABULARY) / 2
+    )
+
+
 def in_chunks(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     """As a loss is computed that must not keep all logits at once."""
     pairs = zip(x.flatten(0, 1).chunk(4), y.flatten().chunk(4), strict=True)
@@ -378,11 +394,13 @@ def in_chunks(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     [
         in_chunks,
         lambda x, y, w: mean(torch.cat([part.sin() for part in x.chunk(2)]), y),
+        lambda x, y, w: mean(torch.cat([x[:-1].sin(), x[-1:].sin()]), y),
+        lambda x, y, w: soften(x, y),
         lambda x, y, w: rank(each(x, y).sum(1)[0::2], each(x, y).sum(1)[1::2]),
         lambda x, y, w: (each(x, y) * (w - w.mean(1, keepdim=True)) / w.amax(1, keepdim=True)).mean(),
         lambda x, y, w: mean(x.cumsum(1).roll(1, 1) * x.softmax(-1).max(-1, keepdim=True).values, y),
     ],
-    ids=["chunks", "joined", "pairs", "sequences", "tokens"],
+    ids=["chunks", "joined", "joined slices", "soft targets", "pairs", "sequences", "tokens"],
 )
 def test_parts_that_do_not_meet_are_not_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     for size in (2, 4):
