@@ -15,13 +15,11 @@ from autoptd.labels import (
     find_divisors,
     find_loss,
     find_uncounted,
-    name_of,
     read_loss,
     strip,
-    walk,
 )
 from autoptd.passes import product_work
-from autoptd.passes.calls import argument, called
+from autoptd.passes.calls import argument, aten_name, called, walk
 from autoptd.passes.letters import letter
 from autoptd.passes.program import Program
 from autoptd.passes.work import find_trained
@@ -86,12 +84,12 @@ def is_sum(program: Program) -> bool:
 
     def parts(node: fx.Node) -> list[fx.Node]:
         """What `node` grows with, up to where a factor is no longer one of the loss."""
-        if read_loss(node) or node.target in product_work.FORWARDS or name_of(node) in SOFTMAX:
+        if read_loss(node) or node.target in product_work.FORWARDS or aten_name(node.target) in SOFTMAX:
             return []
         # What has no batch is the same for all of it, where it comes to what has one.
         return [x for x in node.all_input_nodes if x in trained and _has_batch(x) >= _has_batch(node)]
 
-    grown = {node: parts(node) for node in walk(find_loss(program), parts)}
+    grown = {node: parts(node) for node in walk([find_loss(program)], parts)}
     read = [loss.target for node in grown if (loss := read_loss(node))]
     values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
     sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {0, 1}
@@ -122,11 +120,13 @@ def find_mixed(program: Program, counted: bool = False) -> fx.Node | None:
         if counted and node not in trained:
             continue
         known = not reduced.isdisjoint(sources)
-        meets = _is_along_batch(node, MEETING) or "batch_norm" in name_of(node)
+        meets = _is_along_batch(node, MEETING) or "batch_norm" in aten_name(node.target)
         several = (len(parts[node]) > 1 and _sizes(node)) or _count_batches(node, alone) > 1
         if meets or several or (known and _has_batch(node)):
             return node
-        if known or (name_of(node) in REDUCING and not _has_batch(node) and any(map(_has_batch, sources))):
+        if known or (
+            aten_name(node.target) in REDUCING and not _has_batch(node) and any(map(_has_batch, sources))
+        ):
             reduced.add(node)
     return None
 
@@ -149,8 +149,10 @@ def find_bent(program: Program) -> fx.Node | None:
             if node in trained and not _is_linear(node, varying, trained):
                 return node
             reduced.add(node)
-        elif (name_of(node) in REDUCING or read_loss(node)) and any(map(_has_batch, node.all_input_nodes)):
-            if node in trained and name_of(node) in BENDING:
+        elif (aten_name(node.target) in REDUCING or read_loss(node)) and any(
+            map(_has_batch, node.all_input_nodes)
+        ):
+            if node in trained and aten_name(node.target) in BENDING:
                 return node
             reduced.add(node)
     return None
@@ -158,11 +160,11 @@ def find_bent(program: Program) -> fx.Node | None:
 
 def _is_linear(node: fx.Node, varying: Container[Any], trained: Container[Any]) -> bool:
     """Whether `node` is linear in all that is `varying`; what is divided by counts where it is trained."""
-    if name_of(node) == "div" and node.args[1] in varying:
+    if aten_name(node.target) == "div" and node.args[1] in varying:
         return node.args[1] not in trained
-    if name_of(node) in ("mul", "matmul"):
+    if aten_name(node.target) in ("mul", "matmul"):
         return sum(x in varying for x in node.args) == 1
-    return name_of(node) in LINEAR or not name_of(node)
+    return aten_name(node.target) in LINEAR or not aten_name(node.target)
 
 
 def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
@@ -170,14 +172,14 @@ def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
     if not sources:
         loss = read_loss(node)
         return _has_batch(node) or (loss is not None and not loss.mean)
-    return name_of(node) == "sum" or _has_batch(node) or not any(map(_has_batch, sources))
+    return aten_name(node.target) == "sum" or _has_batch(node) or not any(map(_has_batch, sources))
 
 
 def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: set[int]) -> bool:
     """Whether `node` may divide what grows by how large the batch is, be it through weights that add up to one."""
     if divisors := find_divisors(node):
         return any(isinstance(x, fx.Node) or _may_count(x, {batch}) for x in divisors)
-    factors: Any = node.args if name_of(node) == "mul" else ()
+    factors: Any = node.args if aten_name(node.target) == "mul" else ()
     weights = [x for x in factors if isinstance(x, fx.Node) and x not in sources]
     numbers = [1 / x for x in factors if not isinstance(x, fx.Node) and x != 0]
     # A mask leaves out, and divides nothing. Every whole number is a multiple of a batch of one: a factor such as 0.1
@@ -215,7 +217,7 @@ def _sizes(node: fx.Node) -> Sequence[Any]:
 
 def _is_along_batch(node: fx.Node, places: Mapping[str, int]) -> bool:
     """Whether `node` is one of the operators with these `places`, and what it names there is of the batch."""
-    place, default = places.get(name_of(node), 0), -1 if places is MEETING else 0
+    place, default = places.get(aten_name(node.target), 0), -1 if places is MEETING else 0
     sizes, dims = _sizes(node.all_input_nodes[0]) if place else (), argument(node, place, "dim", default)
     named = [sizes[d] for d in ([dims] if isinstance(dims, int) else dims)] if sizes else []
     return any(letter("b") in getattr(size, "free_symbols", ()) for size in named)
@@ -223,12 +225,12 @@ def _is_along_batch(node: fx.Node, places: Mapping[str, int]) -> bool:
 
 def _find_parts(node: fx.Node, parts: Mapping[fx.Node, set[Any]]) -> set[Any]:
     """Which parts of the batch, neighbours in one, a value is made of; none where they were joined in order."""
-    sources, joined = node.all_input_nodes, name_of(node) == "stack"
+    sources, joined = node.all_input_nodes, aten_name(node.target) == "stack"
     cut = sources[0] if node.target is getitem else node
     whole = argument(node, 4, "step", 1) != 1 or _sizes(node) in map(_sizes, sources)
     if _is_along_batch(cut, CUTTING) and (cut is not node or not whole):
         return {node.args[1:]}
-    if name_of(node) == "cat":
+    if aten_name(node.target) == "cat":
         places = [[(x or 0) % 2**63 for x in place] for x in sources for place in parts.get(x, ())]
         joined = places == sorted(places)
     return set().union(*(parts.get(source, ()) for source in sources if not joined))

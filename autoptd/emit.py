@@ -6,7 +6,7 @@ Stage k is a function ``stage_k`` of pipeline rank k mod p. The same program giv
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from autoptd.annotations import Headings, stage_bytes, write_bytes, write_shape, write_value_shape
 from autoptd.bodies import write_body
 from autoptd.expressions import Names, write_value
+from autoptd.passes.calls import walk
 from autoptd.passes.program import Program, Stage, recomputed_groups
 from autoptd.runtime.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.schedule import Action
@@ -208,7 +209,7 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
     for stage in stages:
         table: Any = next((n.args[0] for n in reversed(stage.constants.nodes) if n.op == "output"), {})
         wanted = {name: node for name, node in table.items() if name not in result}
-        needed = _ancestors(wanted.values())
+        needed = set(walk(node for node in wanted.values() if isinstance(node, fx.Node)))
         members = [node for node in stage.constants.nodes if node in needed]
         for node in members:
             names.add(node)
@@ -224,14 +225,3 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
     rows = [f"        {write_value(name, names, None)}: {value}," for name, value in result.items()]
     comment = "# runs once, when weights are bound"
     return [beside("def constants(p):", comment), *lines[1:], "", "    return {", *rows, "    }"]
-
-
-def _ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = [node for node in nodes if isinstance(node, fx.Node)]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found

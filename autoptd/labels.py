@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
-from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.calls import argument, aten_name, shape_of, walk
 from autoptd.passes.program import Program
 from autoptd.passes.work import find_trained
 from autoptd.runtime import aten, kernels
@@ -78,44 +76,28 @@ def find_counts(program: Program) -> tuple[str, ...]:
 
     def parts(node: fx.Node) -> list[fx.Node]:
         return [
-            x for x in node.all_input_nodes if name_of(node) in LINEAR and (x in trained or not shape_of(x))
+            x
+            for x in node.all_input_nodes
+            if aten_name(node.target) in LINEAR and (x in trained or not shape_of(x))
         ]
 
-    divisors = [divisor for node in walk(find_loss(program), parts) for divisor in find_divisors(node)]
+    divisors = [divisor for node in walk([find_loss(program)], parts) for divisor in find_divisors(node)]
     counts = [x for x in divisors if isinstance(x, fx.Node) and x not in trained and not shape_of(x)]
     return tuple(dict.fromkeys(name for x in counts if _is_summed(x) for name, _ in _sources(x)))
 
 
 def _is_summed(count: fx.Node) -> bool:
     """Whether a sum is taken on the way to `count`, as of labels that are counted."""
-    return any(name_of(node) in ("sum", "count_nonzero", "mean") for node in walk(count))
+    return any(aten_name(node.target) in ("sum", "count_nonzero", "mean") for node in walk([count]))
 
 
 def find_divisors(node: fx.Node) -> Sequence[Any]:
     """What `node` divides by."""
-    if name_of(node) == "div":
+    if aten_name(node.target) == "div":
         return node.args[1:2]
-    exponent = node.args[1] if name_of(node) == "pow" else None
+    exponent = node.args[1] if aten_name(node.target) == "pow" else None
     inverse = isinstance(exponent, (int, float)) and exponent < 0
-    return node.args[:1] if inverse or name_of(node) == "reciprocal" else ()
-
-
-def name_of(node: fx.Node) -> str:
-    """The operator that `node` calls, as torch names it; empty where it calls none."""
-    return node.target._schema.name.removeprefix("aten::") if isinstance(node.target, OpOverload) else ""
-
-
-def walk(
-    start: fx.Node, parts: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
-) -> Iterator[fx.Node]:
-    """`start`, its `parts`, theirs and so on, each once; by default all that it is computed from."""
-    pending, seen = [start], {start}
-    while pending:
-        node = pending.pop()
-        yield node
-        fresh = [source for source in parts(node) if source not in seen]
-        seen.update(fresh)
-        pending += fresh
+    return node.args[:1] if inverse or aten_name(node.target) == "reciprocal" else ()
 
 
 def _find_places(
@@ -145,7 +127,7 @@ def find_loss(program: Program) -> fx.Node:
 
 def strip(node: fx.Node, names: Container[str] = MOVING) -> fx.Node:
     """The node that `node` is, but for casts and moves, or other operators by `names`."""
-    while name_of(node) in names and len(node.all_input_nodes) == 1:
+    while aten_name(node.target) in names and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node
 
@@ -168,7 +150,7 @@ def read_loss(node: fx.Node) -> Loss | None:
 
 def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     """The inputs that `target` is computed from."""
-    return ((str(node.target), node) for node in walk(target) if node.meta.get("role") == "input")
+    return ((str(node.target), node) for node in walk([target]) if node.meta.get("role") == "input")
 
 
 def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | None:
@@ -193,7 +175,7 @@ def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
     way = [target]
     while way[-1] is not source:
         node = way[-1]
-        if name_of(node) not in MOVING or len(node.all_input_nodes) != 1:
+        if aten_name(node.target) not in MOVING or len(node.all_input_nodes) != 1:
             return None
         way.append(node.all_input_nodes[0])
     value: Any = numbers

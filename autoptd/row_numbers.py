@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
-from torch._ops import OpOverload
 
 from autoptd.labels import MOVING
-from autoptd.passes.calls import argument
+from autoptd.passes.calls import argument, aten_name
 from autoptd.passes.program import Program
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.manifest import Input
@@ -65,10 +64,7 @@ def _read_rows(node: fx.Node) -> Iterator[tuple[fx.Node, int, int | None]]:
 def _find_input(node: fx.Node) -> str | None:
     """The batch input whose elements `node` holds; None where something is computed on the way."""
     while node.meta.get("role") != "input":
-        moving = (
-            isinstance(node.target, OpOverload) and node.target._schema.name.removeprefix("aten::") in MOVING
-        )
-        if not moving or len(node.all_input_nodes) != 1:
+        if aten_name(node.target) not in MOVING or len(node.all_input_nodes) != 1:
             return None
         (node,) = node.all_input_nodes
     return str(node.target)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.calls import argument, shape_of, walk
 from autoptd.runtime.placement import Segment
 from autoptd.shares import UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares, regroup, take_rows
 
@@ -101,15 +101,10 @@ def _check_whole_rows(source: fx.Node, divided: fx.Node, dim: int, result: Seque
 
 def _is_of_parameters(source: fx.Node) -> bool:
     """Whether a value is computed from parameters alone, and none of its rows are copies."""
-    pending, seen = [source], {source}
-    while pending:
-        node = pending.pop()
+    for node in walk([source]):
         name = str(getattr(node.target, "__name__", "")).split(".")[0]
         if node.op == "placeholder" or not (node.op == "get_attr" or node.all_input_nodes) or name in COPYING:
             return False
-        fresh = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(fresh)
-        pending += fresh
     return True
 
 

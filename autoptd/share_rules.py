@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from autoptd import share_movement as movement
 from autoptd import share_products as products
 from autoptd.passes.axis_rules import ELEMENTWISE, REDUCTIONS
-from autoptd.passes.calls import argument, shape_of
+from autoptd.passes.calls import argument, aten_name, shape_of
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.placement import Segment
 from autoptd.share_movement import describe, read, spread
@@ -84,7 +84,7 @@ def share_after(node: fx.Node, shares: Shares) -> Found:
 def operator_name(target: Any) -> str:
     """ "linear" of ``aten.linear.default``; "" for what no rule is about."""
     if isinstance(target, OpOverload):
-        return target._schema.name.removeprefix("aten::")
+        return aten_name(target)
     name = str(getattr(target, "__name__", ""))
     if getattr(kernels, name, None) is target:
         return f"kernels.{name}"

@@ -8,6 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, fx, nn
 
+from autoptd.passes.calls import walk
 from autoptd.passes.program import Program
 from autoptd.promotion import promote
 from autoptd.runtime import aten, kernels
@@ -177,11 +178,5 @@ def _count_rows(table: object, manifest: Manifest) -> int | None:
 
 def _sources(node: fx.Node) -> Iterator[str]:
     """The batch inputs that a value of whole numbers is computed from."""
-    pending, seen = [node], {node}
-    while pending:
-        current = pending.pop()
-        if current.meta.get("role") == "input":
-            yield str(current.target)
-        fresh = [n for n in current.all_input_nodes if n not in seen and current.op == "call_function"]
-        seen.update(fresh)
-        pending.extend(fresh)
+    calls = walk([node], lambda node: node.all_input_nodes if node.op == "call_function" else [])
+    return (str(call.target) for call in calls if call.meta.get("role") == "input")

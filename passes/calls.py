@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,20 +57,33 @@ def where(node: fx.Node) -> str:
     return f"{path} ({line})" if line else str(path)
 
 
+def walk(
+    nodes: Iterable[fx.Node], parts: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
+) -> Iterator[fx.Node]:
+    """`nodes`, their `parts`, theirs and so on, each once; by default all that `nodes` are computed from."""
+    pending = list(nodes)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        fresh = [part for part in parts(node) if part not in seen]
+        seen.update(fresh)
+        pending += fresh
+
+
 def loads_under(node: fx.Node) -> set[fx.Node]:
     """The loads of parameters, buffers and constants that a value is computed from; itself, if it is one."""
-    seen = {node}
-    pending = [node]
-    while pending:
-        fresh = [n for n in pending.pop().all_input_nodes if n not in seen]
-        seen.update(fresh)
-        pending.extend(fresh)
-    return {n for n in seen if n.op == "get_attr"}
+    return {n for n in walk([node]) if n.op == "get_attr"}
 
 
 def is_lifted(name: str) -> bool:
     """Whether a tensor is one of the forward's code, not of the user's modules."""
     return name.rpartition(".")[2].startswith("lifted_tensor_")
+
+
+def aten_name(target: Any) -> str:
+    """ "linear" of ``aten.linear.default``; empty for what is no operator of torch's dispatcher."""
+    return target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
 
 
 def operator_name(target: Any) -> str:

@@ -16,7 +16,7 @@ from math import ceil
 import torch
 from torch import fx
 
-from autoptd.passes.calls import operator_name, values_taken
+from autoptd.passes.calls import operator_name, values_taken, walk
 from autoptd.passes.layers import Layer, find_stacks
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.naming import find_containers, short_path
@@ -184,14 +184,9 @@ def _between(starts: Iterable[fx.Node], ends: Iterable[fx.Node], graph: fx.Graph
     for node in graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-    needed: set[fx.Node] = set()
-    pending = [node for node in ends if node in reached]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += [source for source in node.all_input_nodes if source in reached]
-    return needed
+    return set(
+        walk(reached.intersection(ends), lambda node: [x for x in node.all_input_nodes if x in reached])
+    )
 
 
 # The groups

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import UntypedStorage, fx
 
-from autoptd.passes.calls import values_taken
+from autoptd.passes.calls import values_taken, walk
 from autoptd.passes.durations import Durations
 from autoptd.passes.ledger import Ledger, count_bytes
 from autoptd.passes.program import Stage, tensor_bytes
@@ -152,14 +152,11 @@ class Row:
 
     def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
         """The ambient nodes that `items` need, directly or through each other."""
-        needed: set[fx.Node] = set()
-        pending = list(items)
-        while pending:
-            for source in pending.pop().all_input_nodes:
-                if source in self.ambient and source not in needed:
-                    needed.add(source)
-                    pending.append(source)
-        return needed
+
+        def parts(node: fx.Node) -> list[fx.Node]:
+            return [source for source in node.all_input_nodes if source in self.ambient]
+
+        return set(walk((part for node in items for part in parts(node)), parts))
 
     def _state_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
 
-from autoptd.passes.calls import has_gradients
+from autoptd.passes.calls import has_gradients, walk
 from autoptd.passes.candidates import Choice, choose_cut
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.pipeline import live_microbatches
@@ -167,13 +167,7 @@ def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
     """The part that makes the constants among `names`; no nodes where there are none."""
     outputs: list[Any] = [node.args[0] for node in constants.nodes if node.op == "output"]
     roots = {name: node for table in outputs for name, node in table.items() if name in names}
-    needed: set[fx.Node] = set()
-    pending = list(roots.values())
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+    needed = set(walk(roots.values()))
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in constants.nodes:

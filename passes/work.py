@@ -16,7 +16,7 @@ from torch import fx
 
 from autoptd.passes import memory_work, product_work
 from autoptd.passes.amounts import Product, Sizes, Value, Work, local_sizes, tensor_arguments
-from autoptd.passes.calls import has_gradients
+from autoptd.passes.calls import has_gradients, walk
 from autoptd.passes.program import Stage
 from autoptd.runtime import aten, collectives
 
@@ -86,14 +86,11 @@ def find_trained(stage: Stage) -> set[fx.Node]:
 
 def find_reached(results: Iterable[fx.Node], trained: Container[fx.Node]) -> set[fx.Node]:
     """The values among the `trained` that a gradient of `results` reaches."""
-    pending = list(results)
-    reached: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node in trained and node not in reached:
-            reached.add(node)
-            pending.extend(node.all_input_nodes)
-    return reached
+
+    def parts(node: fx.Node) -> list[fx.Node]:
+        return [source for source in node.all_input_nodes if source in trained]
+
+    return set(walk((node for node in results if node in trained), parts))
 
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:

@@ -24,7 +24,7 @@ from tests.generated_models import (
 )
 from tests.parity import ParityError, Training, compare, compare_states, train_compiled, train_plain
 
-NUM_CASES, NUM_QUICK = 104, 40
+NUM_CASES, NUM_QUICK = 104, 24
 
 
 @dataclass(frozen=True)

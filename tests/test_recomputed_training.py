@@ -78,16 +78,17 @@ def check_same(found: Run, expected: Run) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("recompute", MODES[:3])
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("mesh", "dtype"),
+    ("name", "mesh", "dtype", "recompute"),
     [
-        ((2, 2, 1), torch.float32),
-        pytest.param((1, 1, 1), torch.float64, marks=pytest.mark.slow),
-        pytest.param((1, 2, 1), torch.float64, marks=pytest.mark.slow),
+        pytest.param(name, *on, mode, marks=[pytest.mark.slow] * (k > 0 or (i + j) % 3 == 1))
+        for i, name in enumerate(MODELS)
+        for j, mode in enumerate(MODES[:3])
+        for k, on in enumerate(
+            [((2, 2, 1), torch.float32), ((1, 1, 1), torch.float64), ((1, 2, 1), torch.float64)]
+        )
     ],
-    ids=lambda x: str(x),
+    ids=str,
 )
 def test_processes(name: str, mesh: Any, dtype: torch.dtype, recompute: str | int) -> None:
     program = compile_model(name, dtype, mesh, recompute)
@@ -131,7 +132,7 @@ def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Bat
 
 
 @pytest.mark.parametrize("recompute", MODES)
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 1)], ids=str)
 def test_threads(mesh: Any, recompute: str | int) -> None:
     model, (batch, _) = make_model("gpt2", torch.float64), make_batches("gpt2")
     own, other = (

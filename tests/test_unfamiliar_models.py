@@ -337,7 +337,7 @@ def test_the_dtype_of_an_empty_part_counts(empty: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
 def test_an_attention_is_divided_and_has_the_plain_models_gradients(
     name: str, mesh: tuple[int, int, int]
 ) -> None:

@@ -92,8 +92,23 @@ def test_parameters_are_equation_2_and_a_final_norm(build: Any, mesh: Any) -> No
     assert is_zero(cost.parameters.subs(f, 4 * h) - equation - 2 * h)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (4, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("recompute", "mesh"),
+    [
+        ("none", (2, 1, 1)),
+        ("full", (4, 2, 3)),
+        *(
+            pytest.param(*way, marks=pytest.mark.slow)
+            for way in [
+                ("full", (2, 1, 1)),
+                ("none", (4, 2, 3)),
+                ("none", (1, 1, 1)),
+                ("full", (1, 1, 1)),
+            ]
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("build", [sample, gpt2, lambda: sample(dropout=0.1), lambda: sample(1)])
 def test_flops_are_equation_3(build: Any, mesh: Any, recompute: str) -> None:
     """Layers in three or four passes, the head in three; causal attention in full."""

@@ -340,7 +340,7 @@ def test_a_plan_on_shared_cores_is_the_programs_simulation() -> None:
 
 
 def test_auto_compiles_the_best_plan() -> None:
-    size: Any = {"world_size": 4, "global_batch": 8, "cluster": SELENE}
+    size: Any = {"world_size": 4, "global_batch": 8, "cluster": SELENE, "microbatch_size": 2}
     best = autoptd.plan(make_gpt(), **size)[0]
     program = autoptd.compile(make_gpt(), mesh="auto", **size)
     assert program.mesh == best.mesh
@@ -348,7 +348,7 @@ def test_auto_compiles_the_best_plan() -> None:
     assert program.options is not None
     assert program.options.recompute == best.recompute
     assert not autoptd.diff(best, program)
-    fixed = autoptd.compile(make_gpt(), mesh="auto", recompute="full", microbatch_size=2, **size)
+    fixed = autoptd.compile(make_gpt(), mesh="auto", recompute="full", **size)
     assert fixed.options is not None
     assert (fixed.options.recompute, fixed.manifest.microbatch_size) == ("full", 2)
 

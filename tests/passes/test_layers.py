@@ -84,7 +84,7 @@ def cut_model(name: str, tensor: int = 1, stages: int = 1) -> Program:
     return cut({**PLAIN, **HUGGING_FACE}[name](), names, tensor, stages)
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("tensor", "stages"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
 @pytest.mark.parametrize("name", [*PLAIN, *HUGGING_FACE])
 def test_every_call_of_a_layer_and_no_other(name: str, tensor: int, stages: int) -> None:
     program = cut_model(name, tensor, stages)

@@ -383,7 +383,7 @@ def test_one_tensor_rank_keeps_its_order_where_nothing_is_copied() -> None:
 # Divided
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "name", ["sample", "gpt2", "llama", "opt", "bloom", "gpt-neox", "phi3", "nanogpt-slow"]
 )
@@ -402,7 +402,7 @@ def test_megatrons_structure_is_found_as_before(name: str, batch: int) -> None:
     assert entries[0] == entries[1]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["sample", "llama", "bloom"])
 def test_divided_programs_are_right(name: str, batch: int) -> None:
     """Four ranks have a head each; llama's two key and value heads are replicated."""

@@ -64,8 +64,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(
+    ("fuse", "tensor"),
+    [
+        (True, 1),
+        (False, 2),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in [(True, 2), (False, 1)]),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_ledger_is_what_is_saved(name: str, recompute: str, fuse: bool, tensor: int) -> None:
