@@ -28,7 +28,6 @@ from autoptd.passes.program import Program, Stage
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel
-from autoptd.runtime.part import name_layer
 from autoptd.runtime.placement import Parameter
 from autoptd.side_effects import SideEffectError, refuse_hooks
 from autoptd.skeleton import make_mode, make_skeleton, run_without_data
@@ -201,9 +200,8 @@ def _name_tensors(
         if home != name:
             aliases[name] = home
         elif isinstance(tensor, nn.Parameter):
-            layer = name_layer(model.get_submodule(name.rpartition(".")[0]))
             shape, trained = tuple(tensor.shape), tensor.requires_grad
-            parameters[name] = Parameter(name, shape, tensor.dtype, requires_grad=trained, layer=layer)
+            parameters[name] = Parameter(name, shape, tensor.dtype, requires_grad=trained)
         else:
             parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, "buffer", False)
             if not tensor.is_meta:

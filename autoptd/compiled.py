@@ -33,7 +33,6 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel, signed
 from autoptd.runtime.optimizer_watch import refuse_forgotten
-from autoptd.runtime.parameter_watch import check_frozen
 from autoptd.runtime.program_text import compile_stages, read_program
 from autoptd.runtime.schedule import Action
 from autoptd.runtime.shape import ShapeProgram
@@ -44,7 +43,7 @@ from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.summary import summarize
 from autoptd.tracing import shape_folder, text_filename, trace_program
 from autoptd.verify import verify_program
-from autoptd.weights import check_given, check_values, read_weights
+from autoptd.weights import check_given, check_parameters, check_values, read_weights
 from autoptd.zero3 import Zero3Step, simulate_zero3
 
 
@@ -276,15 +275,15 @@ class CompiledProgram:
                 runs as it is.
 
         Raises ValueError where WORLD_SIZE is not the mesh's, the machine has no such device, torch no such backend, a
-        tensor is missing or of another shape, a parameter of the compiled model was frozen or unfrozen since, or a
-        buffer whose values were compiled into the program (`Manifest.proved`) has other ones; RuntimeError where ranks
-        have different programs, or were given different weights: a module's or a mapping's are compared, those of files
-        are not read for it.
+        tensor is missing or of another shape, parameters of the compiled model were added, removed, tied, untied,
+        frozen or unfrozen since, or a buffer whose values were compiled into the program (`Manifest.proved`) has other
+        ones; RuntimeError where ranks have different programs, or were given different weights: a module's or a
+        mapping's are compared, those of files are not read for it.
         """
         if backend is not None:
             check_backend(backend)
         if weights is None and self.model is not None:
-            check_frozen(self.manifest, self.model)
+            check_parameters(self.manifest, self.model)
         placed = _default_device() if device is None else _read_device(device)
         if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
             placed = torch.device("cpu")
@@ -314,6 +313,11 @@ class CompiledProgram:
             further=further,
         )
         parallel.loss_type = getattr(self.model, "loss_type", None)
+        known = {} if self.model is None else vars(self.model)
+        plain = {
+            name for name, value in known.items() if isinstance(value, (int, float, str)) and name[0] != "_"
+        }
+        parallel.compiled_in = frozenset(plain - {"training"})
         for model in (self.model, weights):
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())

@@ -45,6 +45,7 @@ from autoptd.row_numbers import describe_rows
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Manifest, Proved, StageInterface
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.part import name_layers
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Schedule, make_schedule
 from autoptd.runtime.weights import hash_values
@@ -276,6 +277,8 @@ def _describe(
         aliases=program.aliases,
         output=program.output,
         fixed=program.fixed,
+        layers=name_layers(model),
+        training=model.training,
         transient=_transient(parameters, model),
         model_flops=program.model_flops,
         arguments=read_arguments(model, loss_fn),

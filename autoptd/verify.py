@@ -31,7 +31,7 @@ from autoptd.runtime.weights import check_proved
 from autoptd.source_lines import user_line
 from autoptd.tracing import text_filename, trace_program
 from autoptd.trial import draw_batch, draw_weights
-from autoptd.weights import check_model
+from autoptd.weights import check_parameters
 
 COPIES = 3  # of each tensor while a step runs: itself, its gradient, and a sum on its way
 MARGIN = 256 * 2**20  # bytes for activations and the rest
@@ -62,7 +62,7 @@ def verify_program(
     the bytes it needs, where tensors are missing, where a buffer has other values than those the program was proved of,
     or where the batch has a number for which the model or a text has no row.
     """
-    check_model(manifest, model)
+    check_parameters(manifest, model)
     check_memory(manifest)
     start = time.perf_counter()
     program = trace_program(texts, manifest, buffers=buffers)

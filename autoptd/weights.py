@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.parameter_watch import check_frozen
-from autoptd.runtime.weights import Stored, all_names, has_values
+from autoptd.runtime.weights import Stored, all_names, check_tied, has_values, is_meta
 from autoptd.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -101,10 +100,7 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
                 f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
                 "program: numbers of a quantized model are no weights without its scales; give them dequantized"
             )
-        names = [
-            other for other in all_names(manifest, name) if other in tensors and not tensors.is_meta(other)
-        ]
-        _check_tied(tensors, names, manifest.parameters[name].dtype)
+    check_tied(manifest, tensors)
     own = {known for name in manifest.parameters for known in all_names(manifest, name)}
     others = [name for name in tensors if name not in own]
     if others and os.environ.get("RANK", "0") == "0":
@@ -114,36 +110,9 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
         )
 
 
-def _check_tied(tensors: Stored, names: list[str], dtype: torch.dtype) -> None:
-    """Whole where they are in memory, else some rows, in the program's `dtype`."""
-    first = tensors.shape(names[0])
-    for other in names[1:]:
-        same = first == tensors.shape(other)
-        pair = [tensors.in_memory(name) for name in (names[0], other)]
-        if same and pair[0] is not None and pair[1] is not None:
-            one, two = pair[0], pair[1]
-            same = one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))
-            first = ()
-        for row in {0, first[0] // 2, first[0] - 1} if same and first and first[0] else ():
-            rows = [torch.empty((1, *first[1:]), dtype=dtype) for _ in range(2)]
-            for name, into in zip((names[0], other), rows, strict=True):
-                tensors.copy_rows(name, 0, row, row + 1, into)
-            same = same and torch.equal(*rows)
-        if not same:
-            raise ValueError(
-                f"{names[0]} and {other} are one tensor in the program, and differ in the weights given: compile the "
-                "model without tying them, or give the weights of a model that ties them"
-            )
-
-
-def check_model(manifest: Manifest, model: nn.Module) -> None:
-    """Raise ValueError where `model` has other parameters than the program, or others of them are trained."""
+def check_parameters(manifest: Manifest, model: nn.Module) -> None:
+    """Raise ValueError where `model` has other parameters than the program, or others of them are tied or trained."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    for other, name in manifest.aliases.items():
-        if other in found and name in found and found[other] is not found[name]:
-            raise ValueError(
-                f"{other} is one tensor with {name} in the program, and another in the model: tie them"
-            )
     more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
     fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
     if more or fewer:
@@ -154,7 +123,22 @@ def check_model(manifest: Manifest, model: nn.Module) -> None:
             f"the model {text} ({len(more)} more, {len(fewer)} fewer): give the model that was compiled, or "
             "compile this one"
         )
-    check_frozen(manifest, model)
+    homes: dict[int, str] = {}
+    for name, p in found.items():
+        stored = manifest.aliases.get(name, name)
+        if found[stored] is not p:
+            raise ValueError(
+                f"{name} is one tensor with {stored} in the program, and another in the model: tie them"
+            )
+        if (home := homes.setdefault(id(p), stored)) != stored:
+            raise ValueError(
+                f"{name} is one tensor with {home} in the model, and another in the program: compile it again"
+            )
+        if manifest.parameters[stored].requires_grad != p.requires_grad:
+            raise ValueError(
+                f"the parameter {name} {'requires' if p.requires_grad else 'requires no'} gradient now, unlike when "
+                "the model was compiled: compile it again, or bind(weights=model.state_dict()) if only its values count"
+            )
 
 
 def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], wanted: int) -> str:
@@ -203,7 +187,7 @@ class Overlay(Stored):
         return source.dtype(name) if isinstance(source, Stored) else source[name].dtype
 
     def is_meta(self, name: str) -> bool:
-        return _is_meta(self._source(name), name)
+        return is_meta(self._source(name), name)
 
     def in_memory(self, name: str) -> Tensor | None:
         source = self._source(name)
@@ -217,10 +201,6 @@ class Overlay(Stored):
             into.copy_(source[name].detach().narrow(dim, first, end - first))
 
     def _source(self, name: str) -> Mapping[str, Tensor]:
-        if name in self._first and not (name in self._second and _is_meta(self._first, name)):
+        if name in self._first and not (name in self._second and is_meta(self._first, name)):
             return self._first
         return self._second
-
-
-def _is_meta(source: Mapping[str, Tensor], name: str) -> bool:
-    return source.is_meta(name) if isinstance(source, Stored) else source[name].is_meta

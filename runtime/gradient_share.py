@@ -6,7 +6,7 @@ of each gradient and then the norm of these. Both are recognised, and the second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,10 +54,10 @@ Leaves = Mapping[str | int, nn.Parameter]
 
 @dataclass(frozen=True)
 class Whole:
-    """The model whose gradients are shared: ``norm()(norm_type)``, of all, is a collective of its ranks."""
+    """The model whose gradients are shared: ``norm()(norm_type, leaves)``, of these, is a collective of its ranks."""
 
-    norm: WeakMethod[Callable[[float], Tensor]]
-    leaves: WeakMethod[Callable[[], Leaves]]  # what this rank's optimizer steps, under the names of gradients
+    norm: WeakMethod[Callable[[float, Container[str | int]], Tensor]]
+    leaves: WeakMethod[Callable[[], Leaves]]  # what an optimizer may step here, under the names of gradients
     everywhere: WeakMethod[Callable[[], bool]]  # whether every rank has gradients, and so asks too
     shards: Mapping[int, Sequence[str]]  # the parameters of what a sharded optimizer steps
     divided: Mapping[str | int, Held]  # of parameters that the tensor ranks divide, what is here
@@ -94,6 +94,7 @@ class GradientShare(Tensor):
 
     whole: Whole
     of: str | int
+    kept: bool  # in a parameter's ``.grad``, of which `Whole` takes norms
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -124,6 +125,12 @@ class GradientShare(Tensor):
         # A norm along another dimension, or the like, is the caller's own affair.
         if (norm_type := find_norm_type(func, args, kwargs or {})) is None:
             return result
+        for each in tree_leaves(share):
+            if isinstance(each, cls) and not each.kept:
+                raise ValueError(
+                    f"norm of a gradient of {each.of} that is not in its .grad, of which this rank has a share only: "
+                    f"let loss.backward() leave it there, and then {CALL}"
+                )
         if isinstance(result, Tensor):
             return tag(result, args[0].whole, (args[0].of,), norm_type)
         return [
@@ -256,21 +263,32 @@ def tag(norms: Tensor, whole: Whole, names: tuple[str | int, ...], norm_type: fl
     return tagged
 
 
-def share_gradients(leaves: Leaves, whole: Whole) -> dict[str | int, RemovableHandle]:
-    """Make every gradient that a backward leaves in the ``.grad`` of one of `leaves` a share of `whole`.
+def share_gradients(leaves: Leaves, whole: Whole) -> dict[str | int, tuple[RemovableHandle, ...]]:
+    """Make every gradient of one of `leaves` a share of `whole`: in ``.grad``, and what torch.autograd.grad gives.
 
     Until the handles given are removed.
     """
 
+    def share(name: str | int, gradient: Tensor, kept: bool) -> GradientShare:
+        shared = gradient.as_subclass(GradientShare)
+        shared.whole, shared.of, shared.kept = whole, name, kept
+        return shared
+
     @leave_uncompiled
-    def mark(name: str | int, leaf: Tensor) -> None:
-        if leaf.grad is not None and not isinstance(leaf.grad, GradientShare):
-            share = leaf.grad.as_subclass(GradientShare)
-            share.whole, share.of = whole, name
-            leaf.grad = share
+    def mark(name: str | int, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else share(name, gradient, kept=False)
+
+    @leave_uncompiled
+    def keep(name: str | int, leaf: Tensor) -> None:
+        if leaf.grad is not None and not (isinstance(leaf.grad, GradientShare) and leaf.grad.kept):
+            leaf.grad = share(name, leaf.grad, kept=True)
 
     return {
-        name: leaf.register_post_accumulate_grad_hook(partial(mark, name)) for name, leaf in leaves.items()
+        name: (
+            leaf.register_hook(partial(mark, name)),
+            leaf.register_post_accumulate_grad_hook(partial(keep, name)),
+        )
+        for name, leaf in leaves.items()
     }
 
 
@@ -285,7 +303,7 @@ def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole)
     for name, parameter in parameters.items():
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         kept[name] = zero.expand(parameter.shape).as_subclass(Elsewhere)
-        kept[name].whole, kept[name].of, kept[name].own = whole, name, own
+        kept[name].whole, kept[name].of, kept[name].kept, kept[name].own = whole, name, True, own
         kept[name].elements = held[name][0] if name in held else slice(0, 0)
 
     @leave_uncompiled
@@ -356,7 +374,9 @@ def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
         )
     given = set(norms.of)
     given |= {index for index, names in norms.whole.shards.items() if given.issuperset(names)}
-    absent = [name for name, leaf in leaves().items() if leaf.grad is not None and name not in given]
+    # What was frozen after its backward may be left out, on every rank.
+    trained = [name for name, leaf in leaves().items() if leaf.grad is not None and leaf.requires_grad]
+    absent = [name for name in trained if name not in given]
     missing = sorted(name if isinstance(name, str) else norms.whole.shards[name][0] for name in absent)
     if missing or norms.norm_type != norm_type or not everywhere():
         reason = f"not of {missing[0]}" if missing else "some ranks have no gradients and do not ask for it"
@@ -365,4 +385,4 @@ def _whole_norm(norms: ShareNorm, norm_type: float, own: Tensor) -> Tensor:
             f"gradients on each; here it is of {len(norms.of)}, {reason}: {CALL}"
         )
     # Stand-ins have the dtype of their parameters, whose gradients are summed in more.
-    return norm(norm_type).to(torch.promote_types(own.dtype, torch.float32))
+    return norm(norm_type, given).to(torch.promote_types(own.dtype, torch.float32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,8 +100,9 @@ class Proved:
 class Manifest:
     """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
 
-    `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under. `transient`
-    are the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
+    `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under. `layers` are the
+    classes in torch.nn of the user's modules, by path, and `training` is the mode that these were in. `transient` are
+    the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
     With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
@@ -123,6 +124,8 @@ class Manifest:
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
     output: Output
+    layers: Mapping[str, str] = field(default_factory=dict)
+    training: bool = True
     fixed: tuple[Fixed, ...] = ()
     transient: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import torch
 
 from autoptd.runtime.manifest import Manifest
 
-FORMAT = "autoptd 3"
+FORMAT = "autoptd 4"
 
 
 def to_json(manifest: Manifest) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -100,6 +101,7 @@ class Parallel(Persistent):
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
         hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
+        self.train(manifest.training)
         self._steps = StepLog()
         self._copies = Copies(manifest, self._rank, dict(nn.Module.named_parameters(self)), self._steps)
         for part in self.modules():
@@ -109,7 +111,8 @@ class Parallel(Persistent):
         self._gradients_everywhere = True
         self._broken = False  # whether a schedule broke off
         self._whole: Whole | None = None  # whose gradients are shared
-        self._hooks: dict[str | int, RemovableHandle] = {}  # by which they are, by the names in `_stepped`
+        # By which they are, by the names in `_leaves`.
+        self._hooks: dict[str | int, tuple[RemovableHandle, ...]] = {}
         self._marks = StateMarks(manifest, self._rank)
         if manifest.mesh.size > 1:
             watch_steps(self, self._marks, self._steps)
@@ -133,15 +136,15 @@ class Parallel(Persistent):
             names = {index: shard.names for index, shard in enumerate(shards)}
             self._whole = Whole(
                 WeakMethod(self._measure_norm),
-                WeakMethod(self._stepped),
+                WeakMethod(self._leaves),
                 WeakMethod(self._is_everywhere),
                 names,
                 find_divided(self._manifest, self._rank),
             )
-            for hook in self._hooks.values():
+            for hook in chain.from_iterable(self._hooks.values()):
                 hook.remove()
             self._hooks = {}
-            self._share_gradients(self._stepped())
+            self._share_gradients(self._trained())
             stood = [handle for s in shards for handle in stand_in(s, self._named(s), self._whole)]
             self._watch.hooks = frozenset(handle.id for handle in stood)
         self._versions = self._read_versions()
@@ -184,7 +187,7 @@ class Parallel(Persistent):
         if torch.is_grad_enabled():
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._device, requires_grad=True)
-            leaves = self._stepped()
+            leaves = self._trained()
             self._share_gradients(leaves)
             loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
         else:
@@ -222,7 +225,7 @@ class Parallel(Persistent):
         dtypes = {name: manifest.parameters[name].dtype for name in parameters}
         rows = self._shapes[0].completion.rows
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        hooks = {handle.id for handle in self._hooks.values()}
+        hooks = {handle.id for handle in chain.from_iterable(self._hooks.values())}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name], hooks)
         self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
@@ -231,14 +234,6 @@ class Parallel(Persistent):
         optimizer.register_step_pre_hook(self._prepare_step)
         optimizer.register_step_post_hook(self._post_gathers)
         return optimizer
-
-    def _stepped(self) -> dict[str | int, nn.Parameter]:
-        """What the optimizer steps: parameters by name, and this replica's parts of shards by their position."""
-        sharded = {name for shard in self._shards for name in shard.names}
-        whole: dict[str | int, nn.Parameter] = {
-            n: p for n, p in self._watch.parameters.items() if p.requires_grad and n not in sharded
-        }
-        return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
 
     def _share_gradients(self, leaves: Mapping[str | int, nn.Parameter]) -> None:
         """Let backward leave shares of the whole gradient, also in what was frozen until now and has no hook yet."""
@@ -341,10 +336,14 @@ class Parallel(Persistent):
 
     def _take_buffers(self) -> None:
         """Buffers were written, or are others: compute anew what is of them; ValueError where they are compiled in."""
-        known = self._manifest.parameters
-        found = {
-            n: b for n, b in self._watch.buffers().items() if n in known and tuple(b.shape) == known[n].shape
-        }
+        known, own = self._manifest.parameters, self._watch.buffers()
+        for alias, name in self._manifest.aliases.items():
+            if own.get(alias) is not own.get(name):
+                raise ValueError(
+                    f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
+                    "(buffer.copy_), or replace both by one tensor"
+                )
+        found = {n: b for n, b in own.items() if n in known and tuple(b.shape) == known[n].shape}
         check_proved(self._manifest, found)
         self._refresh_constants()
         self._buffer_versions = self._read_buffer_versions()

@@ -86,8 +86,8 @@ class ParameterWatch:
         added = sorted(set(now) - set(self._bound))
         if added:
             raise ValueError(
-                f"the parameter {added[0]} was added after bind, and the program does not read it: add it to the "
-                "model and compile it again"
+                f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
+                "does not read it: change the model and compile it again"
             )
         if changed:  # by what has no parameters: buffers, and modules of them
             self._look_through(module)
@@ -120,18 +120,3 @@ def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -
             f"the parameter {name} has a hook on its gradient, which would not run: with a sharded optimizer no rank "
             "has the whole gradient of a parameter. Remove the hook, or train without shard_optimizer"
         )
-
-
-def check_frozen(manifest: Manifest, model: nn.Module) -> None:
-    """Raise ValueError for a parameter of the `model` that was frozen, or unfrozen, after it was compiled."""
-    for name, p in model.named_parameters():
-        compiled = manifest.parameters.get(manifest.aliases.get(name, name))
-        if (
-            compiled is not None
-            and compiled.kind == "parameter"
-            and compiled.requires_grad != p.requires_grad
-        ):
-            raise ValueError(
-                f"the parameter {name} {'requires' if p.requires_grad else 'requires no'} gradient now, unlike when "
-                "the model was compiled: compile it again, or bind(weights=model.state_dict()) if only its values count"
-            )

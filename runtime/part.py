@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autoptd.runtime.caller import warn_caller
@@ -21,6 +21,10 @@ UNCOPIED = (
 UNHOOKED = (
     "a module of a parallel model computes nothing, and a hook on it never runs: hook the parallel model, or a "
     "parameter's gradient (parameter.register_hook)"
+)
+UNREAD = (
+    "{name} was set on a parallel model, or on a module of one, whose program has the values that it was compiled with "
+    "and does not read it: set it on the model, and compile that again"
 )
 
 
@@ -92,7 +96,16 @@ class Part(nn.Module):
     _apply = nn.Module._apply
     _load_from_state_dict = nn.Module._load_from_state_dict
     __repr__ = nn.Module.__repr__
-    __setattr__ = nn.Module.__setattr__
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of every module, with a warning for what is no tensor or module: a layer's eps or p, say."""
+        nn.Module.__setattr__(self, name, value)
+        if (
+            name[0] != "_"
+            and name not in ("training", "arrive")
+            and not isinstance(value, Tensor | nn.Module)
+        ):
+            warn_caller(UNREAD.format(name=name))
 
     def extra_repr(self) -> str:
         """Nothing."""
@@ -106,6 +119,13 @@ def make_part(layer: str) -> nn.Module:
         return Part()
     part: nn.Module = type(layer, (Part, kind), {})()
     return part
+
+
+def name_layers(model: nn.Module) -> dict[str, str]:
+    """The classes in torch.nn of the modules of `model` that have parameters themselves, by path."""
+    modules = model.named_modules(remove_duplicate=False)
+    named = ((path, name_layer(module)) for path, module in modules if module._parameters)
+    return {path: layer for path, layer in named if layer}
 
 
 def name_layer(module: nn.Module) -> str:

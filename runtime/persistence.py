@@ -14,7 +14,6 @@ from autoptd.runtime.checkpoint_loading import load_step
 from autoptd.runtime.checkpoint_saving import Saving, Schedulers, Training, name_schedulers, save_step
 from autoptd.runtime.communicator import Posted
 from autoptd.runtime.loss_scale import LossScale
-from autoptd.runtime.parameter_watch import ParameterWatch
 from autoptd.runtime.part import UNCOPIED
 from autoptd.runtime.pretrained import write_pretrained
 from autoptd.runtime.shape import BoundShape
@@ -22,7 +21,14 @@ from autoptd.runtime.shards import Shard
 from autoptd.runtime.trained import Trained
 from autoptd.runtime.uncompiled import leave_uncompiled
 from autoptd.runtime.weight_agreement import StepLog
-from autoptd.runtime.weights import check_proved, compiled_in, find_tensor, gather_whole, take_slice
+from autoptd.runtime.weights import (
+    check_proved,
+    check_tied,
+    compiled_in,
+    find_tensor,
+    gather_whole,
+    take_slice,
+)
 
 
 class Persistent(Trained):
@@ -33,7 +39,6 @@ class Persistent(Trained):
     _saving: Saving | None
     _gathering: dict[Shard, Posted[Tensor]]  # the weights on their way
     _versions: list[int]
-    _watch: ParameterWatch
     _steps: StepLog
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -61,7 +66,8 @@ class Persistent(Trained):
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's slices of a whole `state`, given to every rank.
 
-        Raises ValueError for other names, or other values of a buffer that were compiled into the program.
+        Raises ValueError for other names, values that differ where the program has one tensor, or other values of a
+        buffer that were compiled into the program.
         """
         manifest = self._manifest
         names = [name for name in manifest.parameters if manifest.is_saved(name)]
@@ -72,6 +78,7 @@ class Persistent(Trained):
                 f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
             )
         check_proved(manifest, state)
+        check_tied(manifest, state)
         # All are looked up before any is changed.
         whole = {name: find_tensor(manifest, state, name) for name in names}
         with torch.no_grad():

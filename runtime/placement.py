@@ -151,7 +151,7 @@ class Parameter:
     `kind` "constant" is computed once at bind by the program's own ``constants`` function. With
     `partial_gradient` each tensor rank's gradient of the undivided rows is a partial sum, to be summed over the
     tensor group once per step. `initial` is what a model on the meta device begins with, a later draw over an
-    earlier one; empty where weights must be given. `layer` names the class in torch.nn of the module that has it.
+    earlier one; empty where weights must be given.
     """
 
     name: str
@@ -162,7 +162,6 @@ class Parameter:
     placement: Placement = Placement()
     partial_gradient: bool = False
     initial: tuple[Draw, ...] = ()
-    layer: str = ""
 
     @property
     def is_trained(self) -> bool:

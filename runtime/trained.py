@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.runtime.call import find_loss
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.clipping import check_norm_type, global_norm, scale_gradients
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.last_step import LastStep, read_last_step
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.measured import gather_measured
 from autoptd.runtime.mesh import Coordinates
+from autoptd.runtime.parameter_watch import ParameterWatch
+from autoptd.runtime.part import UNREAD
 from autoptd.runtime.rank import Rank
 from autoptd.runtime.shape import BoundShape
 from autoptd.runtime.shards import Shard
@@ -32,6 +34,7 @@ class Trained(nn.Module):
     _connection: Connection
     _shape: BoundShape  # of the last call
     _shards: tuple[Shard, ...]
+    _watch: ParameterWatch
     _loss: Tensor | None  # of the last call
     _norm: Tensor | None  # of the last call's gradients, where they were clipped
 
@@ -39,10 +42,8 @@ class Trained(nn.Module):
     _is_accelerate_prepared = True
     # By which transformers' Trainer knows how the model's labels are counted; bind takes it from the model.
     loss_type: str | None = None
-
-    @abstractmethod
-    def _stepped(self) -> Mapping[str | int, nn.Parameter]:
-        """What the optimizer steps: parameters by name, this replica's parts of shards by their position."""
+    # Numbers and texts that the compiled model has as attributes, by name.
+    compiled_in: frozenset[str] = frozenset()
 
     def __getattr__(self, name: str) -> Any:
         """As of every module; where there is none of this `name`, what there is instead."""
@@ -59,6 +60,12 @@ class Trained(nn.Module):
             if any(each.partition(".")[0] == name for each in known):
                 reason = f"the stages of this rank do not read the model's {name}: go by named_parameters()"
             raise AttributeError(f"{error}: {reason}", name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of every module, with a warning for an attribute that was compiled into the program."""
+        super().__setattr__(name, value)
+        if name in self.compiled_in:
+            warn_caller(UNREAD.format(name=name))
 
     @property
     def coordinates(self) -> Coordinates:
@@ -147,21 +154,36 @@ class Trained(nn.Module):
                 f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
                 "or pass error_if_nonfinite=False to scale by it all the same"
             )
-        stepped = (leaf.grad for leaf in self._stepped().values())
+        gradients = (leaf.grad for leaf in self._leaves().values())
         with torch._C.DisableTorchFunctionSubclass():  # here shares are tensors like any, and sooner scaled
-            scale_gradients((gradient for gradient in stepped if gradient is not None), norm, max_norm)
+            scale_gradients((gradient for gradient in gradients if gradient is not None), norm, max_norm)
         dtypes = {p.dtype for p in self._manifest.parameters.values() if p.kind == "parameter"}
         return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
     @leave_uncompiled
-    def _measure_norm(self, norm_type: float) -> Tensor:
-        """The norm of the whole gradient, in float64: a collective of all ranks."""
+    def _measure_norm(self, norm_type: float, of: Container[str | int] | None = None) -> Tensor:
+        """The norm of the whole gradient, or of the leaves that it is `of`, in float64: a collective of all ranks."""
         gradients = {
             name: p.grad
-            for name, p in self._stepped().items()
-            if isinstance(name, str) and p.grad is not None
+            for name, p in self._leaves().items()
+            if isinstance(name, str) and p.grad is not None and (of is None or name in of)
         }
         during = self._connection.position.during("norm of the gradient")
         with during, torch._C.DisableTorchFunctionSubclass():
             self._norm = global_norm(self._manifest, self._rank, gradients, self._shards, norm_type)
         return self._norm
+
+    def _leaves(self) -> dict[str | int, nn.Parameter]:
+        """What an optimizer may step: parameters by name, and this replica's parts of shards by their position.
+
+        Frozen ones too: what was frozen after its backward has a gradient, by which it is stepped.
+        """
+        sharded = {name for shard in self._shards for name in shard.names}
+        whole: dict[str | int, nn.Parameter] = {
+            n: p for n, p in self._watch.parameters.items() if n not in sharded
+        }
+        return {**whole, **{index: shard.own for index, shard in enumerate(self._shards)}}
+
+    def _trained(self) -> dict[str | int, nn.Parameter]:
+        """The leaves that a call gives gradients to."""
+        return {name: leaf for name, leaf in self._leaves().items() if leaf.requires_grad}

@@ -129,10 +129,12 @@ def refresh_constants(
 
 def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
     """Whether the tensor stored as `name` is among `tensors`, and not on the meta device."""
-    known = (known for known in all_names(manifest, name) if known in tensors)
-    if isinstance(tensors, Stored):
-        return any(not tensors.is_meta(candidate) for candidate in known)
-    return any(not tensors[candidate].is_meta for candidate in known)
+    return any(not is_meta(tensors, known) for known in all_names(manifest, name) if known in tensors)
+
+
+def is_meta(tensors: Mapping[str, Tensor], name: str) -> bool:
+    """Whether the tensor `name` among `tensors` is on the meta device; of one in a file, without reading it."""
+    return tensors.is_meta(name) if isinstance(tensors, Stored) else tensors[name].is_meta
 
 
 def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
@@ -206,6 +208,38 @@ def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
                 raise ValueError(compiled_in(name))
 
 
+def check_tied(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where names of one tensor of the program have different values among `tensors`."""
+    for stored in dict.fromkeys(manifest.aliases.values()):
+        dtype = manifest.parameters[stored].dtype
+        names = [n for n in all_names(manifest, stored) if n in tensors and not is_meta(tensors, n)]
+        for other in names[1:]:
+            if not _are_same(tensors, names[0], other, dtype):
+                raise ValueError(
+                    f"{names[0]} and {other} are one tensor in the program, and differ in the weights given: compile "
+                    "the model without tying them, or give the weights of a model that ties them"
+                )
+
+
+def _are_same(tensors: Mapping[str, Tensor], name: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same values in `dtype`: by all where they are in memory, else by some rows."""
+    stored = tensors if isinstance(tensors, Stored) else None
+    one, two = (tensors[n] if stored is None else stored.in_memory(n) for n in (name, other))
+    if one is not None and two is not None:
+        return one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))
+    assert stored is not None
+    shape = stored.shape(name)
+    if shape != stored.shape(other):
+        return False
+    for row in {0, shape[0] // 2, shape[0] - 1} if shape and shape[0] else ():
+        first, second = (torch.empty((1, *shape[1:]), dtype=dtype) for _ in range(2))
+        stored.copy_rows(name, 0, row, row + 1, first)
+        stored.copy_rows(other, 0, row, row + 1, second)
+        if not torch.equal(first, second):
+            return False
+    return True
+
+
 def compiled_in(name: str) -> str:
     """Why other values of a buffer cannot be loaded."""
     return (
@@ -216,17 +250,25 @@ def compiled_in(name: str) -> str:
 
 
 def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
-    """Register `slices` below `root` under their dotted names, in parts; constants are not saved."""
+    """Register `slices` below `root` under all their dotted names, in parts; constants are not saved.
+
+    Further names come last, as in the user's modules, so that a tied tensor is listed under the one it is stored by.
+    """
     modules = {"": root}
-    layers = {name.rpartition(".")[0]: p.layer for name, p in manifest.parameters.items() if p.layer}
-    for name, tensor in slices.items():
-        parameter = manifest.parameters[name]
+    tensors = {
+        name: nn.Parameter(slices[name], manifest.parameters[name].requires_grad)
+        if manifest.parameters[name].kind == "parameter"
+        else slices[name]
+        for name in slices
+    }
+    further = {alias: name for alias, name in manifest.aliases.items() if name in slices}
+    for name, stored in {**dict(zip(slices, slices, strict=True)), **further}.items():
         path, _, leaf = name.rpartition(".")
-        module = _open_path(modules, path, layers)
-        if parameter.kind == "parameter":
-            module.register_parameter(leaf, nn.Parameter(tensor, parameter.requires_grad))
+        module, tensor = _open_path(modules, path, manifest.layers), tensors[stored]
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
         else:
-            module.register_buffer(leaf, tensor, persistent=manifest.is_saved(name))
+            module.register_buffer(leaf, tensor, persistent=manifest.is_saved(stored))
 
 
 def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, str]) -> nn.Module:

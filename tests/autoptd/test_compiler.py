@@ -61,6 +61,20 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_parallel_model_begins_in_the_mode_of_the_plain_one(training: bool, tmp_path: Path) -> None:
+    """As ``from_pretrained`` gives one in evaluation mode, which has no dropout until it is put in training mode."""
+    model = GPT(replace(CONFIG, dropout=0.5)).train(training)
+    program = autoptd.compile(model, (1, 1, 1), num_microbatches=1)
+    program.save(tmp_path)
+    loaded = autoptd.load(tmp_path).bind(weights=model.state_dict())
+    ids = torch.arange(16).unsqueeze(0)
+    for parallel in (program.bind(), loaded):
+        assert parallel.training is training
+        losses = [parallel(idx=ids, targets=ids)[1].item() for _ in range(2)]
+        assert (losses[0] == losses[1]) is not training
+
+
 def test_defaults_are_eight_microbatches_a_rank_and_two_chunks() -> None:
     program = autoptd.compile(GPT(CONFIG), (1, 2, 1))
     assert (program.manifest.num_microbatches, program.manifest.num_model_chunks) == (16, 2)

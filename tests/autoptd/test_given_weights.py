@@ -84,7 +84,11 @@ def shorten(model: GPT) -> None:
     del model.h[1]
 
 
-@pytest.mark.parametrize(
+def tie(model: GPT) -> None:
+    model.get_submodule("h.1.ln_1").weight = model.get_parameter("h.0.ln_1.weight")
+
+
+every_change = pytest.mark.parametrize(
     ("change", "message"),
     [
         (freeze, r"h\.0\.ln_1\.weight requires no gradient now"),
@@ -94,11 +98,27 @@ def shorten(model: GPT) -> None:
             shorten,
             r"the model lacks h\.1\.ln_1\.weight, which the program has \(0 more, 12 fewer\)",
         ),
+        (
+            tie,
+            r"h\.1\.ln_1\.weight is one tensor with h\.0\.ln_1\.weight in the model, and another in the program",
+        ),
     ],
 )
+
+
+@every_change
 def test_verify_refuses_another_model(change: Callable[[GPT], None], message: str, tmp_path: Path) -> None:
     compile_gpt().save(tmp_path)
     other = make_gpt()
     change(other)
     with pytest.raises(ValueError, match=message):
         autoptd.load(tmp_path).verify(model=other)
+
+
+@every_change
+def test_bind_refuses_a_model_that_was_changed_since(change: Callable[[GPT], None], message: str) -> None:
+    program = compile_gpt()
+    assert isinstance(program.model, GPT)
+    change(program.model)
+    with pytest.raises(ValueError, match=message):
+        program.bind()

@@ -91,6 +91,76 @@ def test_a_norm_of_some_gradients_is_refused() -> None:
     run(chain, some)
 
 
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_was_frozen_after_its_backward_is_clipped(mesh: tuple[int, int, int], sharded: bool) -> None:
+    """An optimizer steps by the gradient that it has. What clips only trained ones leaves it out, as in torch."""
+    chain = Chain(mesh, "1f1b", 1, 2)
+    frozen = "layer.0.row.bias"
+
+    def ask(connection: Connection) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        parallel = chain.parallel(connection)
+        if sharded:
+            others = [p for name, p in parallel.named_parameters() if name != frozen]
+            parallel.shard_optimizer(torch.optim.SGD(others, lr=0.1))
+        parallel(**chain.batch())["loss"].backward()
+        own = dict(parallel.named_parameters()).get(frozen)
+        if own is not None:
+            own.requires_grad_(False)
+        trained = clip_grad_norm_([p for p in parallel.parameters() if p.requires_grad], float("inf"))
+        whole = clip_grad_norm_(parallel.parameters(), float("inf"))
+        return trained, whole, parallel.clip_grad_norm_(0.01), own.grad if own is not None else None
+
+    plain = Plain(chain)
+    plain.gradients(chain.batch())
+    plain.get_parameter(frozen).requires_grad_(False)
+    some = clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], float("inf"))
+    expected = clip_grad_norm_(plain.parameters(), 0.01)
+    assert some < expected
+    for trained, whole, norm, own in run_threads(chain.manifest, ask):
+        torch.testing.assert_close(trained, some, rtol=1e-12, atol=0)
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        if own is not None:
+            clipped = plain.get_parameter(frozen).grad
+            torch.testing.assert_close(own.as_subclass(Tensor), clipped, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
+def test_a_norm_of_what_autograd_gives_is_refused(mesh: tuple[int, int, int]) -> None:
+    """It is one rank's, and not in ``.grad``, of which the whole model's is taken; nor is what a hook is given."""
+    chain = Chain(mesh, "1f1b", 1, 2)
+    seen: list[str] = []
+
+    def read(gradient: Tensor) -> None:
+        with pytest.raises(
+            ValueError, match=r"not in its \.grad, of which this rank has a share only: let loss\."
+        ):
+            gradient.norm()
+        seen.append("hook")
+
+    def ask(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        given = torch.autograd.grad(
+            parallel(**chain.batch())["loss"], list(parallel.parameters()), allow_unused=True
+        )
+        own = [gradient for gradient in given if gradient is not None]
+        for foreach in (True, False):
+            with pytest.raises(
+                ValueError, match=r"norm of a gradient of layer\.\d.* and then call parallel\.clip"
+            ):
+                get_total_norm(own, foreach=foreach)
+        hooked = next(p for name, p in parallel.named_parameters() if name.startswith("layer"))
+        hooked.register_hook(read)
+        parallel(**chain.batch())["loss"].backward()
+        for each, p in zip(own, (p for p in parallel.parameters() if p.grad is not None), strict=True):
+            assert torch.equal(each, p.grad)  # type: ignore[arg-type]
+        assert clip_grad_norm_(parallel.parameters(), 1.0) > 0
+
+    run_threads(chain.manifest, ask)
+    assert len(seen) == chain.mesh.size
+
+
 SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda gradient: gradient.norm(),
     "norm of data": lambda gradient: gradient.data.norm(2),

@@ -325,6 +325,32 @@ def test_wrong_states_are_named() -> None:
         parallel.load_full_state_dict(state)
 
 
+def test_a_state_that_unties_is_refused() -> None:
+    chain, parallel = alone(tied=True)
+    before = {name: tensor.clone() for name, tensor in parallel.state_dict().items()}
+    given = {name: torch.zeros_like(tensor) for name, tensor in chain.weights().items()}
+    with pytest.raises(ValueError, match=r"scale and head\.scale are one tensor in the program, and differ"):
+        parallel.load_full_state_dict({**given, "head.scale": chain.weights()["scale"]})
+    assert all(torch.equal(before[name], tensor) for name, tensor in parallel.state_dict().items())
+    parallel.load_full_state_dict({**given, "head.scale": given["scale"].clone()})
+    assert not parallel.get_parameter("head.scale").any()
+
+
+def test_a_buffer_with_two_names_stays_one() -> None:
+    chain = Chain((1, 1, 1), "gpipe", 1, 1)
+    chain.manifest = replace(chain.manifest, aliases={"layer.offset": "offset"})
+    parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+    assert parallel.layer.offset is parallel.offset
+    parallel(**chain.batch())
+    parallel.layer.offset = torch.zeros_like(chain.weights()["offset"])
+    with pytest.raises(
+        ValueError, match=r"the buffer layer\.offset was replaced after bind, and is one with offset"
+    ):
+        parallel(**chain.batch())
+    parallel.offset = parallel.layer.offset
+    parallel(**chain.batch())
+
+
 def test_constants_and_transient_buffers_are_not_saved() -> None:
     chain = Chain((1, 1, 1), "gpipe", 1, 1)
     chain.manifest = replace(chain.manifest, transient=("offset",))

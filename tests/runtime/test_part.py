@@ -84,9 +84,38 @@ def group_by_class(model: nn.Module) -> dict[str, list[str]]:
 def test_groups_by_class_are_those_of_the_plain_model() -> None:
     model, parallel = compile_gpt()
     expected = group_by_class(model)
-    expected["Linear"].remove("lm_head.weight")  # tied: an embedding by its first name
     assert group_by_class(parallel) == expected
     assert all(expected.values())
+
+
+def test_a_tied_parameter_goes_by_all_its_names() -> None:
+    """Frozen by the module of its second name, say; it is listed once, by the first."""
+    model, parallel = compile_gpt()
+    assert parallel.state_dict().keys() == model.state_dict().keys()
+    assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert isinstance(parallel.lm_head, nn.Linear)
+    parallel.lm_head.requires_grad_(False)
+    assert not parallel.get_parameter("wte.weight").requires_grad
+    parallel.load_state_dict(model.state_dict())
+    head: Any = parallel.lm_head
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    with pytest.raises(ValueError, match=r"lm_head\.weight was added after bind, or was tied"):
+        parallel(idx=torch.zeros(1, 8, dtype=torch.long), targets=torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_what_was_compiled_in_is_not_set_in_silence() -> None:
+    model = GPT(GPTConfig(40, 8, 2, 2, 8))
+    model.temperature = 1.0  # type: ignore[assignment]
+    parallel = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1).bind()
+    with pytest.warns(UserWarning, match="temperature was set on a parallel model, .* compile that again"):
+        parallel.temperature = 2.0
+    for module in parallel.modules():
+        if isinstance(module, nn.LayerNorm):
+            with pytest.warns(UserWarning, match="eps was set on a parallel model, or on a module of one"):
+                module.eps = 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel.train().epoch = 3  # a script's own
 
 
 def test_a_part_shows_what_it_has_and_computes_nothing() -> None:
