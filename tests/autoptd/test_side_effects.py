@@ -291,6 +291,21 @@ def test_dropout_makes_no_other_evaluation() -> None:
     assert program.verify().passed
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
+def test_what_the_user_compiles_is_run_as_it_is_written(mesh: tuple[int, int, int]) -> None:
+    """Inductor's kernels would read the memory of tensors without data, which ends the process."""
+
+    def compile_none(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        raise AssertionError("a compiler ran")
+
+    double = torch.compile(lambda x, drops: F.dropout(2 * x.sin(), 0.1, drops), backend=compile_none)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = compile_plain(Plain(lambda own, x: double(x, own.training)), mesh)
+    assert not [line for line in program.log if "evaluation" in line]
+    assert program.verify().passed
+
+
 def drop_attention(model: Plain, x: Tensor) -> Tensor:
     heads = x.unflatten(2, (2, 4)).transpose(1, 2)
     return F.scaled_dot_product_attention(heads, heads, heads, None, 0.1, True).transpose(1, 2).flatten(2)
