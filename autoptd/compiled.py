@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -247,6 +247,13 @@ class CompiledProgram:
         known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options
         return explain_program(*known, Training(**training))
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused, for copies as for pickles: graphs and the user's model are kept by no pickle."""
+        raise TypeError(
+            "a compiled program is neither copied nor pickled, and nothing changes it: program.save(folder) writes its "
+            "texts, and autoptd.load(folder) reads them, in another process too"
+        )
+
     def save(self, folder: str | Path) -> None:
         """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`.
 
@@ -256,6 +263,7 @@ class CompiledProgram:
             own = Path(folder) / shape_folder(number) if number else folder
             save_folder(own, program.texts, program.manifest, program.schedule, program.buffers)
 
+    @torch.inference_mode(False)  # weights made in it could not be trained
     def bind(
         self,
         device: str | torch.device | None = None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,13 @@ def test_a_saved_program_loads_as_the_same_texts(tmp_path: Path) -> None:
     assert loaded.schedule == program.schedule
 
 
+def test_a_program_is_saved_and_not_pickled() -> None:
+    program = compile_small()
+    for duplicate in (copy, deepcopy, pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"program\.save\(folder\) .* autoptd\.load\(folder\)"):
+            duplicate(program)
+
+
 def test_an_edit_is_what_check_judges(tmp_path: Path) -> None:
     compile_small().save(tmp_path / "out")
     file = tmp_path / "out" / "program_00.py"
@@ -115,6 +125,17 @@ def test_bind_without_a_launcher_is_the_plain_model() -> None:
     gradients = dict(parallel.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name].grad, parameter.grad, msg=name)
+
+
+def test_what_is_bound_in_inference_mode_trains() -> None:
+    """As a program that a server binds to evaluate, and trains later."""
+    program = autoptd.compile(GPT(CONFIG), (1, 1, 1), num_microbatches=2)
+    with torch.inference_mode():
+        parallel = program.bind(device="cpu")
+    assert not any(tensor.is_inference() for tensor in (*parallel.parameters(), *parallel.buffers()))
+    ids = torch.randint(96, (2, 16))
+    parallel(idx=ids, targets=ids)[1].backward()
+    assert all(parameter.grad is not None for parameter in parallel.parameters())
 
 
 def test_weights_come_from_a_module_a_state_dict_or_safetensors(tmp_path: Path) -> None:
