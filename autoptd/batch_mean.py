@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import getitem
 from typing import Any
 
@@ -116,11 +117,12 @@ def find_mixed(program: Program, counted: bool = False) -> fx.Node | None:
         if node.meta.get("role") != "input" and varying.isdisjoint(sources):
             continue
         varying.add(node)
-        parts[node] = _find_parts(node, parts)
+        parts[node] = set() if alone else _find_parts(node, parts)
         if counted and node not in trained:
             continue
         known = not reduced.isdisjoint(sources)
-        meets = _is_along_batch(node, MEETING) or "batch_norm" in aten_name(node.target)
+        normalized = "batch_norm" in aten_name(node.target) and argument(node, 5, "training", True)
+        meets = normalized or _is_along_batch(node, MEETING)
         several = (len(parts[node]) > 1 and _sizes(node)) or _count_batches(node, alone) > 1
         if meets or several or (known and _has_batch(node)):
             return node
@@ -225,12 +227,22 @@ def _is_along_batch(node: fx.Node, places: Mapping[str, int]) -> bool:
 
 def _find_parts(node: fx.Node, parts: Mapping[fx.Node, set[Any]]) -> set[Any]:
     """Which parts of the batch, neighbours in one, a value is made of; none where they were joined in order."""
-    sources, joined = node.all_input_nodes, aten_name(node.target) == "stack"
+    sources, joined = node.all_input_nodes, False
     cut = sources[0] if node.target is getitem else node
-    whole = argument(node, 4, "step", 1) != 1 or _sizes(node) in map(_sizes, sources)
-    if _is_along_batch(cut, CUTTING) and (cut is not node or not whole):
+    if (
+        _is_along_batch(cut, CUTTING)
+        and argument(node, 4, "step", 1) == 1
+        # Of batches that were joined, or of positions, it may be a part that has every sequence of the batch alike.
+        and not any((size / letter("b")).is_integer for size in _sizes(node))
+    ):
         return {node.args[1:]}
-    if aten_name(node.target) == "cat":
-        places = [[(x or 0) % 2**63 for x in place] for x in sources for place in parts.get(x, ())]
-        joined = places == sorted(places)
+    if aten_name(node.target) in ("cat", "stack"):
+        numbers = len(_sizes(node)) == 1 and aten_name(node.target) == "stack"
+        joined = numbers or _in_order(dict.fromkeys(place for x in sources for place in parts.get(x, ())))
     return set().union(*(parts.get(source, ()) for source in sources if not joined))
+
+
+def _in_order(places: Iterable[Sequence[Any]]) -> bool:
+    """Whether each part of the batch lies behind the one before."""
+    bounds = [[(x or 0) % 2**63 for x in place] for place in places]
+    return all(one < other and one[2:3] <= other[1:2] for one, other in pairwise(bounds))

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, called, shape_of
+from autoptd.passes.calls import argument, called, shape_of, where
 
 if TYPE_CHECKING:
     from autoptd.passes.analysis import Analysis
@@ -145,11 +145,14 @@ def slice_rows(analysis: Analysis, node: fx.Node) -> Axes:
     """A slice makes the axis a sum of segments, of which it takes some."""
     own, shape = list(analysis.of(node.args[0])), shape_of(node)
     dim = int(argument(node, 1, "dim", 0)) % len(own)
-    axis = ax.find(own[dim])
+    axis, start = ax.find(own[dim]), argument(node, 2, "start") or 0
+    if isinstance(start, fx.Node):
+        raise ValueError(
+            f"{where(node)}: {node.target} begins where a tensor says: give its start as a number, or use index_select"
+        )
     if shape[dim] in (0, axis.size):
         own[dim] = axis if shape[dim] else Axis(0)
         return tuple(own)
-    start = int(argument(node, 2, "start") or 0)
     start = start + axis.size if start < 0 else start
     step = argument(node, 4, "step", 1) if str(node.target).startswith("aten.slice") else 1
     pieces = ax.segment(axis, [start, start + shape[dim]]) if step == 1 else None

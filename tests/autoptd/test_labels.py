@@ -407,6 +407,58 @@ def test_parts_that_do_not_meet_are_not_said(loss: Callable[[Tensor, Tensor, Ten
         assert find_warnings(loss, size) == []
 
 
+def join(x: Tensor, y: Tensor) -> Tensor:
+    """What each sequence is chosen by, then what each is rejected by: as DPO runs a model once for both."""
+    return each(torch.cat([x, x.sin()]), torch.cat([y, y])).sum(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: rank(*join(x, y).chunk(2)),
+        lambda x, y, w: rank(join(x, y)[: len(y)], join(x, y)[len(y) :]),
+        lambda x, y, w: rank(*x.repeat(2, 1, 1).sin().chunk(2)),
+        lambda x, y, w: rank(*torch.cat([x, x.sin(), y[..., None] * x]).split(len(y))[1:]),
+        lambda x, y, w: functional.batch_norm(x.mean(1), x.new_zeros(12), x.new_ones(12)).square().mean(),
+        lambda x, y, w: torch.stack([part.square().mean() for part in (x[1:], x[:1])]).sum(),
+    ],
+    ids=["chunks", "slices", "repeated", "three", "frozen statistics", "numbers"],
+)
+def test_batches_that_are_joined_and_separated_are_not_said(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int
+) -> None:
+    assert find_warnings(loss, size) == []
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(
+    ("operator", "loss"),
+    [
+        ("cat", lambda x, y, w: torch.cat([x[:-1], x[1:]], -1).square().mean()),
+        ("stack", lambda x, y, w: torch.stack([x[:-1].sin(), x[1:]], 1).prod(1).mean()),
+        ("sub", lambda x, y, w: rank(*x.repeat_interleave(2, 0).chunk(2))),
+        ("sub", lambda x, y, w: rank(join(x, y)[1:], join(x, y)[:-1])),
+    ],
+)
+def test_neighbours_that_meet_are_said(
+    operator: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int
+) -> None:
+    (said,) = find_warnings(loss, size)
+    assert said.startswith(f"aten.{operator} (test_labels.py:"), said
+    assert "joins a microbatch's sequences" in said
+
+
+def test_a_cut_that_a_tensor_places_is_refused() -> None:
+    def loss(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([torch.narrow(x, 0, torch.tensor(0), 1), x[1:]]).square().mean()
+
+    with pytest.raises(
+        ValueError, match=r"\(test_labels.py:\d+\): aten.narrow.Tensor begins where a tensor says"
+    ):
+        find_warnings(loss, 2)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_positions_are_not_taken_for_a_batch(size: int) -> None:
     """T5's biases of its decoder, whose sequences are as long as the labels."""
