@@ -6,7 +6,6 @@ differ where one rank's h does. So for what else is to be alike.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +18,7 @@ from autoptd.runtime.connection import Connection
 from autoptd.runtime.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.roster import find_others
 from autoptd.runtime.weight_agreement import Copies
 
 _LOWEST = torch.iinfo(torch.int64).min
@@ -36,8 +36,9 @@ def compare_ranks(
     copies: Copies,
     *,
     trains: bool,
-) -> tuple[bool, bool]:
-    """Whether the `loss`, or a gradient of any rank, is not finite; and whether any rank does not train.
+    changed: bool,
+) -> tuple[bool, bool, bool]:
+    """Whether the `loss`, or a gradient of any rank, is not finite; any rank does not train; any has `changed`.
 
     The same answers on every rank.
 
@@ -51,9 +52,10 @@ def compare_ranks(
     if mesh.size == 1:
         if unknown:
             check_rows(manifest, batch)
-        return bool(nonfinite), not trains
+        return bool(nonfinite), not trains, False
     compared = copies.fingerprint()
-    row = torch.full((2 * mesh.data + 5,), _LOWEST, device=rank.device)
+    row = torch.full((2 * mesh.data + 6,), _LOWEST, device=rank.device)
+    row[-6] = changed
     row[-5] = mode = 2 * rank.randomness.call + rank.randomness.training
     row[-4] = ~mode
     if mesh.tensor * mesh.pipeline > 1:
@@ -64,10 +66,8 @@ def compare_ranks(
     row[-2] = nonfinite
     row[-1] = not trains
     found = connection.world.all_reduce(torch.cat([compared, row]), "max").tolist()
-    (*hashes, mode, inverse, unknown, nonfinite, lacking), found = (
-        found[len(compared) :],
-        found[: len(compared)],
-    )
+    found, rest = found[: len(compared)], found[len(compared) :]
+    *hashes, moved, mode, inverse, unknown, nonfinite, lacking = rest
     if (replica := find_unlike(hashes)) is not None:
         raise ValueError(describe_difference(mesh, connection.world, batch, replica))
     if mode != ~inverse:
@@ -77,7 +77,7 @@ def compare_ranks(
     if unknown:
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
-    return bool(nonfinite), bool(lacking)
+    return bool(nonfinite), bool(lacking), bool(moved)
 
 
 def find_unlike(maxima: Sequence[int]) -> int | None:
@@ -90,12 +90,11 @@ def describe_modes(connection: Connection) -> str:
     """Which ranks trained, or have trained, otherwise than the rest. Every rank must call it."""
     randomness = connection.rank.randomness
     own = torch.tensor([randomness.training, randomness.call], device=connection.rank.device)
-    found = [tuple(row.tolist()) for row in connection.world.all_gather(own)]
-    common = Counter(found).most_common(1)[0][0]
-    others = [rank for rank, state in enumerate(found) if state != common]
+    found = {rank: row.tolist() for rank, row in enumerate(connection.world.all_gather(own))}
+    others, like = find_others(found)
     words = [
         f"is in {'training' if training else 'evaluation'} mode after {call} steps in training mode"
-        for training, call in (found[others[0]], common)
+        for training, call in (found[others[0]], found[like])
     ]
     return (
         f"rank {others[0]} {words[0]}, where the others {words[1].replace('is', 'are', 1)}; ranks {others} differ, and "
@@ -114,14 +113,13 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
     if largest == -smallest:
         return
     table = connection.world.all_gather(torch.tensor([own], device=connection.rank.device))
-    given = [int(number) for number in table]
-    common = Counter(given).most_common(1)[0][0]
-    others = [rank for rank, number in enumerate(given) if number != common]
+    given = {rank: int(number) for rank, number in enumerate(table)}
+    others, like = find_others(given)
     raise ValueError(
         f"the batches of one step have different shapes: rank {others[0]} was given "
-        f"{describe_batch(manifests[given[others[0]]])}, where most have {describe_batch(manifests[common])}; ranks "
-        f"{others} differ. All ranks, those of other replicas too, take a batch of the same compiled shape in a step: "
-        "let the number of the step choose it"
+        f"{describe_batch(manifests[given[others[0]]])}, where most have {describe_batch(manifests[given[like]])}; "
+        f"ranks {others} differ. All ranks, those of other replicas too, take a batch of the same compiled shape in a "
+        "step: let the number of the step choose it"
     )
 
 
@@ -161,9 +159,7 @@ def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) ->
     table = [row.tolist() for row in world.all_gather(own)]
     index = next(i for i in range(len(batch)) if len({table[rank][i] for rank in ranks}) > 1)
     name = list(batch)[index]
-    common = Counter(table[rank][index] for rank in ranks).most_common(1)[0][0]
-    others = [rank for rank in ranks if table[rank][index] != common]
-    like = next(rank for rank in ranks if table[rank][index] == common)
+    others, like = find_others({rank: table[rank][index] for rank in ranks})
     words = read_words(batch[name])
     place = _find_first(world, words, others[0], like)
     values = batch[name].detach().contiguous().view(-1)
@@ -188,10 +184,6 @@ def _find_first(world: Group, words: Tensor, one: int, other: int) -> int:
         width = -(-(end - begin) // PIECES)
         bounds = range(begin, end, width)
         table = world.all_gather(torch.stack([hash_words(words[i : min(i + width, end)]) for i in bounds]))
-        first = _differing(table[one].tolist(), table[other].tolist())
+        first = int((table[one] != table[other]).nonzero()[0])
         begin, end = bounds[first], min(bounds[first] + width, end)
     return begin
-
-
-def _differing(left: Sequence[int], right: Sequence[int]) -> int:
-    return next(i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from autoptd.runtime.agreement import compare_ranks, compare_shapes
+from autoptd.runtime.agreement import Batch, compare_ranks, compare_shapes
 from autoptd.runtime.ambient_precision import describe_unheeded
 from autoptd.runtime.call import bind_batch, call_signature, output_builder, split_batch, unequal_counts
 from autoptd.runtime.caller import warn_caller
@@ -45,7 +45,6 @@ from autoptd.runtime.weight_agreement import Copies, StepLog
 from autoptd.runtime.weighting import find_divisors
 from autoptd.runtime.weights import Constants, check_proved, hang_up, take_slices
 
-Batch = Mapping[str, Tensor]
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -268,11 +267,14 @@ class Parallel(Persistent):
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and not judged else []
         trains = not gradients or bool(sums.gradients())
-        nonfinite, lacking = compare_ranks(
-            manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains
+        changed = self._watch.find_trained() != self._watch.agreed
+        nonfinite, lacking, self._watch.stale = compare_ranks(
+            manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains, changed=changed
         )
         if gradients:
             self._gradients_everywhere = not lacking
+            if self._watch.stale:  # some rank froze others since: this step was of what all had agreed on
+                return self._run(number, batch, gradients)
         if nonfinite and gradients:
             sums.clear()
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
@@ -302,11 +304,11 @@ class Parallel(Persistent):
         With `gradients` their sums are in the shape's; those of the repetition are not.
         """
         slices = {**self._watch.parameters, **self._watch.buffers(), **shape.slices, **self._narrow}
-        trained = {name for name, p in self._watch.parameters.items() if p.requires_grad}
+        trained = self._watch.agree(self._connection) if gradients else frozenset()
         # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
         weights = {
             index: {
-                name: slices[name].detach().requires_grad_(gradients and name in trained)
+                name: slices[name].detach().requires_grad_(name in trained)
                 for name in shape.manifest.stages[index].parameters
             }
             for index in inputs

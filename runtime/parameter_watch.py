@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoptd.runtime.connection import Connection
 from autoptd.runtime.enclosing_checkpoint import refuse_checkpoint
 from autoptd.runtime.manifest import Manifest
 
@@ -27,6 +29,42 @@ class ParameterWatch:
         self._look_through(module)
         # The boundaries of a program carry no gradients to what was frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
+        self._names = tuple(manifest.parameters)
+        self.agreed: frozenset[str] | None = None  # what was trained here when the ranks compared it last
+        self.stale, self._wary = (
+            True,
+            False,
+        )  # whether any has changed since; whether they compare before each step
+
+    def agree(self, connection: Connection) -> frozenset[str]:
+        """What a step has gradients of: what is trained, or was when the ranks compared it last, until it is `stale`.
+
+        Every rank must call it. They compare before the first step and, once they had to make one again, before each.
+        ValueError on every rank where one has frozen what another trains: they would wait for each other.
+        """
+        if self.agreed is not None and not (self.stale or self._wary):
+            return self.agreed
+        trained = self.find_trained()
+        if connection.world.size == 1:
+            return trained
+        states = [[name in self.parameters and name not in trained, name in trained] for name in self._names]
+        own = torch.tensor(states, dtype=torch.uint8, device=connection.rank.device)
+        unlike = connection.world.all_reduce(own.clone(), "max").all(1).nonzero()
+        if len(unlike):
+            place = int(unlike[0])
+            table = [row.tolist() for row in connection.world.all_gather(own[place])]
+            frozen, training = ([rank for rank, row in enumerate(table) if row[i]] for i in (0, 1))
+            raise ValueError(
+                f"the parameter {self._names[place]} is frozen on rank {frozen[0]} and trained on rank {training[0]}; "
+                f"ranks {min(frozen, training, key=len)} differ from the others that have it. All train one model: "
+                "call requires_grad_ for the same names on every rank, and draw such names with the same seed"
+            )
+        self.agreed, self.stale, self._wary = trained, False, self.agreed is not None
+        return trained
+
+    def find_trained(self) -> frozenset[str]:
+        """The parameters that are not frozen now, by name."""
+        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError, naming a parameter, where one was replaced, unfrozen or hooked, or is shaped otherwise.
@@ -83,8 +121,7 @@ class ParameterWatch:
                         f"the parameter {name} was frozen after its optimizer was sharded, which steps it with "
                         "others: freeze before shard_optimizer, or give its group a learning rate of 0"
                     )
-        added = sorted(set(now) - set(self._bound))
-        if added:
+        if added := sorted(set(now) - set(self._bound)):
             raise ValueError(
                 f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
                 "does not read it: change the model and compile it again"

@@ -69,6 +69,14 @@ def machine_number() -> int:
     return int.from_bytes(sha256(" ".join([*marks, tempfile.gettempdir()]).encode()).digest()[:7])
 
 
+def find_others(given: Mapping[int, object]) -> tuple[list[int], int]:
+    """The ranks that were `given` something else than most, and the first that was given what most were."""
+    values = list(given.values())
+    common = max(values, key=values.count)
+    others = [rank for rank, value in given.items() if value != common]
+    return others, next(rank for rank in given if rank not in others)
+
+
 def gather(
     values: list[int], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:

@@ -6,7 +6,6 @@ tied parameter would keep parts of different models, and drift apart where one l
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -19,6 +18,7 @@ from autoptd.runtime.connection import Connection
 from autoptd.runtime.hashing import hash_words, read_words
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.rank import Rank
+from autoptd.runtime.roster import find_others
 from autoptd.runtime.weights import Stored, all_names
 
 SAMPLED = 256  # elements of a tensor, evenly over it
@@ -70,9 +70,7 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
     """Which ranks have other values of the tensor `name` than the rest. Every rank must call it."""
     table = [int(fingerprint) for fingerprint in world.all_gather(own.view(1))]
     read = {rank: fingerprint for rank, fingerprint in enumerate(table) if fingerprint != _UNREAD}
-    common = Counter(read.values()).most_common(1)[0][0]
-    others = [rank for rank, fingerprint in read.items() if fingerprint != common]
-    like = next(rank for rank, fingerprint in read.items() if fingerprint == common)
+    others, like = find_others(read)
     return (
         f"ranks were given different weights: {name} has other values on rank {others[0]} than on rank {like}; ranks "
         f"{others} of {world.size} differ from rank {like}. Each rank keeps its part of one model, so give all the "
@@ -194,9 +192,7 @@ class Copies:
             found = "the factors that losses were multiplied by before backward were others on"
             own, alike = self._scales, [rank for rank, _ in at]
         table = [int(each) for each in world.all_gather(own.view(1))]
-        common = Counter(table[rank] for rank in alike).most_common(1)[0][0]
-        others = [rank for rank in alike if table[rank] != common]
-        like = next(rank for rank in alike if table[rank] == common)
+        others, like = find_others({rank: table[rank] for rank in alike})
         return (
             f"{found} rank {others[0]} than on rank {like}; of ranks {alike}, which have one model together, {others} "
             "differ. Each step must be the same on all: call optimizer.step() on every rank or on none, with the same "

@@ -19,6 +19,7 @@ from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.parameter_watch import ParameterWatch
+from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import CPU, Plain, alone
 
@@ -222,3 +223,79 @@ def test_modules_in_a_mode_of_their_own_are_refused() -> None:
     parallel.get_submodule("layer.0").train()
     with pytest.raises(ValueError, match=r"layer\.0 is in training mode"):
         parallel(**chain.batch())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "rank", "others"),
+    [
+        ((2, 1, 1), "layer.0.row.bias", 1, "0"),  # undivided: its copies would differ
+        ((2, 1, 1), "layer.0.column.weight", 1, "0"),  # divided
+        ((1, 1, 2), NAME, 0, "1"),
+        ((1, 2, 1), "scale", 1, "0"),  # tied
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_ranks_have_together_they_freeze_together(
+    mesh: tuple[int, int, int], name: str, rank: int, others: str, late: bool
+) -> None:
+    """Each says so before messages of their steps would meet that do not fit; then they go on."""
+    chain = Chain(mesh, "1f1b", 1, 2, tied=True)
+
+    def body(rank_here: int) -> None:
+        parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        batch = chain.batch(parallel.coordinates.data)
+        if late:
+            parallel.train_step(batch, optimizer)
+        parallel.get_parameter(name).requires_grad_(rank_here != rank)
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=rf"{name} is frozen on rank {rank} and trained on rank {others}"
+            ):
+                parallel(**batch)
+        parallel.get_parameter(name).requires_grad_(False)
+        before = parallel.get_parameter(name).clone()
+        parallel.train_step(batch, optimizer)
+        assert torch.equal(parallel.get_parameter(name), before)
+
+    run_ranks(body, chain.manifest.mesh.size)
+
+
+def test_what_is_frozen_changes_between_steps() -> None:
+    """On one pipeline rank too; it costs a reduction in the first step, and in each once it has changed after that."""
+    chain = Chain((1, 2, 1), "1f1b", 1, 2, tied=True)
+    _, expected = chain.plain(chain.weights(), chain.batch())
+    steps: list[set[str]] = [set(), set(), {"scale"}, {"scale", NAME}, {NAME}, set(expected), set(), set()]
+
+    def body(connection: Connection) -> list[int]:
+        parallel, counts = chain.parallel(connection), []
+        for frozen in steps:
+            before = connection.world.counts["all_reduce"]
+            parallel.zero_grad()
+            for name, parameter in parallel.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+            parallel(**chain.batch())["loss"].backward()
+            found = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+            assert found.keys() == parallel.state_dict().keys() & expected.keys() - frozen
+            assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+            with torch.no_grad():
+                parallel(**chain.batch())
+            counts.append(connection.world.counts["all_reduce"] - before - 1)
+        return counts
+
+    assert run_threads(chain.manifest, body) == [[2, 1, 3, 2, 2, 2, 2, 2]] * 2
+
+
+def test_shards_are_of_what_all_ranks_train() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.AdamW(parallel.parameters())
+        parallel.train_step(chain.batch(connection.world.index), optimizer)
+        parallel.get_parameter(NAME).requires_grad_(connection.world.index == 0)
+        parallel.shard_optimizer(optimizer)
+        with pytest.raises(ValueError, match=rf"{NAME} is frozen on rank 1 and trained on rank 0"):
+            parallel(**chain.batch(connection.world.index))
+
+    run_threads(chain.manifest, body)
