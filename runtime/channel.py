@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.communicator import require_work
+from autoptd.runtime.communicator import opener, require_work
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.shared_channel import share_channels
 from autoptd.runtime.threads import ThreadWorld
@@ -183,10 +183,11 @@ def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], 
     own, pairs, nccl = dist.get_rank(), neighbours(mesh), device.type == "cuda"
     if not pairs:
         return {}
+    opened = opener(dist.group.WORLD)
     shared = share_channels([there for here, there in pairs if here == own], device)
     channels: dict[tuple[int, int], Channel] = {}
     for source, destination in pairs:
-        group = dist.new_group([source, destination]) if nccl else None  # collective over all ranks
+        group = opened(dist.new_group, (source, destination), group_desc="channel") if nccl else None
         if own not in (source, destination):
             continue
         peer = destination if own == source else source

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, Literal, Protocol, TypeVar
+from functools import lru_cache, partial
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,9 +83,12 @@ class _Counted:
         self.counts: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
 
-    def _count(self, kind: str, *tensors: Tensor) -> None:
-        self.counts[kind] += 1
-        self.elements[kind] += sum(x.numel() for x in tensors)
+    def _counts(self, kind: str, *tensors: Tensor) -> bool:
+        """Whether there is anybody to communicate with; if so, the call is counted."""
+        if self.size > 1:
+            self.counts[kind] += 1
+            self.elements[kind] += sum(x.numel() for x in tensors)
+        return self.size > 1
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,8 @@ class _Running(Generic[Result_co]):
         return self.result
 
 
-class _AtOnce(_Counted, ABC):
+class _AtOnce(_Counted, Group):
     """A group that has no way to do two things at once: what is posted is done."""
-
-    @abstractmethod
-    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        """As of every group."""
-
-    @abstractmethod
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        """As of every group."""
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         return Done(_split_like(self.all_reduce(_flatten(tensors)), tensors))
@@ -127,9 +121,7 @@ class _AtOnce(_Counted, ABC):
         return Done([self.all_reduce(x).view(self.size, -1)[self.index]])
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        for part, own in zip(into.view(self.size, -1).unbind(), self.all_gather(x), strict=True):
-            part.copy_(own)
-        return Done(into)
+        return Done(torch.cat(self.all_gather(x), out=into))
 
 
 class ProcessGroup(_Counted):
@@ -144,9 +136,8 @@ class ProcessGroup(_Counted):
         self._memory = share_memory(group, device)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        if self.size == 1:
+        if not self._counts("all_reduce", x):
             return x
-        self._count("all_reduce", x)
         x = x.contiguous()
         if (memory := self._memory_for(x, op)) is not None:
             return _share_reduction(memory, [x], op).wait()[0]
@@ -154,9 +145,8 @@ class ProcessGroup(_Counted):
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        if self.size == 1:
+        if not self._counts("all_gather", x):
             return [x]
-        self._count("all_gather", x)
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().reshape(-1)
         if (memory := self._memory_for(x, "all_gather")) is not None:
@@ -166,17 +156,15 @@ class ProcessGroup(_Counted):
         return list(gathered.view(self.size, *x.shape).unbind())
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        if self.size == 1:
+        if not self._counts("broadcast", x):
             return x
-        self._count("broadcast", x)
         x = x.contiguous()
         dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
-        if self.size == 1:
+        if not self._counts("all_reduce", *tensors):
             return Done(list(tensors))
-        self._count("all_reduce", *tensors)
         if (memory := self._memory_for(tensors[0], "sum")) is not None:
             return _share_reduction(memory, tensors, "sum")
         flat = _flatten(tensors)
@@ -195,17 +183,36 @@ class ProcessGroup(_Counted):
         return self._memory if fits and known else None
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
-        if self.size == 1:
+        if not self._counts("reduce_scatter", x):
             return Done([x])
-        self._count("reduce_scatter", x)
         own = x.new_empty(x.numel() // self.size)
         return _Running(require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)), [own])
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        if self.size == 1:
+        if not self._counts("all_gather", x):
             return Done(into.copy_(x))
-        self._count("all_gather", x)
         return _Running(require_work(all_gather_single(into, x, group=self.group, async_op=True)), into)
+
+
+class Opener(dict[object, Any]):
+    """Opens groups of processes, each once: torch closes none before the default group. Every rank calls it alike.
+
+    `broken`: messages of an exchange that broke off may be in them, which the next would take for its own.
+    """
+
+    broken = False
+
+    def __call__(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        key = make, arguments, *named.items()
+        if key not in self:
+            self[key] = make(*arguments, **named)
+        return self[key]
+
+
+@lru_cache(maxsize=1)
+def opener(world: dist.ProcessGroup | None) -> Opener:
+    """That of the default group `world`."""
+    return Opener()
 
 
 class ThreadGroup(_AtOnce):
@@ -220,9 +227,8 @@ class ThreadGroup(_AtOnce):
         self.meeting = meeting
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        if self.size == 1:
+        if not self._counts("all_reduce", x):
             return x
-        self._count("all_reduce", x)
         combine = _COMBINE[op]
         with self.meeting.exchange(self.index, _signature(f"all_reduce {op}", x), x.detach()) as values:
             result = values[0].clone()
@@ -231,16 +237,14 @@ class ThreadGroup(_AtOnce):
         return result
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        if self.size == 1:
+        if not self._counts("all_gather", x):
             return [x]
-        self._count("all_gather", x)
         with self.meeting.exchange(self.index, _signature("all_gather", x), x.detach()) as values:
             return [value.clone() for value in values]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        if self.size == 1:
+        if not self._counts("broadcast", x):
             return x
-        self._count("broadcast", x)
         signature = _signature(f"broadcast from {source}", x)
         with self.meeting.exchange(self.index, signature, x.detach()) as values:
             return values[source].clone()
@@ -263,14 +267,12 @@ class LocalGroup(_AtOnce):
         return self._alone("broadcast", x)
 
     def _alone(self, kind: str, x: Tensor) -> Tensor:
-        if self.size == 1:
-            return x
-        if not x.is_meta:
+        if self.size > 1 and not x.is_meta:
             raise RuntimeError(
                 f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
                 "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
             )
-        self._count(kind, x)
+        self._counts(kind, x)
         return x
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeVar
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.channel import Channel, process_channels, thread_channels
-from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, ThreadGroup
+from autoptd.runtime.communicator import Group, LocalGroup, Opener, ProcessGroup, ThreadGroup, opener
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.position import Position
 from autoptd.runtime.rank import Rank, thread_ranks
-from autoptd.runtime.roster import gather
+from autoptd.runtime.roster import find_others, gather
 from autoptd.runtime.threads import Meeting, ThreadPosition, ThreadWorld
 
 R = TypeVar("R")
@@ -31,7 +32,7 @@ class Connection:
 
     `outgoing` and `incoming` are its channels, by the pipeline rank at the other end. `tied` has a group for
     each set of pipeline ranks that together own a parameter, this rank among them. `world` is all ranks, by their
-    global numbers; `position` is what this rank is doing.
+    global numbers; `position` is what this rank is doing; `opened` has what its groups are made of.
     """
 
     rank: Rank
@@ -40,6 +41,14 @@ class Connection:
     tied: Mapping[Owners, Group] = field(default_factory=dict)
     world: Group = field(default_factory=LocalGroup)
     position: Position = field(default_factory=Position)
+    opened: Opener = field(default_factory=Opener)
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Messages are under way: where this breaks off, its groups are broken."""
+        self.opened.broken = self.world.size > 1
+        yield
+        self.opened.broken = False
 
 
 def connect(manifest: Manifest, device: torch.device, program: str) -> Connection:
@@ -58,20 +67,19 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         return Connection(rank)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    assert dist.group.WORLD is not None
     _compare(program, device)
-    order = torch.tensor(mesh.ranks if mesh.ranks is not None else range(mesh.size), dtype=torch.int)
-    places = order.view(mesh.data, mesh.pipeline, mesh.tensor)
-    rank = Rank.distributed(mesh, DeviceMesh(device.type, places, mesh_dim_names=("dp", "pp", "tp")), device)
+    opened = opener(dist.group.WORLD)
+    rank = Rank.distributed(mesh, opened(_open_mesh, mesh, device.type), device)
     rank.randomness.seed = manifest.seed
     own = dist.get_rank()
     tied: dict[Owners, Group] = {}
     for owners, members in _tied_groups(manifest):
-        group = dist.new_group(list(members))  # collective over all ranks
+        group = opened(dist.new_group, members)  # collective over all ranks
         if own in members:
             tied[owners] = ProcessGroup(group, device)
-    assert dist.group.WORLD is not None
     everyone = ProcessGroup(dist.group.WORLD, device)
-    return _join(rank, own, process_channels(mesh, device), tied, everyone)
+    return _join(rank, own, process_channels(mesh, device), tied, everyone, opened)
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -88,14 +96,13 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
         for index, member in enumerate(members):
             tied[member][owners] = ThreadGroup(meeting, index)
     channels = thread_channels(mesh, world)
-    for rank in ranks:
-        rank.randomness.seed = manifest.seed
     everyone = Meeting(world, mesh.size, "group of all ranks")
     connections = [
-        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own)) for own, rank in enumerate(ranks)
+        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), Opener())
+        for own, rank in enumerate(ranks)
     ]
     for connection in connections:
-        connection.position = ThreadPosition(world)
+        connection.rank.randomness.seed, connection.position = manifest.seed, ThreadPosition(world)
     return world.run(body, connections)
 
 
@@ -132,21 +139,31 @@ def _join(
     channels: Mapping[tuple[int, int], Channel],
     tied: Mapping[Owners, Group],
     world: Group,
+    opened: Opener,
 ) -> Connection:
     """The connection of `rank`, whose global number is `own`."""
     at = rank.mesh.coordinates
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return Connection(rank, outgoing, incoming, tied, world)
+    return Connection(rank, outgoing, incoming, tied, world, opened=opened)
+
+
+def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    order = torch.tensor(mesh.ranks if mesh.ranks is not None else range(mesh.size), dtype=torch.int)
+    places = order.view(mesh.data, mesh.pipeline, mesh.tensor)
+    return DeviceMesh(device_type, places, mesh_dim_names=("dp", "pp", "tp"))
 
 
 def _compare(program: str, device: torch.device) -> None:
-    """Raise RuntimeError unless all ranks were given the same program."""
-    digests = gather(list(sha256(program.encode()).digest()), device)
-    common = max(digests, key=digests.count)
-    differ = [rank for rank, digest in enumerate(digests) if digest != common]
+    """Raise RuntimeError unless all ranks were given the same program; groups that not all have sound, none uses."""
+    opened = opener(dist.group.WORLD)
+    sound = 0 if opened.broken else len(opened)
+    rows = gather([sound, *sha256(program.encode()).digest()], device)
+    if any(row[0] != len(opened) for row in rows):
+        opener.cache_clear()
+    differ, _ = find_others({rank: row[1:] for rank, row in enumerate(rows)})
     if differ:
         raise RuntimeError(
-            f"ranks {differ} of {len(digests)} have another program than the rest: texts, manifest or versions "
+            f"ranks {differ} of {len(rows)} have another program than the rest: texts, manifest or versions "
             "differ; load the same saved program on all ranks, or compile one model with the same options"
         )

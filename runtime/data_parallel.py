@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -51,9 +52,7 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
             (loss / divisor).masked_fill(empty, 0)
             for loss, divisor, empty in zip(losses, narrow, unlabelled, strict=True)
         ]
-        total = shares[0]
-        for share in shares[1:]:
-            total = total + share
+        total = reduce(torch.add, shares)
         pair[0] = rank.data.all_reduce(total.to(torch.float64)) / rank.data.size
         pair[1] = DTYPES.index(total.dtype)
     return rank.pipeline.broadcast(pair, rank.pipeline.size - 1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -108,7 +107,6 @@ class Parallel(Persistent):
                 part.arrive = WeakMethod(self._await_gathers)
         self._loss = self._norm = None
         self._gradients_everywhere = True
-        self._broken = False  # whether a schedule broke off
         self._whole: Whole | None = None  # whose gradients are shared
         # By which they are, by the names in `_leaves`.
         self._hooks: dict[str | int, tuple[RemovableHandle, ...]] = {}
@@ -159,7 +157,7 @@ class Parallel(Persistent):
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
         """
-        if self._broken:
+        if self._connection.opened.broken:
             raise RuntimeError(
                 "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
                 "taken for this one's: begin again in new processes, from the last checkpoint"
@@ -278,7 +276,7 @@ class Parallel(Persistent):
         if nonfinite and gradients:
             sums.clear()
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
-            with self._exchange():
+            with self._connection.exchange():
                 why = explain_nonfinite(
                     manifest, self._connection, batch, pair[0], summed, unlabelled, repeat
                 )
@@ -320,7 +318,7 @@ class Parallel(Persistent):
             seeds = (scale / divisors).unbind()
         run = partial(shape.executor.run, weights, inputs, seeds, self._await_stage)
         position = self._connection.position
-        with self._exchange():
+        with self._connection.exchange():
             losses = run(shape.sums.end_stage)
             position.phase("loss")
             pair = share_loss(self._rank, losses, divisors)
@@ -328,13 +326,6 @@ class Parallel(Persistent):
                 position.phase("sum of gradients")
                 shape.sums.finish()
         return pair, partial(run, lambda _: None)
-
-    @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Messages are under way: where this breaks off, the next call would take them for its own."""
-        self._broken = self._connection.world.size > 1
-        yield
-        self._broken = False
 
     def _take_buffers(self) -> None:
         """Buffers were written, or are others: compute anew what is of them; ValueError where they are compiled in."""

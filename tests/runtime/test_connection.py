@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autoptd.runtime.communicator import ProcessGroup
 from autoptd.runtime.connection import check_world_size, connect
 from autoptd.runtime.mesh import Mesh
 from tests.ranks import run_ranks
@@ -74,3 +76,39 @@ def test_groups_and_channels_follow_a_reordered_mesh() -> None:
         ((0, 0, 1), [2, 3], 3),
         ((0, 1, 1), [2, 3], 2),
     ]
+
+
+def test_groups_are_opened_once() -> None:
+    """Each is some files and threads, which torch keeps until the process ends."""
+    chain = Chain((2, 2, 1), "1f1b", 1, 2, tied=True)
+
+    def body(rank: int) -> list[tuple[int, int]]:
+        counts = []
+        for _ in range(5):
+            parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+            parallel(**chain.batch())["loss"].backward()
+            del parallel
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        return counts
+
+    for counts in run_ranks(body, 4):
+        assert len(set(counts[1:])) == 1, counts
+
+
+def test_groups_that_may_have_messages_in_them_are_left() -> None:
+    """By all ranks, and by all who share them, though one rank alone broke off."""
+    chain = Chain((2, 2, 1), "1f1b", 1, 2)
+
+    def body(rank: int) -> list[int]:
+        first, second = (connect(chain.manifest, CPU, "text") for _ in range(2))
+        connections = [first, second]
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt), first.exchange():
+                raise KeyboardInterrupt
+            with pytest.raises(RuntimeError, match="begin again in new processes"):
+                chain.parallel(second)(**chain.batch())
+        connections += [connect(chain.manifest, CPU, "text") for _ in range(2)]
+        groups = [c.rank.pipeline.group for c in connections if isinstance(c.rank.pipeline, ProcessGroup)]
+        return [groups.index(group) for group in groups]
+
+    assert run_ranks(body, 4) == [[0, 0, 2, 2]] * 4
