@@ -31,10 +31,8 @@ class ParameterWatch:
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
         self._names = tuple(manifest.parameters)
         self.agreed: frozenset[str] | None = None  # what was trained here when the ranks compared it last
-        self.stale, self._wary = (
-            True,
-            False,
-        )  # whether any has changed since; whether they compare before each step
+        self.stale = True  # whether any rank's has changed since
+        self._wary = False  # whether they compare before each step
 
     def agree(self, connection: Connection) -> frozenset[str]:
         """What a step has gradients of: what is trained, or was when the ranks compared it last, until it is `stale`.
