@@ -42,16 +42,15 @@ def draw_weights(
     for name, parameter in manifest.parameters.items():
         if parameter.kind == "constant":
             continue
-        if weights == "random" and parameter.kind == "parameter":
-            found[name] = _draw(parameter, seed)
-            continue
         whole = find_tensor(manifest, source, name)
         if tuple(whole.shape) != tuple(parameter.shape):
             raise ValueError(
                 f"{name} has shape {list(whole.shape)} in the model or the weights given, {list(parameter.shape)} in "
                 "the program: verify with what was compiled, or compile this model"
             )
-        if whole.is_meta:
+        if weights == "random" and parameter.kind == "parameter":
+            found[name] = _draw(parameter, seed)
+        elif whole.is_meta:
             missing.append(name)
         else:
             found[name] = whole.detach().to("cpu", promote(whole.dtype))

@@ -143,12 +143,13 @@ def test_weights_and_batch_may_be_given(program: CompiledProgram) -> None:
     assert report.loss == pytest.approx(float(loss), rel=1e-12)
 
 
-def test_a_model_of_another_size_is_refused(program: CompiledProgram) -> None:
+@pytest.mark.parametrize("weights", [None, "random"])
+def test_a_model_of_another_size_is_refused(program: CompiledProgram, weights: str | None) -> None:
     message = (
         r"wte.weight has shape \[50, 32\] in the model .*, \[67, 32\] in the program: verify with what was"
     )
     with pytest.raises(ValueError, match=message):
-        program.verify(model=gpt(vocab_size=50))
+        program.verify(model=gpt(vocab_size=50), weights=weights)
 
 
 def test_a_batch_of_another_size_is_refused(program: CompiledProgram) -> None:
