@@ -238,13 +238,13 @@ class CompiledProgram:
     ) -> Explanation:
         """Why a step takes what it takes on `cluster`: print it, or read its fields.
 
-        The critical rank, what the bubble costs, which communication nothing hides, what the slowest stage's cuts
+        The critical rank, what the bubble costs, which communication nothing hides, what the longest stage's cuts
         would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
         (see `Estimator`) with the program's own `options`, and need the model, which a loaded program does not know,
         and ranks in their default order. `training` as `simulate` takes it; ValueError as there.
         """
         simulation = self.simulate(cluster, dtype, **training)
-        known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options
+        known = self.manifest, self.stages, self.schedule, simulation, self.model, self.loss_fn, self.options
         return explain_program(*known, Training(**training))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

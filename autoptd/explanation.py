@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
@@ -11,13 +11,17 @@ from torch import fx, nn
 from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import make_example
 from autoptd.options import Options
-from autoptd.passes.cluster import Cluster
-from autoptd.passes.durations import NANOSECONDS, Durations, Precision
+from autoptd.passes.durations import Durations, Precision
 from autoptd.passes.ledger import find_repeated
 from autoptd.passes.program import Stage
-from autoptd.passes.work import find_trained
-from autoptd.runtime.manifest import Manifest
-from autoptd.simulation import Simulation, Training
+from autoptd.passes.stages import make_boundary
+from autoptd.passes.work import backward_work, find_trained, forward_work
+from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
+from autoptd.runtime.manifest import Boundary, Manifest
+from autoptd.runtime.schedule import Schedule
+from autoptd.runtime.schedule_check import execution_order
+from autoptd.simulation import Simulation, Training, walk_cluster
+from autoptd.stage_times import Seconds, StageTimes, WorkTimes, time_stage, time_stages
 
 UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
 REORDERED = (
@@ -52,11 +56,13 @@ class Change:
         if self.refused:
             return f"{self.what}: cannot be, {self.refused}"
         faster = 1 - self.seconds_per_sequence
-        within = f" (within the estimate's error of {self.error:.1%})" if self.within_error else ""
+        difference = f"{abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence"
+        if self.within_error:
+            difference = f"no difference beyond the estimate's error of {self.error:.1%} ({difference})"
         return (
-            f"{self.what}: {abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence{within}, "
-            f"{self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates, of which those of the program "
-            f"itself are {self.error:.1%} off in time and {self.memory_error:.1%} in memory"
+            f"{self.what}: {difference}, {self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates of stages cut "
+            f"for this cluster and dtype, of which those of the program itself are {self.error:.1%} off in time and "
+            f"{self.memory_error:.1%} in memory"
         )
 
 
@@ -64,8 +70,8 @@ class Change:
 class Explanation:
     """`bubble_ideal` is (p - 1)/(v m); `exposed` the seconds of communication in the critical rank's step, by kind.
 
-    `work_seconds` are those of every pipeline rank's work in a step. `moves` say what the slowest stage's neighbours
-    would take if the cut moved by one operator; `changes` what other settings would do.
+    `work_seconds` are those of every pipeline rank's work in a step. `moves` say what the schedule would take with
+    a cut of the critical rank's longest stage at the next place; `changes` what other settings would do.
     """
 
     simulation: Simulation
@@ -102,6 +108,7 @@ class Explanation:
 def explain_program(
     manifest: Manifest,
     stages: Sequence[Stage],
+    schedule: Schedule,
     simulation: Simulation,
     model: nn.Module | None,
     loss_fn: Callable[..., torch.Tensor] | None,
@@ -119,7 +126,6 @@ def explain_program(
         for row in simulation.timeline
     )
     kinds = ("tensor", "pipeline", "data")
-    shared = simulation.cluster.shared_by(manifest.mesh.size)
     reordered = manifest.mesh.ranks is not None
     changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
     if model is not None and options is not None and not reordered:
@@ -144,7 +150,7 @@ def explain_program(
         (p - 1) / (v * m),
         {kind: simulation.breakdown[kind] for kind in kinds},
         work,
-        tuple(_move_cuts(manifest, stages, shared, simulation.dtype)),
+        tuple(_move_cuts(manifest, stages, schedule, simulation, training)),
         changes,
     )
 
@@ -157,39 +163,75 @@ def _name_modules(stage: Stage) -> str:
 # The cut
 
 
-def _move_cuts(manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, dtype: str) -> Iterator[str]:
-    """What the cuts before and behind the slowest rank's longest stage would do one operator further in."""
-    p = manifest.mesh.pipeline
-    if len(stages) == 1:
-        return
-    durations = Durations(cluster, manifest.mesh, Precision.of(stages, dtype))
-    costs = [list(_time_nodes(stage, durations)) for stage in stages]
-    sums = [sum(cost for _, cost in own) for own in costs]
-    ranks = [sum(sums[rank::p]) for rank in range(p)]
-    slowest = max(ranks)
-    at = max(range(ranks.index(slowest), len(stages), p), key=lambda index: sums[index])
-    for other, ends in ((at - 1, costs[at]), (at + 1, costs[at][::-1])):
-        moved = next(((node, cost) for node, cost in ends if cost), None)
-        if moved is None or not 0 <= other < len(stages):
+def _move_cuts(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    simulation: Simulation,
+    training: Training,
+) -> Iterator[str]:
+    """What the schedule would take if the critical rank's longest stage began later, or ended earlier."""
+    mesh, cluster = manifest.mesh, simulation.cluster.shared_by(manifest.mesh.size)
+    precision, order = Precision.of(stages, simulation.dtype), list(execution_order(schedule))
+    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
+    durations, blocking = Durations(cluster, mesh, precision), not training.overlap_transfers
+
+    def walk(times: Sequence[StageTimes]) -> float:
+        walked = walk_cluster(schedule, order, times, mesh, cluster, blocking=blocking)
+        return max(end for *_, end in walked)
+
+    now, own = walk(times), range(simulation.critical_rank, len(stages), mesh.pipeline)
+    at = max(own, key=lambda index: times[index].forward.total + times[index].backward.total)
+    trained, repeated = find_trained(stages[at]), find_repeated(stages[at], mesh)
+
+    def add_up(nodes: Sequence[fx.Node]) -> tuple[float, float]:
+        """Forward, and backward with what it repeats."""
+        again = [forward_work(node) for node in nodes if node in repeated]
+        works = map(forward_work, nodes), [*again, *(backward_work(node, trained) for node in nodes)]
+        return sum(map(durations.seconds, works[0])), sum(map(durations.seconds, works[1]))
+
+    for other in (index for index in (at - 1, at + 1) if 0 <= index < len(stages)):
+        places = _list_places(stages[at], first=other < at)
+        moved, crossing = next((place for place in places if any(add_up(place[0]))), ([], ()))
+        if not moved:
             continue
-        node, cost = moved
-        after = list(ranks)
-        after[at % p] -= cost
-        after[other % p] += cost
-        gain = (slowest - max(after)) / NANOSECONDS
-        verdict = f"saves {gain * 1e6:.3g} us" if gain > 0 else f"costs {-gain * 1e6:.3g} us"
+        changed, interfaces, before = list(times), list(manifest.stages), min(at, other)
+        interfaces[before] = replace(interfaces[before], sends=crossing)
+        interfaces[before + 1] = replace(interfaces[before + 1], receives=crossing)
+        cut = replace(manifest, stages=tuple(interfaces))
+        for index, sign in ((at, -1), (other, 1)):
+            found, (ahead, back) = times[index], (Seconds(sign * s, 0.0, 0.0) for s in add_up(moved))
+            sides = found.forward + ahead, found.backward + back, Seconds(0.0, 0.0, 0.0)
+            work = WorkTimes(*sides, found.kept, found.working, found.flops)
+            changed[index] = time_stage(cut, index, work, cluster, precision)
+        longer = walk(changed) / now - 1
         yield (
-            f"moving {node.name} of stage {at} to stage {other} {verdict} a microbatch on the slowest rank, "
-            "wider messages aside"
+            f"with {' to '.join(dict.fromkeys((moved[0].name, moved[-1].name)))} of stage {at} in stage {other} the "
+            f"schedule takes {abs(longer):.2%} {'more' if longer >= 0 else 'less'}, messages included"
         )
 
 
-def _time_nodes(stage: Stage, durations: Durations) -> Iterator[tuple[fx.Node, int]]:
-    """Nanoseconds of each node, forward, backward and what the backward repeats."""
-    trained, repeated = find_trained(stage), find_repeated(stage, durations.mesh)
-    for node in stage.graph.nodes:
-        forward, backward = durations.of_forward(node), durations.of_backward(node, trained)
-        yield node, forward * (1 + (node in repeated)) + backward
+def _list_places(stage: Stage, *, first: bool) -> Iterator[tuple[list[fx.Node], tuple[Boundary, ...]]]:
+    """What a stage gives away where it begins later, or (not `first`) ends earlier, and what crosses there: whole
+    tensors, none still to be summed over the tensor ranks."""
+    nodes = [node for node in stage.graph.nodes if node.op == "call_function"]
+    carried = [node for node in stage.graph.nodes if node.meta.get("role") == "boundary"]
+    rooted = {*carried, *(node for node in stage.graph.nodes if node.op == "get_attr")}
+    for node in nodes:
+        if not rooted.isdisjoint(node.all_input_nodes):
+            rooted.add(node)
+            carried.append(node)
+    for count in range(1, len(nodes)) if first else range(len(nodes) - 1, 0, -1):
+        ahead, behind = nodes[:count], {*nodes[count:], stage.graph.output_node()}
+        live = [n for n in carried if n not in behind and not behind.isdisjoint(n.users)]
+        summed = any(
+            n.meta.get("partial")
+            or n.target is copy_to_tensor
+            or reduce_from_tensor in {u.target for u in n.users}
+            for n in live
+        )
+        if live and not summed and all(isinstance(n.meta["val"], torch.Tensor) for n in live):
+            yield ahead if first else nodes[count:], tuple(map(make_boundary, live))
 
 
 # Other settings

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd import Cluster
+from autoptd import Cluster, compiler
 from autoptd.explanation import Change
+from autoptd.passes.stages import Found, find_cut
+from autoptd.passes.uncut import Uncut
 from autoptd.runtime.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 
@@ -34,9 +36,33 @@ def test_the_explanation_agrees_with_the_simulation() -> None:
     assert explained.exposed["tensor"] == simulated.breakdown["tensor"]
     assert len(explained.moves) in (1, 2)
     text = str(explained)
-    words = "critical is pipeline rank", "bubble costs", "nothing hides", "cut: moving", "with 3 model chunks"
+    words = "critical is pipeline rank", "bubble costs", "nothing hides", "cut: with h", "with 3 model chunks"
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2)], ids=str)
+def test_a_moved_cut_takes_what_the_program_cut_there_takes(
+    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tensor ranks still have to sum crosses no cut."""
+    program = compile_gpt(mesh)
+    words = r"with (\w+)(?: to \w+)? of stage (\d) in stage (\d) the schedule takes ([\d.]+)% (more|less), messages"
+    matches = [re.match(words, move) for move in program.explain().moves]
+    name, at, other, percent, more = next(m.groups() for m in matches if m and int(m[2]) < int(m[3]))
+
+    def find_moved(uncut: Uncut, **options: Any) -> Found:
+        found = find_cut(uncut, **options)
+        place = next(i for i, node in enumerate(uncut.row.items) if node.name == name)
+        assert uncut.fit[place]
+        return found._replace(positions=(*found.positions[: int(at)], place, *found.positions[int(other) :]))
+
+    monkeypatch.setattr(compiler, "find_cut", find_moved)
+    ends = [
+        max(row[-1].end for row in one.simulate("dgx-a100").timeline) for one in (program, compile_gpt(mesh))
+    ]
+    longer = float(percent) / 100 * (1 if more == "more" else -1)
+    assert ends[1] / ends[0] - 1 == pytest.approx(longer, abs=5e-4)
 
 
 def test_changes_are_what_the_changed_program_takes() -> None:
@@ -135,9 +161,10 @@ def test_a_change_smaller_than_the_error_says_so() -> None:
     def change(seconds: float, error: float) -> Change:
         return Change("3 model chunks for 2", 1.0, 10**9, seconds, error)
 
-    assert "1.0% less time a sequence (within the estimate's error of 3.5%), 1 GB" in str(change(0.99, 0.035))
-    assert "2.0% more time a sequence (within the estimate's error of 3.5%), 1 GB" in str(change(1.02, 0.035))
-    assert "9.0% less time a sequence, 1 GB" in str(change(0.91, 0.035))
+    none = "3 model chunks for 2: no difference beyond the estimate's error of 3.5% "
+    assert str(change(0.99, 0.035)).startswith(f"{none}(1.0% less time a sequence), 1 GB")
+    assert str(change(1.02, 0.035)).startswith(f"{none}(2.0% more time a sequence), 1 GB")
+    assert str(change(0.91, 0.035)).startswith("3 model chunks for 2: 9.0% less time a sequence, 1 GB")
     assert [change(0.99, 0.035).within_error, change(0.91, 0.035).within_error] == [True, False]
     assert not Change("8 tensor ranks for 4", refused="4 heads do not divide").within_error
 
