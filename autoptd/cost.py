@@ -20,6 +20,7 @@ from autoptd.passes.ledger import Ledger
 from autoptd.passes.letters import letter
 from autoptd.passes.program import Stage, recomputed_groups
 from autoptd.passes.work import Work, backward_work, find_trained, forward_work
+from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.manifest import Manifest
 
 Label = tuple[int, int] | None  # which stack of layers, and which layer of it
@@ -184,7 +185,13 @@ class _Bill:
         trained = find_trained(stage)
         for node in stage.graph.nodes:
             if node.op == "call_function":
-                self._count(node.meta.get("layer"), self._list_work(node, trained, node in repeated))
+                # All decoder layers' linears of an encoder's output are one call, with one all-reduce.
+                several = node.target is copied_linears
+                for name, amount in self._list_work(node, trained, node in repeated):
+                    calls = node.users if several and name != "communicated" else (node,)
+                    for call in calls:
+                        share = amount / sympy.Integer(len(calls))
+                        self._count(call.meta.get("layer"), [(name, share)])
             elif node.op == "get_attr" and stage.parameters[str(node.target)].kind == "parameter":
                 name, label = str(node.target), node.meta.get("layer")
                 self.parameters[name] = (

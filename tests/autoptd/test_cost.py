@@ -257,6 +257,25 @@ def test_one_program_tells_the_cost_of_others(recompute: str) -> None:
     assert cost.evaluate(cost.parameters, l=5) == other.evaluate(other.parameters)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_decoder_layer_has_its_own_linears_of_the_encoders_output(tensor: int) -> None:
+    """The tensor ranks compute those of all layers in one call."""
+
+    def compile_t5(layers: int) -> Any:
+        sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "num_heads": 4}
+        sizes |= {"num_layers": layers, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+        config = transformers.T5Config(**sizes)
+        with torch.device("meta"):
+            model = transformers.T5ForConditionalGeneration(config)
+        ids = torch.zeros(2, LENGTH, dtype=torch.long)
+        return compile_model((model, {"input_ids": ids, "labels": ids.clone()}), (tensor, 1, 1)).cost
+
+    cost, other = compile_t5(3), compile_t5(5)
+    for name in ("forward", "backward", "communicated"):
+        found = cost.evaluate(getattr(cost.model, name), l=5, l2=5)
+        assert found == other.evaluate(getattr(other.model, name)), name
+
+
 def test_stages_add_up_to_the_model() -> None:
     whole, cut = (compile_model(sample(), mesh).cost for mesh in ((2, 1, 1), (2, 2, 1)))
     assert is_zero(
