@@ -316,11 +316,13 @@ class Search:
         if not found:
             return f"no plan fits in {limit:,} bytes a device: {self._list_refusals()}"
         memory, candidate = min(found, key=lambda pair: max(pair[0]))
-        worst = memory.index(max(memory))
+        worst, ways = memory.index(max(memory)), ["more devices", "devices with more memory"]
+        ways += ["a smaller microbatch"] * (self._size > 1)
+        ways += ['recompute="full"'] * (self._space.recompute not in (None, RECOMPUTE[-1]))
+        ways += ["zero=1 (parallel.shard_optimizer)"] * (not self._estimator.training.zero)
         return (
             f"the model fits in the memory of no plan: {candidate} needs least, and its pipeline rank {worst} holds "
-            f"{max(memory):,} bytes, {max(memory) - limit:,} more than a device's {limit:,}; "
-            'use more devices, a smaller microbatch, recompute="full", or devices with more memory'
+            f"{max(memory):,} bytes, {max(memory) - limit:,} more than a device's {limit:,}; use {', or '.join(ways)}"
         )
 
     def _explain_none(self) -> str:

@@ -411,6 +411,14 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() 
     held, over = (int(word.replace(",", "")) for word in re.findall(r"\d[\d,]{3,}", message)[:2])
     assert "pipeline rank" in message
     assert held - over == 1_000_000
+    assert message.endswith(
+        "use more devices, or devices with more memory, or zero=1 (parallel.shard_optimizer)"
+    )
+    fixed: Any = {"microbatch_size": 2, "recompute": "none", "zero": 1, "cluster": with_memory(1e6)}
+    with pytest.raises(
+        ValueError, match=r'devices with more memory, or a smaller microbatch, or recompute="full"$'
+    ):
+        autoptd.plan(make_gpt(), world_size=4, global_batch=8, **fixed)
     estimator, space = Estimator(make_gpt(), SELENE, 4), Space(4, 8, SELENE)
     row = estimator.measure(1, 1, "none")
     every = [estimator.estimate(c).memory_bytes for c in space.candidates(row.layers, row.units)]
