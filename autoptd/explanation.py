@@ -11,6 +11,7 @@ from torch import fx, nn
 from autoptd.estimation import Candidate, Estimator
 from autoptd.example_inputs import make_example
 from autoptd.options import Options
+from autoptd.overview import find_path
 from autoptd.passes.durations import Durations, Precision
 from autoptd.passes.ledger import find_repeated
 from autoptd.passes.program import Stage
@@ -156,7 +157,7 @@ def explain_program(
 
 
 def _name_modules(stage: Stage) -> str:
-    paths = [str(n.meta["path"]) for n in stage.graph.nodes if n.op == "call_function" and n.meta.get("path")]
+    paths = [path for node in stage.graph.nodes if (path := find_path(node))]
     return f"{paths[0]} to {paths[-1]}" if paths else "no named module"
 
 

@@ -144,7 +144,7 @@ class Overview:
 
 def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) -> StageOverview:
     tensor = manifest.mesh.tensor
-    paths = [path for node in stage.graph.nodes if (path := _find_path(node))]
+    paths = [path for node in stage.graph.nodes if (path := find_path(node))]
     crossing = interface.sends if manifest.mesh.pipeline > 1 else ()
     return StageOverview(
         index=interface.index,
@@ -162,7 +162,7 @@ def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) ->
     )
 
 
-def _find_path(node: fx.Node) -> str:
+def find_path(node: fx.Node) -> str:
     """The module path of a call; in a stage that was traced from its text, that of the parameter it takes."""
     if node.op != "call_function":
         return ""
