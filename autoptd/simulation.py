@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autoptd.options import check_flags
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
-from autoptd.passes.durations import Precision
+from autoptd.passes.durations import DTYPES, Precision
 from autoptd.passes.pipeline import ActionTimes, walk
 from autoptd.passes.program import Stage
 from autoptd.runtime.manifest import Manifest
@@ -168,8 +168,7 @@ def simulate_times(
             begin = max(phase.start, pipelined)
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
-    shards = manifest.mesh.data if training.zero else 1
-    wide = training.wide_gradients
+    shards, wide = manifest.mesh.data if training.zero else 1, training.wide_gradients
     static = [state_bytes(own, precision, shards, wide) for own in owned]
     courses = [list(trace_memory(*row, times)) for row in zip(schedule, timeline, strict=True)]
     for phase in phases:
@@ -182,12 +181,13 @@ def simulate_times(
         for state, (_, activations, buffers) in zip(static, peaks, strict=True)
     ]
     totals = [round(sum(held.values())) for held in memory]
+    computed = precision.dtype if manifest.autocast is None else DTYPES[manifest.autocast]
     return Simulation(
         cluster,
         precision.dtype,
         step_seconds=step,
         tflops_per_device=sum(time.flops for time in times) * m / p / step / 1e12,
-        mfu=manifest.model_flops * m / (t * p) / step / cluster.device.peak(precision.dtype),
+        mfu=manifest.model_flops * m / (t * p) / step / cluster.device.peak(computed),
         bubble_fraction=(pipelined - work) / work,
         critical_rank=critical,
         breakdown=breakdown,

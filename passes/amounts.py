@@ -19,7 +19,8 @@ Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for sever
 class Product:
     """`batch` GEMMs of [rows, inner] by [inner, columns].
 
-    `repeated`: a fused attention's backward computes the scores again, for it has not kept them.
+    `repeated`: a fused attention's backward computes the scores again, for it has not kept them. `dtype` is a half type
+    that it is computed in, as a cluster has it: of autocast, in a program of float32.
     """
 
     batch: Number
@@ -27,6 +28,7 @@ class Product:
     columns: Number
     inner: Number
     repeated: bool = False
+    dtype: str = ""
 
     @property
     def flops(self) -> Number:

@@ -120,8 +120,9 @@ class Device:
         beside = work.elementwise * ELEMENT_FLOPS / self.vector_flops
         if not work.products:
             return float(time + max(moved / rate, beside))
-        computing = [self._product_seconds(product, dtype) for product in work.products]
-        traffic = [_product_bytes(product, dtype) for product in work.products]
+        computed = [(product, _narrower(product, dtype, scale)) for product in work.products]
+        computing = [self._product_seconds(*product) for product in computed]
+        traffic = [_product_bytes(*product) for product in computed]
         if sum(traffic) > moved * 1.01:
             return float(time + max(sum(computing), moved / rate))
         own = sum(max(seconds, size / rate) for seconds, size in zip(computing, traffic, strict=True))
@@ -273,6 +274,12 @@ class Cluster:
             return count / self.node.message_rate + self.node.latency_seconds
         share = min(1.0, self.nics_per_node / min(senders, self.devices_per_node))
         return count / (self.network.message_rate * share) + self.network.latency_seconds
+
+
+def _narrower(product: Product, dtype: str, scale: float) -> str:
+    """What a product is computed in: `dtype`, or its own where that is narrower than its program's."""
+    own = product.dtype
+    return own if own and ITEM_BYTES[own] * scale < ITEM_BYTES[dtype] else dtype
 
 
 def _product_bytes(product: Product, dtype: str) -> float:

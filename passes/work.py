@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = ["Product", "Work", "backward_work", "find_reached", "find_trained", "
 
 FORWARDS = {**product_work.FORWARDS, **memory_work.FORWARDS}
 BACKWARDS = {**product_work.BACKWARDS, **memory_work.BACKWARDS}
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
@@ -33,8 +35,7 @@ def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
     rule: Any = (
         memory_work.compute if _is_rearranged(node) else FORWARDS.get(node.target, memory_work.compute)
     )
-    work: Work = rule(node, Value(sizes))
-    return work
+    return _in_half(rule(node, Value(sizes)), node)
 
 
 def backward_work(
@@ -58,7 +59,7 @@ def backward_work(
     value = Value(sizes)
     other = memory_work.no_work if is_free(node) else memory_work.differentiate
     rule: Any = other if _is_rearranged(node) else BACKWARDS.get(node.target, other)
-    work: Work = rule(node, value, wanted)
+    work = _in_half(rule(node, value, wanted), node)
     for source in wanted:
         if source.op == "get_attr":
             work += _accumulate(source, value, 1)
@@ -128,6 +129,18 @@ def is_free(node: fx.Node) -> bool:
     value = node.meta["val"]
     source = node.all_input_nodes[0].meta["val"] if node.all_input_nodes else value
     return not isinstance(value, torch.Tensor) or bool(value.dtype == source.dtype)
+
+
+def _in_half(work: Work, node: fx.Node) -> Work:
+    """The work with the half type that its products are computed in, where the node's value is of one."""
+    if not work.products:
+        return work
+    value = node.meta["val"]
+    half = HALVES.get((value if isinstance(value, torch.Tensor) else value[0]).dtype)
+    if half is None:
+        return work
+    beside = work.beside and _in_half(work.beside, node)
+    return replace(work, products=tuple(replace(p, dtype=half) for p in work.products), beside=beside)
 
 
 def _accumulate(node: fx.Node, value: Value, times: int) -> Work:

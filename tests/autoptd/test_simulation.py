@@ -331,6 +331,20 @@ def test_another_dtype_than_the_programs() -> None:
     assert wide.simulate(SELENE).step_seconds > 1.5 * as_half.step_seconds
 
 
+def test_under_autocast_products_are_computed_in_its_dtype() -> None:
+    """On as many tensor cores as in a model of bfloat16, with the bytes and casts of float32."""
+    wide, half = (compile_gpt((2, 2, 1), dtype) for dtype in (torch.float32, torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        program = compile_gpt((2, 2, 1), torch.float32)
+    only = replace(STILL, device=replace(STILL.device, memory_bandwidth=1e30, vector_flops=1e30))
+    steps = [one.simulate(only) for one in (wide, half, program)]
+    assert steps[2].step_seconds == pytest.approx(steps[1].step_seconds, rel=0.1)
+    assert steps[2].step_seconds < steps[0].step_seconds / 10
+    assert steps[2].mfu == pytest.approx(steps[1].mfu, rel=0.1)
+    assert program.simulate(only, "bf16").step_seconds == pytest.approx(steps[2].step_seconds)
+    assert half.simulate(only, "fp32").step_seconds == pytest.approx(steps[0].step_seconds, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

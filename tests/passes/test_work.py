@@ -125,11 +125,10 @@ def test_a_lookup_reads_only_its_rows() -> None:
 def test_the_backward_of_a_product_is_two_products() -> None:
     """[256, 64] by [64, 192]: the gradients of the input and of the weight, of as many FLOPs each."""
     node = call(aten.linear.default, X, tensor(192, 64), result=tensor(2, 128, 192))
-    assert forward_work(node).products == (Product(1, 256, 192, 64),)
-    assert backward_work(node).products == (Product(1, 256, 64, 192), Product(1, 64, 192, 256))
-    assert backward_work(node, trained=[*node.all_input_nodes[1:], node]).products == (
-        Product(1, 64, 192, 256),
-    )
+    of_input, of_weight = Product(1, 256, 64, 192, dtype="bf16"), Product(1, 64, 192, 256, dtype="bf16")
+    assert forward_work(node).products == (Product(1, 256, 192, 64, dtype="bf16"),)
+    assert backward_work(node).products == (of_input, of_weight)
+    assert backward_work(node, trained=[*node.all_input_nodes[1:], node]).products == (of_weight,)
     assert not backward_work(node, trained=[])
 
 
