@@ -12,7 +12,7 @@ from torch import nn
 
 import autoptd
 from autoptd import Cluster
-from samples.benchmarks.paper_figures import GPT_6B
+from samples.benchmarks.paper_figures import GPT_6B, compare_microbatches, compare_tensor_with_pipeline
 from samples.benchmarks.paper_model import UnfusedAttention, UnfusedMLP, WrittenAttention, build_paper_model
 from samples.benchmarks.paper_rows import (
     CALIBRATED_ON,
@@ -25,6 +25,7 @@ from samples.benchmarks.paper_rows import (
     compile_row,
     simulate_row,
 )
+from samples.benchmarks.planner import COLUMNS, measure
 from samples.gpt import GPT, MLP, GPTConfig
 
 SELENE = Cluster.load(CLUSTER)
@@ -91,6 +92,43 @@ def test_table_2(row: PaperRow) -> None:
 def test_table_2_zero3(row: PaperRow) -> None:
     step = compile_row(row.alone()).simulate_zero3(SELENE, row.devices)
     assert step.tflops_per_device == pytest.approx(row.tflops, rel=0.15)
+
+
+@pytest.mark.slow
+def test_the_ratios_of_table_2() -> None:
+    """What PTD-P is ahead of ZeRO-3 by, on about as many devices and on twice and four times as many."""
+    for ours, theirs in zip(TABLE_2, TABLE_2_ZERO3, strict=True):
+        step = simulate_row(compile_row(ours), SELENE)
+        baseline = compile_row(theirs.alone()).simulate_zero3(SELENE, theirs.devices)
+        found = step.tflops_per_device / baseline.tflops_per_device
+        assert found == pytest.approx(ours.tflops / theirs.tflops, rel=0.15), (ours.name, ours.devices)
+
+
+@pytest.mark.slow
+def test_eight_tensor_ranks_are_best_on_nodes_of_eight() -> None:
+    """Figure 13, at both batches."""
+    rows = list(compare_tensor_with_pipeline(SELENE))
+    for column in (1, 2):
+        assert max(rows, key=lambda row: float(str(row[column])))[0] == "8, 8"
+
+
+@pytest.mark.slow
+def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
+    """Figure 16, at both batches."""
+    rows = list(compare_microbatches(SELENE))
+    for column in (1, 2):
+        assert max(rows[1:-1], key=lambda row: float(str(row[column]))) == max(
+            rows, key=lambda row: float(str(row[column]))
+        )
+
+
+@pytest.mark.slow
+def test_the_papers_meshes_are_near_the_planners() -> None:
+    """Table 1's (t, p) with its own best b and m beside our best plan: ten within 10 %, eight within 5 %."""
+    place = COLUMNS.index("slower by")
+    slower = sorted(float(str(measure(row, row.chunks)[place]).rstrip("%")) for row in TABLE_1)
+    assert slower[7] <= 5
+    assert slower[9] <= 10
 
 
 @pytest.mark.slow
