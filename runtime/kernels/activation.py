@@ -169,6 +169,8 @@ def _activate(x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVE
     elif coefficient != SQRT_2_OVER_PI:
         x = x.to(widen(x.dtype))
         torch.mul(x, _tanh(x, coefficient).add_(1).mul_(0.5), out=out)
+    elif x.is_contiguous() and not out.is_contiguous():  # there torch's exact one writes as `x` lies
+        out.copy_(functional.gelu(x, approximate="none" if kind == "gelu" else "tanh"))
     else:
         torch.ops.aten.gelu.out(x, approximate="none" if kind == "gelu" else "tanh", out=out)
     return out
