@@ -91,12 +91,12 @@ def mask_key(
     the undivided tensor. Where that changes nothing it is written with ones: inner is 1 for a batch of one,
     run and whole are 1 where nothing is divided.
 
-    `sample` is the batch dimension (None: all samples share the mask of sample 0); `divided` the dimension of
+    `sample` is the batch dimension (None, and of a scalar: all share the mask of sample 0); `divided` the dimension of
     which `shape` holds part `index` of `size` equal, contiguous parts.
     """
     if not 0 <= operator < 1 << OPERATOR_BITS:
         raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
-    batch_dim = None if sample is None else sample % len(shape)
+    batch_dim = sample % len(shape) if sample is not None and shape else None
     first = 0 if batch_dim is None else randomness.sample
     batch = 1 if batch_dim is None else shape[batch_dim]
     inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :])

@@ -145,3 +145,20 @@ def test_the_samples_of_a_sequence_first_model_are_its_second_dimension(batch: i
     (dropout,) = (n for n in program.stages[0].graph.nodes if n.target is kernels.dropout)
     assert dropout.meta["val"].shape == (8, batch, 16)
     assert dropout.kwargs["sample"] == 1
+
+
+def test_a_dropped_loss_needs_microbatches_of_one_sequence() -> None:
+    """A scalar has no batch; of one sequence it is that sample's."""
+
+    class Dropped(DroppingSequenceFirst):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            return nn.functional.dropout(self.embed(idx).square().mean(), 0.3, self.training)
+
+    ids = {name: torch.zeros((2, 8), dtype=torch.long) for name in ("idx", "targets")}
+    with pytest.raises(
+        ValueError, match=r"in which the batch is no dimension of its own.* microbatch_size=1"
+    ):
+        autoptd.compile(Dropped(), (1, 1, 1), example_inputs=ids)
+    program = autoptd.compile(Dropped(), (1, 1, 1), example_inputs={n: x[:1] for n, x in ids.items()})
+    (dropout,) = (n for n in program.stages[0].graph.nodes if n.target is kernels.dropout)
+    assert dropout.kwargs == {"sample": 0, "shape": [1]}

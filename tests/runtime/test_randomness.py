@@ -146,6 +146,12 @@ def test_every_field_of_the_state_matters() -> None:
     assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)
 
 
+def test_a_scalar_has_the_mask_of_sample_zero() -> None:
+    masks = [keep_mask(Randomness(seed, sample=seed), 0.5, 0, (), CPU) for seed in range(64)]
+    assert masks == [keep_mask(Randomness(seed), 0.5, 0, (1,), CPU)[0] for seed in range(64)]
+    assert 0 < sum(map(bool, masks)) < 64
+
+
 def test_without_a_batch_dimension_the_mask_is_sample_zeros() -> None:
     at_nine = keep_mask(Randomness(sample=9), 0.5, 0, (3, 7), CPU, sample=None)
     assert torch.equal(at_nine, keep_mask(Randomness(sample=0), 0.5, 0, (1, 3, 7), CPU)[0])
