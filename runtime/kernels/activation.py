@@ -44,6 +44,7 @@ def activate_linear(
     transposed: bool,
 ) -> Tensor:
     """What `linear_gelu` computes; ``linear(x, weight, bias)`` gives its product, the bias left out or not."""
+    check_operands("linear_gelu", x, weight=weight, bias=bias)
     _check_approximation("linear_gelu", approximate)
     shape = list(weight.shape)[:: -1 if transposed else 1]
     if len(shape) != 2 or list(x.shape[-1:]) != shape[1:] or list(bias.shape) != shape[:1]:

@@ -18,7 +18,7 @@ def grouped_attention(
     torch would write the scores out. Raises ValueError where g does not divide a.
     """
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[1] > 0
-    if not fits or q.shape[1] % k.shape[1]:
+    if not fits or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"grouped_attention was given q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}, expected "
             "[b, a, s, d] and [b, g, s, d] with a multiple of g heads in q"

@@ -43,7 +43,7 @@ def cross_entropy(
     are summed in float32, and no float32 copy of them is kept. The loss has `dtype`: by default the logits',
     under autocast float32. It can be differentiated once.
     """
-    _check(logits, target, reduction)
+    _check(rank, logits, target, vocabulary, reduction)
     if dtype is None:
         device = logits.device.type
         autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -87,11 +87,12 @@ def keeps_softmax(logits: Tensor) -> bool:
     return logits.dtype not in HALF and find_kernels("cross_entropy", logits) is None
 
 
-def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
-    if logits.dim() != 2 or target.shape != logits.shape[:1]:
+def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reduction: str) -> None:
+    t = rank.tensor.size
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] * t < vocabulary:
         raise ValueError(
             f"cross_entropy was given logits {list(logits.shape)} and target {list(target.shape)}, "
-            "expected [N, V/t] and [N]; flatten them first"
+            f"expected [N, V/t] and [N], with V = {vocabulary} and t = {t}; flatten them first"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"cross_entropy was given reduction={reduction!r}, expected 'mean' or 'sum'")
