@@ -236,8 +236,8 @@ def _name_tensors(
                 )
             if value.data_ptr() in places:
                 raise ValueError(
-                    f"{places[value.data_ptr()]} is read from outside of the module, where it is a constant; "
-                    "reach it through self"
+                    f"{_first_use(exported, spec.arg.name)} reads {places[value.data_ptr()]} from outside of the "
+                    "module, where it is a constant; reach it through self"
                 )
             parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
             buffers[name] = value.detach()

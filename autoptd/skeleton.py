@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 
 import torch
 from torch import Tensor, fx, nn
@@ -62,14 +62,46 @@ def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.
             if id(tensor) not in memo:
                 memo[id(tensor)] = twin_of(tensor) if tensor.is_meta else tensor.detach().cpu()
     try:
-        twin = copy.deepcopy(model, dict(memo))
+        twin = copy.deepcopy(model, twins := dict(memo))
     except Exception:
         # Locks, files, process groups: share what the forward may read and Python cannot copy.
         for value in _uncopyable(model, memo):
             memo[id(value)] = value
-        twin = copy.deepcopy(model, memo)
+        twin = copy.deepcopy(model, twins := memo)
+    for module in twin.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType):
+                vars(module)[name] = _copy_function(value, twins)
     set_training(twin)
     return twin
+
+
+def _copy_function(function: FunctionType, twins: dict[int, object]) -> FunctionType:
+    """`function` with the `twins` of what it closes over, as ``lambda x: x @ self.weight``: Python copies none."""
+    if not function.__closure__:
+        return function
+    if id(function) not in twins:
+        cells = [CellType() for _ in function.__closure__]
+        code, scope = function.__code__, function.__globals__
+        twin = FunctionType(code, scope, function.__name__, function.__defaults__, tuple(cells))
+        twin.__kwdefaults__ = function.__kwdefaults__
+        twin.__dict__.update(vars(function))
+        twins[id(function)] = twin  # before what it closes over, which may be the function itself
+        for cell, own in zip(cells, function.__closure__, strict=True):
+            with contextlib.suppress(ValueError):  # a name that was given nothing
+                cell.cell_contents = _twin_of(own.cell_contents, twins)
+    found = twins[id(function)]
+    assert isinstance(found, FunctionType)
+    return found
+
+
+def _twin_of(value: object, twins: dict[int, object]) -> object:
+    if isinstance(value, FunctionType):
+        return _copy_function(value, twins)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _twin_of(value.__self__, twins))
+    # Tensors stay: torch.export knows a parameter by the module that it is read from.
+    return twins.get(id(value), value) if isinstance(value, nn.Module) else value
 
 
 def set_training(model: nn.Module) -> None:

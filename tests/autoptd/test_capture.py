@@ -282,6 +282,34 @@ def test_awkward_attributes() -> None:
     assert torch.equal(program.buffers["scale"], model.scale)
 
 
+class Enclosing(Head):
+    """Functions as attributes that lead to the model by what they close over: a tied head, a forward wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__(loss_only)
+        plain = self.embedding.forward
+
+        def scale(x: Tensor, times: int) -> Tensor:
+            return scale(x * self.head.bias.mean(), times - 1) if times else x
+
+        def embed(idx: Tensor, *, times: int = 1) -> Tensor:
+            return scale(plain(idx), times)
+
+        self.embedding.forward = embed  # type: ignore[assignment]
+        self.tied: Callable[[Tensor], Tensor] = lambda x: functional.linear(
+            x, self.embedding.weight, self.head.bias
+        )
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
+        return functional.cross_entropy(self.tied(self.embedding(idx)).flatten(0, 1), targets.flatten())
+
+
+def test_functions_that_close_over_the_model() -> None:
+    model, inputs = Enclosing(), batch("idx", "targets")
+    program = compiled(model, example_inputs=inputs)
+    assert_same(model, program, inputs, model(**inputs))
+
+
 def test_lower_precision() -> None:
     model, inputs = PlainGPT().to(torch.bfloat16), batch("idx", "targets")
     program = compiled(model, example_inputs=inputs)
@@ -372,7 +400,8 @@ def rooted(logits: Tensor, loss: Tensor) -> Any:
 
 def outside() -> nn.Module:
     model = Head(loss_only)
-    model.form = lambda logits, loss: loss + model.head.weight.sum()
+    weight = model.head.weight
+    model.form = lambda logits, loss: loss + weight.sum()
     return model
 
 
@@ -392,7 +421,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         (nn.DataParallel(PlainGPT()), {}, TypeError, ["DataParallel", "model.module", "mesh"]),
         (torch.compile(PlainGPT()), {}, TypeError, ["torch.compile", "plain module"]),
         (nn.Sequential(nn.LazyLinear(3)), {}, TypeError, ["0.weight", "UninitializedParameter", "lazy"]),
-        (outside(), {}, ValueError, ["head.weight", "constant", "self"]),
+        (outside(), {}, ValueError, ["test_capture.py:", "head.weight", "constant", "self"]),
         (meta_attribute(), {}, ValueError, ["scale", "meta device", "buffer"]),
         (Branching(loss_only), {}, ValueError, ["test_capture.py:", "if idx.sum() > 3", "torch.where"]),
         (Routing(loss_only), {}, ValueError, ["test_capture.py:", "depends on a tensor's values"]),
