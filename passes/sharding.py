@@ -115,5 +115,5 @@ def _is_attended(axis: Axis) -> bool:
 
 
 def _is_sequence(axis: Axis) -> bool:
-    """Does attention, or a cumulative sum, run over it?"""
-    return _is_attended(axis) or RUNS in axis.blocked
+    """Does attention, or a cumulative sum, run over it? One element is none, and is taken for others of size 1."""
+    return axis.size > 1 and (_is_attended(axis) or RUNS in axis.blocked)

@@ -494,6 +494,24 @@ def test_the_batch_is_dimension_zero_elsewhere(batch: int) -> None:
     assert [i.batch_dim for i in program.inputs] == [0, 0]
 
 
+class Shifted(nn.Module):
+    """Attention of torch's own, which folds the batch into its heads, to the tokens before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(64, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        before = self.embed(idx).roll(1, 1)
+        x = self.attend(self.embed(idx), before, before, need_weights=False)[0]
+        return nn.functional.cross_entropy((x @ self.embed.weight.t()).view(-1, 64), targets.view(-1))
+
+
+def test_one_sequence_is_a_batch_whatever_attention_folds_it_into() -> None:
+    ids = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
+    assert [i.batch_dim for i in prepare(Shifted(), 2, ids).inputs] == [0, 0]
+
+
 def test_an_input_without_the_batch_is_not_split() -> None:
     inputs = {**tokens(batch=3), "position_ids": torch.arange(16).view(1, 16)}
     program = prepare(build("llama"), 1, inputs)
