@@ -57,7 +57,9 @@ class StateMarks:
 
     def mark(self, optimizer: Optimizer) -> None:
         """From now on, let the ``state_dict`` of an `optimizer` say what it is of."""
-        optimizer.register_state_dict_post_hook(self._write)
+        # What is round an optimizer may have been made without torch's own hooks: the one within marks its states.
+        if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            optimizer.register_state_dict_post_hook(self._write)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError where a state was loaded into `optimizer` that says that it is of something else.

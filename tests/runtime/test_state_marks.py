@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,29 @@ def watched() -> tuple[Chain, Parallel]:
     parallel(**chain.batch())["loss"].backward()
     share_gradients(parallel)
     return chain, parallel
+
+
+class Round(torch.optim.Optimizer):
+    """Round another optimizer, with the hooks of a step alone, as third parties write Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> State:
+        return self.inner.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:Round is not known to step")
+def test_an_optimizer_round_another_one_leaves_the_mark_to_it() -> None:
+    chain, parallel = watched()
+    optimizer = Round(torch.optim.SGD(parallel.parameters(), lr=0.1))
+    step(chain, parallel, optimizer)
+    assert MARK in optimizer.state_dict()["param_groups"][0]
 
 
 def resume(chain: Chain, shard: bool, order: Sequence[int]) -> set[str]:
