@@ -147,7 +147,7 @@ def _measure(graph: fx.Graph, analysis: Analysis, padded: set[Axis]) -> list[_Le
 
 
 def _unread_segments(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis, int]) -> set[Axis]:
-    """Divided rows of parameters that no operator takes, beside rows that are whole: past ``pos[:s]``, say.
+    """Divided rows of parameters that nothing sums over, beside rows that are whole: past ``(pos * c)[:s]``, say.
 
     To divide them would leave the gradient of the others partial, for next to nothing.
     """
@@ -155,9 +155,7 @@ def _unread_segments(graph: fx.Graph, analysis: Analysis, divided: Mapping[Axis,
     read = {leaf for axis in analysis.contractions.values() for leaf in ax.leaves(axis)}
     for node in graph.nodes:
         for axis in (axis for axes in analysis.all_of(node) for axis in axes):
-            if node.op == "call_function":
-                read.update(ax.leaves(axis))
-            elif node.op == "get_attr" and not divided.keys() >= (own := set(ax.leaves(axis))):
+            if node.op == "get_attr" and not divided.keys() >= (own := set(ax.leaves(axis))):
                 mixed |= own
     return (mixed - read) & divided.keys()
 

@@ -357,6 +357,23 @@ def test_positions_may_be_the_first_rows_of_a_parameter(batched: bool, tied: boo
     assert placement.dim is None
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)])
+def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
+    mesh: tuple[int, int, int],
+) -> None:
+    class Scaled(Model):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            x = self.tokens(idx) + (self.positions * 0.5)[:LENGTH]
+            for block in self.blocks:
+                x = block(x)
+            return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = Scaled([Block(lambda: Attention(lambda m, x: fused(*plain(m, x)))) for _ in range(2)])
+    check(model, mesh)
+    assert compile_model(model, mesh).manifest.parameters["positions"].placement.dim is None
+
+
 def test_positions_may_share_a_parameter_with_rows_that_are_divided() -> None:
     """Then their gradient is partial, and made whole behind them."""
 
