@@ -148,11 +148,18 @@ class _Region:
         return sorted(groups, key=lambda group: self.order[group[0]])
 
     def stream(self, component: Component) -> set[fx.Node]:
-        """What several operators read of a residual stream, to which sums over the tensor ranks are added."""
+        """What several operators read of a residual stream, to which sums over the tensor ranks are added.
+
+        Not what is computed of those whose gradient may not be whole: its own may not, either.
+        """
         if not any(n.target in WHOLE_BACKWARD for n in component):
             return set()
         calls = {n for n in component if n.op == "call_function" and len(self.partial_readers(n)) > 1}
-        return calls - self.forced
+        bound = set(self.forced)
+        for node in component:  # in the graph's order
+            if not bound.isdisjoint(node.all_input_nodes):
+                bound.add(node)
+        return calls - bound
 
     def cut(
         self, component: Component, solved: dict[Shape, Sides], stream: Collection[fx.Node] = ()

@@ -374,24 +374,25 @@ def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
     assert compile_model(model, mesh).manifest.parameters["positions"].placement.dim is None
 
 
-def test_positions_may_share_a_parameter_with_rows_that_are_divided() -> None:
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)])
+def test_positions_may_share_a_parameter_with_rows_that_are_divided(mesh: tuple[int, int, int]) -> None:
     """Then their gradient is partial, and made whole behind them."""
 
     class Packed(Model):
         def __init__(self) -> None:
-            super().__init__([])
+            super().__init__([Block(lambda: Attention(lambda m, x: fused(*plain(m, x))))])
             self.down = nn.Linear(64 - LENGTH, HIDDEN)
 
         def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
             x = self.tokens(idx) + self.positions[:LENGTH]
             y = functional.gelu(functional.linear(x, self.positions[LENGTH:]))
-            x = functional.layer_norm(x + self.down(y), [HIDDEN])
+            x = self.blocks[0](functional.layer_norm(x + self.down(y), [HIDDEN]))
             return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
     torch.manual_seed(0)
     model = Packed()
-    check(model)
-    placement = compile_model(model, (2, 1, 1)).manifest.parameters["positions"].placement
+    check(model, mesh)
+    placement = compile_model(model, mesh).manifest.parameters["positions"].placement
     assert [segment.divided for segment in placement.segments] == [False, True]
 
 
