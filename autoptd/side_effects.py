@@ -55,7 +55,7 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
         if now.get(place) is not buffer:
             raise SideEffectError(
                 f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
-                "update it outside of forward"
+                "update it outside of forward; where only a first call fills it, make that call before compile"
             )
     for name, state in _random_states(held).items():
         if state != drawn.get(name, state):

@@ -133,8 +133,9 @@ def refuse_owned(cell: Cell, node: fx.Node) -> None:
         cell = cell.base
     if cell.owner:
         raise ValueError(
-            f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in "
-            "the step is not supported: keep it constant, or update it outside of forward"
+            f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in the step is not "
+            "supported: keep it constant, or update it outside of forward; where only a first call fills it, make that "
+            "call before compile"
         )
 
 

@@ -702,3 +702,27 @@ def test_modules_that_write_to_their_own_weights_are_refused_by_the_weight(
 
     with pytest.raises(ValueError, match=rf"blocks\.0\.inner.* forward writes to 'blocks\.0\.inner\.{name}'"):
         compile_model(Model([Writing()]), (1, 1, 1))
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_cache_that_a_first_call_fills_is_taken_once_it_is_full(assigned: bool) -> None:
+    class Caching(nn.Module):
+        cache: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(LENGTH, HIDDEN), persistent=False)
+            self.filled = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.filled:
+                rows = torch.arange(LENGTH)[:, None].expand(-1, HIDDEN) / LENGTH
+                self.cache = rows if assigned else self.cache.copy_(rows)
+                self.filled = True
+            return x * self.cache
+
+    model = Model([Caching()])
+    with pytest.raises(ValueError, match=r"blocks\.0\.cache'.* only a first call fills it, make that call"):
+        compile_model(model, (1, 1, 1))
+    model.blocks[0](torch.zeros(1, LENGTH, HIDDEN))
+    check(model)
