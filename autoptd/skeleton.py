@@ -77,22 +77,32 @@ def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.
 
 
 def _copy_function(function: FunctionType, twins: dict[int, object]) -> FunctionType:
-    """`function` with the `twins` of what it closes over, as ``lambda x: x @ self.weight``: Python copies none."""
+    """`function` with the `twins` of what it closes over, as ``lambda x: x @ self.weight``: Python copies none.
+
+    Other variables stay one with those of functions that are not copied.
+    """
     if not function.__closure__:
         return function
     if id(function) not in twins:
-        cells = [CellType() for _ in function.__closure__]
+        cells = [CellType() if _holds_twin(own) else own for own in function.__closure__]
         code, scope = function.__code__, function.__globals__
         twin = FunctionType(code, scope, function.__name__, function.__defaults__, tuple(cells))
         twin.__kwdefaults__ = function.__kwdefaults__
         twin.__dict__.update(vars(function))
         twins[id(function)] = twin  # before what it closes over, which may be the function itself
-        for cell, own in zip(cells, function.__closure__, strict=True):
-            with contextlib.suppress(ValueError):  # a name that was given nothing
+        for own, cell in zip(function.__closure__, cells, strict=True):
+            if cell is not own:
                 cell.cell_contents = _twin_of(own.cell_contents, twins)
     found = twins[id(function)]
     assert isinstance(found, FunctionType)
     return found
+
+
+def _holds_twin(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType | MethodType | nn.Module)
+    except ValueError:  # a name that was given nothing
+        return False
 
 
 def _twin_of(value: object, twins: dict[int, object]) -> object:

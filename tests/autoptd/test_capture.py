@@ -310,6 +310,33 @@ def test_functions_that_close_over_the_model() -> None:
     assert_same(model, program, inputs, model(**inputs))
 
 
+def test_functions_that_share_a_variable() -> None:
+    """What one assigns another reads, in the program as in the model."""
+
+    class Keeping(Head):
+        def __init__(self) -> None:
+            super().__init__(loss_only)
+            kept = None
+
+            def keep(x: Tensor) -> Tensor:
+                nonlocal kept
+                kept = x
+                return x
+
+            def add(x: Tensor) -> Tensor:
+                return x if kept is None else x + kept
+
+            self.keep, self.add = keep, add
+
+        def forward(self, idx: Tensor, targets: Tensor) -> Any:
+            x = self.keep(self.embedding(idx))
+            return functional.cross_entropy(self.head(self.add(x.tanh())).flatten(0, 1), targets.flatten())
+
+    model, inputs = Keeping(), batch("idx", "targets")
+    program = compiled(model, example_inputs=inputs)
+    assert_same(model, program, inputs, model(**inputs))
+
+
 def test_lower_precision() -> None:
     model, inputs = PlainGPT().to(torch.bfloat16), batch("idx", "targets")
     program = compiled(model, example_inputs=inputs)
