@@ -272,6 +272,8 @@ class Parallel(Persistent):
         if gradients:
             self._gradients_everywhere = not lacking
             if self._watch.stale:  # some rank froze others since: this step was of what all had agreed on
+                if scale is not None and before is not None:
+                    scale.value, scale.finite_steps = before
                 return self._run(number, batch, gradients)
         if nonfinite and gradients:
             sums.clear()

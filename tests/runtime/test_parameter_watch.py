@@ -286,6 +286,25 @@ def test_what_is_frozen_changes_between_steps() -> None:
     assert run_threads(chain.manifest, body) == [[2, 1, 3, 2, 2, 2, 2, 2]] * 2
 
 
+def test_a_step_that_is_made_again_is_one_step() -> None:
+    """Of dropout's counter and of the loss scale's, which would grow sooner than on one rank."""
+    chain = Chain((1, 2, 1), "1f1b", 1, 2, tied=True)
+    chain.manifest = replace(chain.manifest, scales_loss=True)
+
+    def body(connection: Connection) -> tuple[int, int, int]:
+        parallel, again = chain.parallel(connection), 0
+        for frozen in (False, False, True):
+            for name, parameter in parallel.named_parameters():
+                parameter.requires_grad_(not (frozen and name == "scale"))
+            before = connection.rank.pipeline.counts["broadcast"]  # of the loss, once each time
+            parallel(**chain.batch())["loss"].backward()
+            again += connection.rank.pipeline.counts["broadcast"] - before - 1
+        assert parallel._loss_scale is not None
+        return parallel._loss_scale.finite_steps, connection.rank.randomness.call, again
+
+    assert run_threads(chain.manifest, body) == [(3, 3, 1)] * 2
+
+
 def test_shards_are_of_what_all_ranks_train() -> None:
     chain = Chain((1, 1, 2), "1f1b", 1, 2)
 
