@@ -102,6 +102,12 @@ class GradientShare(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().clone()
 
+    def _is_kept(self) -> bool:
+        """By a backward, or by the caller, who had it of torch.autograd.grad."""
+        leaves = self.whole.leaves()
+        leaf = None if leaves is None else leaves().get(self.of)
+        return self.kept or (leaf is not None and leaf.grad is self)
+
     @classmethod
     @leave_uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +132,7 @@ class GradientShare(Tensor):
         if (norm_type := find_norm_type(func, args, kwargs or {})) is None:
             return result
         for each in tree_leaves(share):
-            if isinstance(each, cls) and not each.kept:
+            if isinstance(each, cls) and not each._is_kept():
                 raise ValueError(
                     f"norm of a gradient of {each.of} that is not in its .grad, of which this rank has a share only: "
                     f"let loss.backward() leave it there, and then {CALL}"

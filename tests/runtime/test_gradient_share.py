@@ -153,9 +153,12 @@ def test_a_norm_of_what_autograd_gives_is_refused(mesh: tuple[int, int, int]) ->
         hooked = next(p for name, p in parallel.named_parameters() if name.startswith("layer"))
         hooked.register_hook(read)
         parallel(**chain.batch())["loss"].backward()
+        norm = get_total_norm([p.grad for p in parallel.parameters() if p.grad is not None])
         for each, p in zip(own, (p for p in parallel.parameters() if p.grad is not None), strict=True):
             assert torch.equal(each, p.grad)  # type: ignore[arg-type]
-        assert clip_grad_norm_(parallel.parameters(), 1.0) > 0
+            p.grad = each
+        for foreach in (True, False):
+            assert clip_grad_norm_(parallel.parameters(), float("inf"), foreach=foreach) == norm > 0
 
     run_threads(chain.manifest, ask)
     assert len(seen) == chain.mesh.size
