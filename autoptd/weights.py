@@ -111,7 +111,10 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
 
 
 def check_parameters(manifest: Manifest, model: nn.Module) -> None:
-    """Raise ValueError where `model` has other parameters than the program, or others of them are tied or trained."""
+    """Raise ValueError where `model` has other parameters than the program, or others of them are tied or trained.
+
+    And where a buffer that is one tensor in the program has two values in it.
+    """
     found = dict(model.named_parameters(remove_duplicate=False))
     more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
     fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
@@ -126,7 +129,7 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
     homes: dict[int, str] = {}
     for name, p in found.items():
         stored = manifest.aliases.get(name, name)
-        if found[stored] is not p:
+        if found.get(stored) is not p:
             raise ValueError(
                 f"{name} is one tensor with {stored} in the program, and another in the model: tie them"
             )
@@ -139,6 +142,7 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
                 f"the parameter {name} {'requires' if p.requires_grad else 'requires no'} gradient now, unlike when "
                 "the model was compiled: compile it again, or bind(weights=model.state_dict()) if only its values count"
             )
+    check_tied(manifest, dict(model.named_buffers(remove_duplicate=False)))
 
 
 def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], wanted: int) -> str:

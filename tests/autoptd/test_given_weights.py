@@ -122,3 +122,40 @@ def test_bind_refuses_a_model_that_was_changed_since(change: Callable[[GPT], Non
     change(program.model)
     with pytest.raises(ValueError, match=message):
         program.bind()
+
+
+class Buffered(nn.Module):
+    """Two names of one buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = make_gpt(1)
+        self.register_buffer("scale", torch.ones(()))
+        self.gpt.register_buffer("scale", self.scale)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
+        return self.gpt(idx, targets)[1] * self.scale * self.gpt.get_buffer("scale")
+
+
+def test_a_buffer_with_two_values_is_refused() -> None:
+    """One that was moved, which makes two tensors of it, is still one; and neither becomes a parameter."""
+    idx, model = torch.zeros(1, 8, dtype=torch.long), Buffered()
+    example = {"idx": idx, "targets": idx}
+    program = autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=1)
+    model.gpt.scale = model.scale.clone()
+    program.bind()
+    model.gpt.scale = torch.zeros(())
+    uses: tuple[Callable[[], object], ...] = (program.bind, program.verify)
+    for use in uses:
+        with pytest.raises(
+            ValueError, match=r"^scale and gpt\.scale are one tensor in the program, and differ"
+        ):
+            use()
+    del model.gpt.scale
+    model.gpt.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(
+        ValueError, match=r"gpt\.scale is one tensor with scale in the program, and another in"
+    ):
+        program.bind()
