@@ -37,7 +37,7 @@ class ParameterWatch:
     def agree(self, connection: Connection) -> frozenset[str]:
         """What a step has gradients of: what is trained, or was when the ranks compared it last, until it is `stale`.
 
-        Every rank must call it. They compare before the first step and, once they had to make one again, before each.
+        Every rank must call it. They compare before the first step and, once some rank's changed after it, before each.
         ValueError on every rank where one has frozen what another trains: they would wait for each other.
         """
         if self.agreed is not None and not (self.stale or self._wary):
