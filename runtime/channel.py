@@ -102,8 +102,8 @@ class _ThreadPending:
 class ProcessChannel:
     """A channel between the processes of global ranks `source` and `destination`.
 
-    `group` None is the default group: right for gloo, where messages of an ordered pair keep their order and
-    the two directions do not meet. NCCL runs in turn what is posted to one communicator, so there a channel
+    `group` None is the default group. One of all ranks is right for gloo, where messages of an ordered pair keep their
+    order and the two directions do not meet. NCCL runs in turn what is posted to one communicator, so there a channel
     has a group of its own two ranks, and a send never waits behind a receive.
     """
 
@@ -187,7 +187,8 @@ def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], 
     shared = share_channels([there for here, there in pairs if here == own], device)
     channels: dict[tuple[int, int], Channel] = {}
     for source, destination in pairs:
-        group = opened(dist.new_group, (source, destination), group_desc="channel") if nccl else None
+        pair = (source, destination)
+        group = opened(dist.new_group, pair, group_desc="channel") if nccl else opened.world
         if own not in (source, destination):
             continue
         peer = destination if own == source else source

@@ -197,10 +197,12 @@ class ProcessGroup(_Counted):
 class Opener(dict[object, Any]):
     """Opens groups of processes, each once: torch closes none before the default group. Every rank calls it alike.
 
-    `broken`: messages of an exchange that broke off may be in them, which the next would take for its own.
+    `broken`: messages of an exchange that broke off may be in them, which the next would take for its own. `world` is
+    one of all ranks in place of the default group, once that may have such messages in it; it cannot be left.
     """
 
     broken = False
+    world: dist.ProcessGroup | None = None
 
     def __call__(self, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         key = make, arguments, *named.items()

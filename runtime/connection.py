@@ -78,7 +78,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         group = opened(dist.new_group, members)  # collective over all ranks
         if own in members:
             tied[owners] = ProcessGroup(group, device)
-    everyone = ProcessGroup(dist.group.WORLD, device)
+    everyone = ProcessGroup(dist.group.WORLD if opened.world is None else opened.world, device)
     return _join(rank, own, process_channels(mesh, device), tied, everyone, opened)
 
 
@@ -161,6 +161,7 @@ def _compare(program: str, device: torch.device) -> None:
     rows = gather([sound, *sha256(program.encode()).digest()], device)
     if any(row[0] != len(opened) for row in rows):
         opener.cache_clear()
+        opener(dist.group.WORLD).world = dist.new_group()
     differ, _ = find_others({rank: row[1:] for rank, row in enumerate(rows)})
     if differ:
         raise RuntimeError(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from autoptd.runtime.communicator import ProcessGroup
 from autoptd.runtime.connection import check_world_size, connect
 from autoptd.runtime.mesh import Mesh
-from tests.ranks import run_ranks
-from tests.runtime.chain import Chain
+from tests.ranks import leave_machine, run_ranks
+from tests.runtime.chain import ROWS, WIDTH, Chain
 
 CPU = torch.device("cpu")
 
@@ -93,6 +93,26 @@ def test_groups_are_opened_once() -> None:
 
     for counts in run_ranks(body, 4):
         assert len(set(counts[1:])) == 1, counts
+
+
+def test_a_message_that_was_left_is_nobodys() -> None:
+    """Between machines, where channels have no groups of their own."""
+    chain = Chain((1, 2, 1), "1f1b", 1, 2)
+
+    def body(rank: int) -> float:
+        leave_machine(rank)
+        connection = connect(chain.manifest, CPU, "text")
+        if rank == 0:
+            connection.outgoing[1].send(torch.full((ROWS, WIDTH), 7.0, dtype=chain.dtype))
+        with pytest.raises(KeyboardInterrupt), connection.exchange():
+            raise KeyboardInterrupt
+        for _ in range(2):  # the second has the first one's groups
+            parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
+            loss: float = parallel(**chain.batch())["loss"].item()
+        return loss
+
+    expected, _ = chain.plain(chain.weights(), chain.batch())
+    assert run_ranks(body, 2) == [pytest.approx(expected.item(), rel=1e-12)] * 2
 
 
 def test_groups_that_may_have_messages_in_them_are_left() -> None:
