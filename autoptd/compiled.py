@@ -325,7 +325,7 @@ class CompiledProgram:
         plain = {
             name for name, value in known.items() if isinstance(value, (int, float, str)) and name[0] != "_"
         }
-        parallel.compiled_in = frozenset(plain - {"training"})
+        parallel.compiled_in = frozenset(plain - {"training", "loss_type"})
         for model in (self.model, weights):
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())

@@ -13,6 +13,8 @@ from autoptd.runtime.connection import Connection
 from autoptd.runtime.enclosing_checkpoint import refuse_checkpoint
 from autoptd.runtime.manifest import Manifest
 
+WARY = 100  # steps before which ranks compare what they train, after one that had to be made again
+
 
 class ParameterWatch:
     """The parameters of a module as they were bound, under their names; `check` refuses a module that has others.
@@ -32,13 +34,13 @@ class ParameterWatch:
         self._names = tuple(manifest.parameters)
         self.agreed: frozenset[str] | None = None  # what was trained here when the ranks compared it last
         self.stale = True  # whether any rank's has changed since
-        self._wary = False  # whether they compare before each step
+        self._wary = 0  # steps before which they compare, from now on
 
     def agree(self, connection: Connection) -> frozenset[str]:
         """What a step has gradients of: what is trained, or was when the ranks compared it last, until it is `stale`.
 
-        Every rank must call it. They compare before the first step and, once some rank's changed after it, before each.
-        ValueError on every rank where one has frozen what another trains: they would wait for each other.
+        Every rank must call it. They compare before the first step and, where some rank's changed after it, before the
+        next `WARY`. ValueError on every rank where one has frozen what another trains: they would wait for each other.
         """
         if self.agreed is not None and not (self.stale or self._wary):
             return self.agreed
@@ -57,7 +59,8 @@ class ParameterWatch:
                 f"ranks {min(frozen, training, key=len)} differ from the others that have it. All train one model: "
                 "call requires_grad_ for the same names on every rank, and draw such names with the same seed"
             )
-        self.agreed, self.stale, self._wary = trained, False, self.agreed is not None
+        changed = self.stale and self.agreed is not None
+        self.agreed, self.stale, self._wary = trained, False, WARY if changed else max(self._wary - 1, 0)
         return trained
 
     def find_trained(self) -> frozenset[str]:

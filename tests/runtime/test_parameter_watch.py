@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoptd.runtime import parameter_watch
 from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.gradient_share import GradientShare
 from autoptd.runtime.optimizer_watch import refuse_forgotten, watch_divided
@@ -261,8 +262,14 @@ def test_what_ranks_have_together_they_freeze_together(
     run_ranks(body, chain.manifest.mesh.size)
 
 
-def test_what_is_frozen_changes_between_steps() -> None:
-    """On one pipeline rank too; it costs a reduction in the first step, and in each once it has changed after that."""
+@pytest.mark.parametrize(
+    ("wary", "reductions"), [(100, [2, 1, 3, 2, 2, 2, 2, 2]), (1, [2, 1, 3, 2, 3, 2, 3, 2])]
+)
+def test_what_is_frozen_changes_between_steps(
+    wary: int, reductions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one pipeline rank too; it costs a reduction in the first step, and in some once it has changed after that."""
+    monkeypatch.setattr(parameter_watch, "WARY", wary)
     chain = Chain((1, 2, 1), "1f1b", 1, 2, tied=True)
     _, expected = chain.plain(chain.weights(), chain.batch())
     steps: list[set[str]] = [set(), set(), {"scale"}, {"scale", NAME}, {NAME}, set(expected), set(), set()]
@@ -283,7 +290,7 @@ def test_what_is_frozen_changes_between_steps() -> None:
             counts.append(connection.world.counts["all_reduce"] - before - 1)
         return counts
 
-    assert run_threads(chain.manifest, body) == [[2, 1, 3, 2, 2, 2, 2, 2]] * 2
+    assert run_threads(chain.manifest, body) == [reductions] * 2
 
 
 def test_a_step_that_is_made_again_is_one_step() -> None:
