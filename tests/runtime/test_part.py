@@ -109,10 +109,10 @@ def test_what_was_compiled_in_is_not_set_in_silence() -> None:
     parallel = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1).bind()
     with pytest.warns(UserWarning, match="temperature was set on a parallel model, .* compile that again"):
         parallel.temperature = 2.0
-    for module in parallel.modules():
-        if isinstance(module, nn.LayerNorm):
-            with pytest.warns(UserWarning, match="eps was set on a parallel model, or on a module of one"):
-                module.eps = 1e-3
+    norms = [module for module in parallel.modules() if isinstance(module, nn.LayerNorm)]
+    assert len(norms) == 5
+    with pytest.warns(UserWarning, match="eps was set on a parallel model, or on a module of one"):
+        norms[0].eps = 1e-3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parallel.train().epoch = 3  # a script's own
