@@ -211,12 +211,6 @@ class CostRow:
         )
         return manifest, times
 
-    def slowest(self, mesh: Mesh, chunks: int) -> float:
-        """Seconds of one microbatch on the slowest rank of `cut`, without messages."""
-        cut = [0, *self.cut(mesh, chunks), len(self._source)]
-        stages = np.array([self._seconds(start, end)[:, :2].sum() for start, end in pairwise(cut)])
-        return float(stages.reshape(chunks, mesh.pipeline).sum(0).max())
-
     def _manifest(
         self, mesh: Mesh, chunks: int, scatter_gather: bool, stages: tuple[StageInterface, ...]
     ) -> Manifest:

@@ -24,16 +24,15 @@ from autoptd.example_inputs import read_examples
 from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.cluster import Cluster
 from autoptd.passes.durations import Precision
-from autoptd.passes.pipeline import live_microbatches
+from autoptd.passes.pipeline import least_seconds, live_microbatches, rank_seconds, walking_order
 from autoptd.passes.program import Program
 from autoptd.passes.stages import Found, fit_cut
 from autoptd.passes.uncut import Uncut
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import Action, Schedule, make_schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
-from autoptd.simulation import Training, simulate_times, walk_cluster
+from autoptd.simulation import Training, action_times, simulate_times, walk_cluster
 from autoptd.stage_times import StageTimes
 from autoptd.watch import Watch
 
@@ -151,6 +150,12 @@ class Estimator:
                 self._rows[key] = self._measure(*key)
         return self._rows[key]
 
+    def least_seconds(self, candidate: Candidate) -> float:
+        """The least that `pipeline_seconds` can be. ValueError for what cannot be."""
+        _, (_, times) = self._divide_stages(candidate)
+        taken = action_times(times, blocking=not self.training.overlap_transfers)
+        return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
+
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """A step but for what comes after the schedule. ValueError for what cannot be."""
         p, m = candidate.pipeline, candidate.num_microbatches
@@ -173,7 +178,8 @@ class Estimator:
         schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
-        seconds = short.step_seconds + self.pipeline_seconds(candidate) - self._walk(candidate, count).seconds
+        walked = max(row[-1].end for row in short.timeline)
+        seconds = short.step_seconds + self.pipeline_seconds(candidate) - walked
         repeated = ("compute", "tensor", "pipeline", "sharing")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
@@ -217,18 +223,19 @@ class Estimator:
         p, more = candidate.pipeline, candidate.num_microbatches - microbatches
         schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
         blocking = not self.training.overlap_transfers
-        first, last, own, seconds = [math.inf] * p, [0.0] * p, [0.0] * p, 0.0
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
         walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster, blocking=blocking)
         for rank, action, start, end in walked:
-            seconds = max(seconds, end)
-            if blocking or action.kind in ("F", "B"):
-                first[rank], last[rank] = min(first[rank], start), max(last[rank], end)
-                own[rank] += end - start
+            if blocking or action.kind == "F" or action.kind == "B":
+                first.setdefault(rank, start)
+                last[rank] = end
+        seconds = max(last.values())
         if self.cluster.crowding(range(candidate.mesh.size)) > 1:  # what a rank takes depends on the others
             return Walk(seconds, seconds, 0.0)
         ranks = (
-            Walk(seconds, seconds - (end - start) + busy, busy / microbatches)
-            for start, end, busy in zip(first, last, own, strict=True)
+            Walk(seconds, seconds - (last[rank] - first[rank]) + work * microbatches, work)
+            for rank, work in enumerate(rank_seconds(action_times(times, blocking=blocking), p))
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 
@@ -285,6 +292,6 @@ class Estimator:
 def _schedule(
     name: str, pipeline: int, microbatches: int, chunks: int
 ) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
-    """A schedule and its order of execution."""
+    """A schedule and its `walking_order`."""
     schedule = make_schedule(name, pipeline, microbatches, chunks)
-    return schedule, list(execution_order(schedule))
+    return schedule, walking_order(schedule)

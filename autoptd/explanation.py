@@ -14,13 +14,13 @@ from autoptd.options import Options
 from autoptd.overview import find_path
 from autoptd.passes.durations import Durations, Precision
 from autoptd.passes.ledger import find_repeated
+from autoptd.passes.pipeline import walking_order
 from autoptd.passes.program import Stage
 from autoptd.passes.stages import make_boundary
 from autoptd.passes.work import backward_work, find_trained, forward_work
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.manifest import Boundary, Manifest
 from autoptd.runtime.schedule import Schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.simulation import Simulation, Training, walk_cluster
 from autoptd.stage_times import Seconds, StageTimes, WorkTimes, time_stage, time_stages
 
@@ -173,7 +173,7 @@ def _move_cuts(
 ) -> Iterator[str]:
     """What the schedule would take if the critical rank's longest stage began later, or ended earlier."""
     mesh, cluster = manifest.mesh, simulation.cluster.shared_by(manifest.mesh.size)
-    precision, order = Precision.of(stages, simulation.dtype), list(execution_order(schedule))
+    precision, order = Precision.of(stages, simulation.dtype), walking_order(schedule)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
     durations, blocking = Durations(cluster, mesh, precision), not training.overlap_transfers
 

@@ -119,6 +119,7 @@ class Search:
         self._each = (twice.seconds - self._whole.seconds) / self._size
         self._refused: dict[tuple[int, str | int | None], str] = {}  # None: whatever is computed again
         self._measured: set[tuple[int, int, str | int]] = set()
+        self._bounded: set[Candidate] = set()  # by their own stages
         self._walked: set[Candidate] = set()
         self._again: set[Candidate] = set()  # to be cut again: their cut does not fit
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
@@ -133,20 +134,23 @@ class Search:
         heap: list[tuple[float, int]] = []
         for index, candidate in enumerate(candidates):
             if not self._is_too_full(candidate):
-                heapq.heappush(heap, (self._bound(candidate), index))
+                heapq.heappush(heap, (self._extrapolate(candidate), index))
         while heap and heap[0][0] <= self._best:
             bound, index = heapq.heappop(heap)
             candidate = candidates[index]
             found = self._found.get(candidate.mesh)
             if found is not None and found[1].step_seconds <= bound:
                 continue
-            if self._key(candidate) not in self._measured:
+            if candidate not in self._bounded:
+                if (higher := self._extrapolate(candidate)) > bound:  # more is measured by now
+                    heapq.heappush(heap, (higher, index))
+                    continue
+                self._bounded.add(candidate)
                 if self._measure(candidate) and self._cuts(candidate) and not self._is_too_full(candidate):
-                    heapq.heappush(heap, (self._bound(candidate), index))
+                    least = self._estimator.least_seconds(candidate)
+                    heapq.heappush(heap, (least + self._finish(candidate), index))
             elif candidate not in self._walked:
                 self._walked.add(candidate)
-                if not self._cuts(candidate):
-                    continue
                 pipelined = self._estimator.pipeline_seconds(candidate)
                 heapq.heappush(heap, (pipelined + self._finish(candidate), index))
             elif slower := self._simulate(candidate):
@@ -171,17 +175,20 @@ class Search:
     def _key(self, candidate: Candidate) -> tuple[int, int, str | int]:
         return candidate.tensor, candidate.microbatch_size, candidate.recompute
 
-    def _bound(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least: m microbatches on the slowest rank, the bubble (SC21 §2.2), and what
-        comes after the pipeline."""
-        t, p, v = candidate.tensor, candidate.pipeline, candidate.num_model_chunks
-        if self._key(candidate) in self._measured:
-            row = self._estimator.measure(*self._key(candidate))
-            mean, slowest = row.seconds / p, row.slowest(candidate.mesh, v)
-        else:
-            more = self._each * (candidate.microbatch_size - self._size)
-            mean = slowest = SLACK * (self._whole.seconds + more) / t / p
-        return candidate.num_microbatches * slowest + (p - 1) / v * mean + self._finish(candidate)
+    def _extrapolate(self, candidate: Candidate) -> float:
+        """Seconds that a step takes at least, from what is measured of fewer tensor ranks and smaller microbatches:
+        m microbatches on even ranks, the bubble (SC21 §2.2), and what comes after the pipeline."""
+        first = (1, self._size, self._recompute)
+        whole = max(
+            t * self._estimator.measure(t, b, how).seconds + (candidate.microbatch_size - b) * self._each
+            for t, b, how in (first, *self._measured)
+            if t <= candidate.tensor
+            and b <= candidate.microbatch_size
+            and how in (first[-1], candidate.recompute)
+        )
+        each = SLACK * whole / candidate.tensor / candidate.pipeline
+        passes = candidate.num_microbatches + (candidate.pipeline - 1) / candidate.num_model_chunks
+        return passes * each + self._finish(candidate)
 
     def _finish(self, candidate: Candidate) -> float:
         """Seconds that the optimizer takes at least, on ranks with equal shares of the parameters.
@@ -283,10 +290,7 @@ class Search:
                 seen.add(candidate.mesh)
                 # It was above the best step before that was cut again, which may have made it longer.
                 slower = max(0.0, bound / best[1].step_seconds - 1)
-                why = (
-                    f"not simulated: at least {slower:.0%} slower, were its stages even and its messages free, "
-                    "with these settings or others"
-                )
+                why = f"not simulated: at least {slower:.0%} slower, with these settings or others"
                 own = make_plan(candidate, bound, round(self._need(candidate)), None)
                 plans.append(replace(own, why=why))
         for mesh, full in self._full.items():
@@ -295,7 +299,7 @@ class Search:
                 need, candidate = leanest
                 over = (need - self._limit) / 1e9
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
-                own = make_plan(candidate, self._bound(candidate), round(need), False)
+                own = make_plan(candidate, self._extrapolate(candidate), round(need), False)
                 plans.append(replace(own, why=why))
         return tuple(plans)
 

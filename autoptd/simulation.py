@@ -10,12 +10,11 @@ from pathlib import Path
 from autoptd.options import check_flags
 from autoptd.passes.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.durations import DTYPES, Precision
-from autoptd.passes.pipeline import ActionTimes, walk
+from autoptd.passes.pipeline import ActionTimes, walk, walking_order
 from autoptd.passes.program import Stage
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import Action, Schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.trace import Phase, TimelineEntry, write_trace
 from autoptd.shared_cores import walk_shared
 from autoptd.stage_times import StageTimes, time_stages
@@ -127,7 +126,7 @@ def simulate_program(
     precision = Precision.of(stages, dtype)
     shared = cluster.shared_by(manifest.mesh.size)
     times = time_stages(manifest, stages, shared, precision, overlap=training.overlap_tensor)
-    order = list(execution_order(schedule))
+    order = walking_order(schedule)
     manifest = freeze_idle(manifest, stages)
     simulated = simulate_times(manifest, times, schedule, order, shared, precision, training)
     return replace(simulated, cluster=cluster)
@@ -142,7 +141,7 @@ def simulate_times(
     precision: Precision,
     training: Training,
 ) -> Simulation:
-    """Walk a schedule of `manifest` whose stages have `times`, in its `execution_order`."""
+    """Walk a schedule of `manifest` whose stages have `times`, in its `walking_order`."""
     t, p, m = manifest.mesh.tensor, manifest.mesh.pipeline, manifest.num_microbatches
     rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
     blocking = not training.overlap_transfers

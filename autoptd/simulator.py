@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from autoptd.options import check_counts
-from autoptd.passes.pipeline import ActionTimes, walk
+from autoptd.passes.pipeline import ActionTimes, walk, walking_order
 from autoptd.runtime.schedule import make_schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.runtime.trace import TimelineEntry
 
 
@@ -52,7 +51,7 @@ def simulate_schedule(
     times = ActionTimes([forward for _ in stages], [backward for _ in stages], messages)
     rows: list[list[TimelineEntry]] = [[] for _ in schedule]
     step = 0
-    for rank, action, start, end in walk(execution_order(schedule), p, times):
+    for rank, action, start, end in walk(walking_order(schedule), p, times):
         if action.kind in ("F", "B"):
             rows[rank].append(TimelineEntry(rank, action, float(start * tick), float(end * tick)))
             step = max(step, int(end))

@@ -206,7 +206,8 @@ def time_stage(
     manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
 ) -> StageTimes:
     """A stage of that work with its messages."""
-    crossing = {kind: _cross(manifest, index, kind, cluster, precision) for kind in ("F", "B")}
+    ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
+    crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in ("F", "B")}
     sides = {"F": work.forward, "B": work.backward + work.again}
     waiting = {kind: side.waiting + crossing[kind].gather_waiting for kind, side in sides.items()}
     return StageTimes(
@@ -263,14 +264,16 @@ class _Crossing:
     received_bytes: float = 0.0
 
 
-def _cross(manifest: Manifest, index: int, kind: str, cluster: Cluster, precision: Precision) -> _Crossing:
+def _cross(
+    manifest: Manifest, index: int, kind: str, cluster: Cluster, ranks: Sequence[int], precision: Precision
+) -> _Crossing:
+    """A stage's, whose slowest tensor group is `ranks`."""
     mesh, interface = manifest.mesh, manifest.stages[index]
     if mesh.pipeline == 1:  # handed over on the spot
         return _Crossing()
     sends, receives = (interface.sends, interface.receives)[:: 1 if kind == "F" else -1]
     whole, scattered = _bytes(sends, manifest, kind, precision)
     received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
-    ranks = cluster.slowest(mesh.tensor_groups(index % mesh.pipeline))
     sent, consumer = whole + scattered / mesh.tensor, index + (1 if kind == "F" else -1)
     return _Crossing(
         *_send_seconds(sent, mesh, index, consumer, cluster),

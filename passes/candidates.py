@@ -13,10 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from autoptd.passes.cutting import Cut, cut_sequence
-from autoptd.passes.pipeline import ActionTimes, walk
+from autoptd.passes.pipeline import ActionTimes, walk, walking_order
 from autoptd.passes.sequence import CostSequence, Ints, Memory, fold, undominated
 from autoptd.runtime.schedule import Action, make_schedule
-from autoptd.runtime.schedule_check import execution_order
 
 # How `cut_sequence` is asked for each candidate: the ceiling of stages, and the effort. The even cut of the dynamic
 # programme; ranks balanced with stages about as even; with stages that may be anything, as beside a heavy head.
@@ -67,10 +66,7 @@ class Pipeline:
     def _orders(self) -> dict[int, list[tuple[int, Action]]]:
         counts = (self.m,) if self.m <= 4 * self.p else (2 * self.p, 4 * self.p)
         schedules = {count: make_schedule(self.schedule, self.p, count, self.v) for count in counts}
-        return {
-            count: [(rank, action) for rank, action in execution_order(schedule) if action.kind[0] != "R"]
-            for count, schedule in schedules.items()
-        }
+        return {count: walking_order(schedule) for count, schedule in schedules.items()}
 
     @cached_property
     def _sums(self) -> tuple[Ints, Ints]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from autoptd.runtime.schedule import Action, Schedule
+from autoptd.runtime.schedule_check import execution_order
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class ActionTimes:
     blocking: bool = False
 
 
+def walking_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    """Each rank and action that takes time (forwards, backwards, sends), in the order of `execution_order`."""
+    return [step for step in execution_order(schedule) if not step[1].kind.startswith("RECV")]
+
+
 def walk(
     order: Iterable[tuple[int, Action]],
     num_ranks: int,
@@ -34,8 +40,8 @@ def walk(
 ) -> Iterator[tuple[int, Action, Any, Any]]:
     """Yield (rank, action, start, end) of every forward, backward and sent message of a schedule.
 
-    Each is as early as its values allow. `order` is that of `execution_order`. Times are in the unit of `times`,
-    and exact where that is whole. `later` of two times: for arrays ``np.maximum``.
+    Each is as early as its values allow. `order` is a `walking_order`. Times are in the unit of `times`, and exact
+    where that is whole. `later` of two times: for arrays ``np.maximum``.
     """
     free: list[Any] = [0] * num_ranks
     channel_free: dict[tuple[int, int], Any] = {}
@@ -47,7 +53,7 @@ def walk(
             start = later(free[rank], arrival.pop(action, 0))
             end = free[rank] = start + (times.forward if kind == "F" else times.backward)[stage]
             yield rank, action, start, end
-        elif kind == "SEND_F" or kind == "SEND_B":
+        else:
             consumer = stage + (1 if kind == "SEND_F" else -1)
             channel = rank, consumer % num_ranks
             start = later(channel_free.get(channel, 0), free[rank])
@@ -56,6 +62,32 @@ def walk(
             if times.blocking:
                 free[rank] = end
             yield rank, action, start, end
+
+
+def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:
+    """What each rank's own actions take on one microbatch: messages too, where they hold up their sender."""
+    last = len(times.forward) - 1
+    seconds = [forward + backward for forward, backward in zip(times.forward, times.backward, strict=True)]
+    if times.blocking and num_ranks > 1:
+        for (stage, kind), message in times.messages.items():
+            seconds[stage] += message * (stage != (last if kind == "SEND_F" else 0))
+    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
+
+
+def least_seconds(times: ActionTimes, num_ranks: int, num_microbatches: int) -> Any:
+    """What no schedule of these stages is faster than: a rank's work, between what comes before and after it.
+
+    Its first forward has to wait for those of the ranks before it, and its last backward is followed by theirs.
+    1F1B of even stages takes just that (SC21 §2.2).
+    """
+    least = before = after = 0.0
+    for rank, work in enumerate(rank_seconds(times, num_ranks)):
+        back = times.messages[rank, "SEND_B"] if rank else 0.0
+        least = max(least, before + num_microbatches * work + after + (0.0 if times.blocking else back))
+        if rank + 1 < num_ranks:
+            before += times.forward[rank] + times.messages[rank, "SEND_F"]
+            after += times.backward[rank] + back
+    return least
 
 
 def live_microbatches(schedule: Schedule, num_stages: int) -> list[list[int]]:

@@ -176,6 +176,8 @@ def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> 
         best = _prefix_max(layers[-1], before) if room is None else _range_max(layers[-1], floor, before)
         layers.append(np.where((best > UNREACHED) & (end - limits[stage] <= best), start, UNREACHED))
         floors.append(floor)
+        if layers[-1].max() == UNREACHED:
+            return None
     if layers[-1][-1] == UNREACHED:
         return None
     cut = np.zeros(sequence.num_stages + 1, np.int64)

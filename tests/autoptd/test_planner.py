@@ -22,11 +22,11 @@ from autoptd.passes.analysis import Analysis
 from autoptd.passes.axes import IndivisibleError
 from autoptd.passes.axis_rules import RULES
 from autoptd.passes.calls import where
+from autoptd.passes.pipeline import walking_order
 from autoptd.passes.program import Program
 from autoptd.planner import Search
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.shortened import shorten_model
 from autoptd.simulation import Training, simulate_times
 from autoptd.space import Space
@@ -318,7 +318,7 @@ def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: 
     estimate, row = estimator.estimate(candidate), estimator.measure(1, 1, "none")
     manifest, times = row.divide(candidate.mesh, v, True, row.cut(candidate.mesh, v))
     schedule = make_schedule(candidate.schedule, 4, 640, v)
-    order = list(execution_order(schedule))
+    order = walking_order(schedule)
     manifest = replace(manifest, num_microbatches=640)
     whole = simulate_times(manifest, times, schedule, order, estimator.cluster, row.precision, Training())
     assert estimate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-3)

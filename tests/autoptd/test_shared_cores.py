@@ -10,10 +10,9 @@ import torch
 
 import autoptd
 from autoptd import Cluster
-from autoptd.passes.pipeline import ActionTimes, walk
+from autoptd.passes.pipeline import ActionTimes, walk, walking_order
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.shared_cores import Spell, share_cores, walk_shared
 from samples.gpt import GPT, GPTConfig
 
@@ -134,7 +133,7 @@ def test_with_a_core_for_every_job_nobody_waits(name: str, p: int, m: int, v: in
     plenty = replace(LAPTOP, devices_per_node=8, devices_at_once=1000)
     waiting = take(0.5, 1, 0.125, p * v)
     shared = sorted(walk_shared(schedule, times, waiting, Mesh(1, p, 1), plenty))
-    assert shared == sorted(walk(execution_order(schedule), p, times))
+    assert shared == sorted(walk(walking_order(schedule), p, times))
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,12 @@ import autoptd
 from autoptd import Cluster
 from autoptd.passes.cluster import Link
 from autoptd.passes.ledger import Ledger, count_bytes
-from autoptd.passes.pipeline import ActionTimes, walk
+from autoptd.passes.pipeline import ActionTimes, walk, walking_order
 from autoptd.passes.program import Stage, recomputed_groups
 from autoptd.passes.work import backward_work, find_trained
 from autoptd.runtime import collectives
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.schedule import make_schedule
-from autoptd.runtime.schedule_check import execution_order
 from autoptd.simulation import Simulation, Training, simulate_program
 from autoptd.timeline import box_colours, write_svg
 from samples.benchmarks.uniform_cut import uniform_cuts
@@ -123,7 +122,7 @@ def test_a_blocking_sender_waits_for_its_message() -> None:
     """Two ranks, 1F1B: either sends once a microbatch, so the period is tf + tb + the message's time."""
     m, forward, backward, message = 12, 3, 5, 2
     messages = {(stage, kind): message for stage in (0, 1) for kind in ("SEND_F", "SEND_B")}
-    order = list(execution_order(make_schedule("1f1b", 2, m, 1)))
+    order = walking_order(make_schedule("1f1b", 2, m, 1))
 
     def step(blocking: bool) -> float:
         times = ActionTimes([forward] * 2, [backward] * 2, messages, blocking)

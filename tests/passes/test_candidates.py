@@ -11,10 +11,9 @@ import pytest
 
 from autoptd.passes.candidates import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
 from autoptd.passes.cutting import cut_sequence
-from autoptd.passes.pipeline import ActionTimes, live_microbatches, walk
+from autoptd.passes.pipeline import ActionTimes, live_microbatches, walk, walking_order
 from autoptd.passes.sequence import Memory
 from autoptd.runtime.schedule import make_schedule
-from autoptd.runtime.schedule_check import execution_order
 
 
 def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
@@ -45,7 +44,7 @@ def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int
         for own, more in zip((times.forward, times.backward), times.apart, strict=True)
     )
     actions = ActionTimes(forward, backward, messages)
-    order = execution_order(make_schedule(schedule, p, m, v))
+    order = walking_order(make_schedule(schedule, p, m, v))
     return int(max(end for _, action, _, end in walk(order, p, actions) if action.kind in ("F", "B")))
 
 

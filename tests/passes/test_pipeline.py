@@ -8,9 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from autoptd.passes.pipeline import ActionTimes, live_microbatches, walk
+from autoptd.passes.pipeline import (
+    ActionTimes,
+    least_seconds,
+    live_microbatches,
+    rank_seconds,
+    walk,
+    walking_order,
+)
 from autoptd.runtime.schedule import Schedule, make_schedule
-from autoptd.runtime.schedule_check import execution_order
 
 SHAPES = [
     *(("1f1b", p, m, 1) for p, m in ((1, 3), (4, 2), (4, 9))),
@@ -50,9 +56,48 @@ def test_few_moments_are_enough() -> None:
     assert len(live_microbatches(make_schedule("interleaved_1f1b", 8, 64, 3), 24)) <= 8
 
 
+def draw_times(generator: random.Random, stages: int, blocking: bool) -> ActionTimes:
+    """Whole numbers."""
+    forward, backward = ([generator.randint(1, 50) for _ in range(stages)] for _ in "FB")
+    messages = {(k, kind): generator.randint(0, 20) for k in range(stages) for kind in ("SEND_F", "SEND_B")}
+    return ActionTimes(forward, backward, messages, blocking)
+
+
+def walk_seconds(shape: tuple[str, int, int, int], times: ActionTimes) -> tuple[int, list[int]]:
+    """The whole step, and what each rank is busy in it."""
+    _, p, *_ = shape
+    busy, step = [0] * p, 0
+    for rank, action, start, end in walk(walking_order(make_schedule(*shape)), p, times):
+        step = max(step, end)
+        if times.blocking or action.kind in ("F", "B"):
+            busy[rank] += end - start
+    return step, busy
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_step_is_shorter_than_the_bound(shape: tuple[str, int, int, int], blocking: bool) -> None:
+    _, p, m, v = shape
+    generator = random.Random(str(shape))
+    for _ in range(20):
+        times = draw_times(generator, p * v, blocking)
+        step, busy = walk_seconds(shape, times)
+        assert busy == [m * seconds for seconds in rank_seconds(times, p)]
+        assert max(busy) <= least_seconds(times, p, m) <= step
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 2), (4, 9), (8, 32)])
+def test_the_bound_of_even_stages_is_their_step(p: int, m: int) -> None:
+    """Equation: (m + p - 1)(tf + tb), SC21 §2.2.1."""
+    free = dict.fromkeys(((k, kind) for k in range(p) for kind in ("SEND_F", "SEND_B")), 0)
+    times = ActionTimes([3] * p, [7] * p, free)
+    step, _ = walk_seconds(("1f1b", p, m, 1), times)
+    assert step == (m + p - 1) * 10 == least_seconds(times, p, m)
+
+
 def test_many_pipelines_at_once_are_each_as_alone() -> None:
     p, v = 3, 2
-    order = list(execution_order(make_schedule("interleaved_1f1b", p, 6, v)))
+    order = walking_order(make_schedule("interleaved_1f1b", p, 6, v))
     generator = np.random.default_rng(0)
     forward, backward = generator.integers(1, 50, (2, p * v, 7))
     ahead, back = generator.integers(0, 20, (2, p * v, 7))
