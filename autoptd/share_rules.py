@@ -297,6 +297,6 @@ RULES: Mapping[str, Rule] = {
     "kernels.linear_gelu": products.linear_gelu,
     "kernels.split_linear": products.split_linear,
     "kernels.grouped_attention": products.attention,
-    "kernels.rms_norm": products.over(products.last_dim),
+    **dict.fromkeys(["kernels.layer_norm", "kernels.rms_norm"], products.over(products.last_dim)),
     "kernels.rotary_embedding": products.rotary,
 }

@@ -18,10 +18,16 @@ import torch
 from torch import fx
 
 from autoptd.passes.activations import match_activation
-from autoptd.passes.calls import argument, operator_name, shape_of
+from autoptd.passes.calls import operator_name, shape_of
 from autoptd.passes.losses import match_half_loss, match_whole_loss
 from autoptd.passes.naming import operator_word, rename_nodes
-from autoptd.passes.norms import match_partial_rotary, match_rms_norm, match_rotary, match_torch_rms_norm
+from autoptd.passes.norms import (
+    match_layer_norm,
+    match_partial_rotary,
+    match_rms_norm,
+    match_rotary,
+    match_torch_rms_norm,
+)
 from autoptd.passes.patterns import (
     RESHAPES,
     Call,
@@ -243,13 +249,12 @@ def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
 
 def _norm_before_reshape(node: fx.Node) -> Match | None:
     """norm(a sum) reshaped for norm(the sum reshaped), where rows stay rows (OPT)."""
-    source: Any = node.args[0] if is_call(node, aten.layer_norm.default, kernels.rms_norm) else None
+    source: Any = node.args[0] if is_call(node, *_ADDED_NORMS) else None
     if not is_call(source, *RESHAPES):
         return None
     x: Any = source.args[0]
     is_sum = plain_add(x) is not None or is_call(x, kernels.bias_dropout_add)
-    one_dim = is_call(node, kernels.rms_norm) or list(node.args[1]) == [shape_of(node)[-1]]  # type: ignore[arg-type]
-    if not is_sum or not one_dim or shape_of(x)[-1] != shape_of(node)[-1]:
+    if not is_sum or shape_of(x)[-1] != shape_of(node)[-1]:
         return None
     norm = Call(node.target, (x, *node.args[1:]), node, node.kwargs)
     return Match(Call(aten.reshape.default, (norm, list(shape_of(node))), node), (node,), frozenset({source}))
@@ -257,19 +262,10 @@ def _norm_before_reshape(node: fx.Node) -> Match | None:
 
 def _add_norm(node: fx.Node) -> Match | None:
     """A norm and the sum that it is of, which others may read too."""
-    norm: list[Any]
-    if is_call(node, aten.layer_norm.default):
-        size: Any = node.args[1]
-        norm = [argument(node, i, name, default) for i, name, default in _LAYER_NORM]
-        if list(size) != [shape_of(node)[-1]] or (norm[1] is not None and not is_vector(norm[1], *size)):
-            return None
-    elif is_call(node, kernels.rms_norm):
-        norm = list(node.args[1:3])
-    else:
+    if not is_call(node, *_ADDED_NORMS) or not is_vector(node.args[1], shape_of(node)[-1]):
         return None
     total: Any = node.args[0]
-    target = kernels.add_rms_norm if is_call(node, kernels.rms_norm) else kernels.add_layer_norm
-    if not is_vector(norm[0], shape_of(node)[-1]) or total.meta["val"].dtype != node.meta["val"].dtype:
+    if total.meta["val"].dtype != node.meta["val"].dtype:
         return None
     rank = next(iter(node.graph.nodes))
     if is_call(total, kernels.bias_dropout_add):
@@ -280,15 +276,20 @@ def _add_norm(node: fx.Node) -> Match | None:
         if terms is None:
             return None
         x, rest, kwargs = terms[0], [None, terms[1]], {}
-    return Match(Call(target, (rank, x, *norm, *rest), node, kwargs), (total, node), frozenset())
+    arguments = (rank, x, *node.args[1:], *rest)
+    return Match(Call(_ADDED_NORMS[node.target], arguments, node, kwargs), (total, node), frozenset())
 
 
-_LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
+_ADDED_NORMS: Mapping[Any, Any] = {
+    kernels.layer_norm: kernels.add_layer_norm,
+    kernels.rms_norm: kernels.add_rms_norm,
+}
 
 RULES: tuple[Rule, ...] = (
     match_activation,
     match_half_loss,
     _grouped_attention,
+    match_layer_norm,
     match_rms_norm,
     match_torch_rms_norm,
     match_rotary,

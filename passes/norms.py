@@ -26,6 +26,20 @@ from autoptd.passes.patterns import (
 from autoptd.runtime import aten, kernels
 
 
+def match_layer_norm(node: fx.Node) -> Match | None:
+    """``torch.layer_norm`` over the last dimension, with a weight."""
+    if not is_call(node, aten.layer_norm.default):
+        return None
+    x: Any = node.args[0]
+    size: Any = node.args[1]
+    weight, bias, eps = (argument(node, i, name, default) for i, name, default in _LAYER_NORM)
+    if list(size) != [shape_of(node)[-1]] or not is_vector(weight, *size):
+        return None
+    if (bias is not None and not is_vector(bias, *size)) or x.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return Match(Call(kernels.layer_norm, (x, weight, bias, eps), node), (node,), frozenset())
+
+
 def match_rms_norm(node: fx.Node) -> Match | None:
     """``weight * (x * rsqrt(mean(x ** 2) + eps))``, the statistics in float32 for half precision."""
     if not is_call(node, aten.mul.Tensor):
@@ -65,6 +79,9 @@ def match_torch_rms_norm(node: fx.Node) -> Match | None:
         return None
     call = Call(kernels.rms_norm, (x, weight, argument(node, 3, "eps")), node)
     return Match(call, (node,), frozenset())
+
+
+_LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 
 def _normed(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:

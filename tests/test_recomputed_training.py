@@ -96,12 +96,21 @@ def test_processes(name: str, mesh: Any, dtype: torch.dtype, recompute: str | in
     check_same(found, train_keeping(name, dtype, mesh))
 
 
+@pytest.mark.parametrize("recompute", ["full", 2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(name: str, dtype: torch.dtype, recompute: str | int) -> None:
+    test_processes(name, (1, 2, 1), dtype, recompute)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("recompute", MODES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("mesh", "dtype"), [((1, 1, 1), torch.float32), ((2, 2, 1), torch.float64)], ids=lambda x: str(x)
+    ("mesh", "dtype"),
+    [((1, 1, 1), torch.float32), ((2, 2, 1), torch.float64), ((2, 2, 1), torch.bfloat16)],
+    ids=lambda x: str(x),
 )
 def test_processes_in_the_other_precision(
     name: str, mesh: Any, dtype: torch.dtype, recompute: str | int

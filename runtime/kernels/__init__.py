@@ -15,7 +15,7 @@ from autoptd.runtime.kernels.grouped_attention import grouped_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.packed_linear import split_linear
-from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, rms_norm
+from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
 from autoptd.runtime.kernels.vocabulary_loss import cross_entropy
 from autoptd.runtime.kernels.vocabulary_table import embedding
@@ -30,6 +30,7 @@ __all__ = [
     "embedding",
     "gated_product",
     "grouped_attention",
+    "layer_norm",
     "linear_gelu",
     "rms_norm",
     "rotary_embedding",

@@ -1,6 +1,8 @@
-"""RMSNorm, and LayerNorm and RMSNorm of dropout(x + bias) + residual: the sum and its norm in one go (SC21 §4.2).
+"""LayerNorm and RMSNorm, alone and of dropout(x + bias) + residual: the sum and its norm in one go (SC21 §4.2).
 
-Backward needs the sum, its row statistics and the weight; nothing else is saved. Results are contiguous.
+Backward needs the sum, its row statistics and the weight; nothing else is saved. Results are contiguous. A sum and its
+norm give the same bits together and apart, as they are at the end of a stage or of a recomputed layer: what lies
+between them, a value and its gradient, is rounded to its dtype.
 """
 
 from __future__ import annotations
@@ -33,6 +35,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return normed
 
 
+def layer_norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Subtract from the rows of `x` [.., h] their mean, divide by their deviation, multiply by `weight` [h], and add
+    `norm_bias` [h]; in half precision all in float32."""
+    _check("layer_norm", x, None, weight=weight, norm_bias=norm_bias)
+    exact = {tensor.dtype for tensor in (x, weight, norm_bias) if tensor is not None}
+    if exact in _EXACT and runs_plainly(x):
+        return functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
+    normed: Tensor = _layer_norm(x, weight, norm_bias, eps)[0]
+    return normed
+
+
 def add_layer_norm(
     rank: Rank,
     x: Tensor,
@@ -55,12 +68,12 @@ def add_layer_norm(
     _check("add_layer_norm", x, residual, weight=weight, norm_bias=norm_bias, bias=bias)
     key = find_key(rank, x, p, operator, sample, divided, shape)
     exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
-    if exact in ({torch.float32}, {torch.float64}) and not key and runs_plainly(x):
+    if exact in _EXACT and not key and runs_plainly(x):
         x = x if bias is None else x + bias
         x = (x if residual is None else residual + x).contiguous()
         bias = residual = None
     if bias is None and residual is None and not key:
-        return x, functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
+        return x, layer_norm(x, weight, norm_bias, eps)
     arguments = (x, weight, norm_bias, eps, bias, residual, p, key)
     added, normed, _, _ = _add_layer_norm(*arguments)
     return added, normed
@@ -118,6 +131,29 @@ def _check_other(name: str, x: Tensor, argument: str, tensor: Tensor, shape: tor
 def _promote(*tensors: Tensor | None) -> torch.dtype:
     dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
     return reduce(torch.promote_types, dtypes)
+
+
+_EXACT = ({torch.float32}, {torch.float64})  # dtypes in which torch's own norm rounds as ours
+
+
+@define_operator("layer_norm")
+def _layer_norm(
+    x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` normed, and the mean and what it was multiplied by of each row [.., 1]."""
+    kernels = find_kernels("norm", x, weight, norm_bias)
+    if kernels is None:
+        return _center_rows(x.contiguous(), weight, norm_bias, eps)
+    normed, mean, scale = _allocate_layer(x, weight, norm_bias, eps)
+    kernels.normalize_rows(x, weight, norm_bias, eps, None, None, 0.0, [], (None, normed, mean, scale))
+    return normed, mean, scale
+
+
+def _allocate_layer(
+    x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, scale = (x.new_empty((*x.shape[:-1], 1), dtype=widen(x.dtype)) for _ in range(2))
+    return x.new_empty(x.shape), mean, scale
 
 
 @define_operator("rms_norm")
@@ -184,11 +220,7 @@ def _add_layer_norm(
     kernels = find_kernels("norm", x, weight, norm_bias, bias, residual)
     if kernels is None:
         added = _add(x, bias, residual, p, key)
-        wide = widen(added.dtype)
-        offset = None if norm_bias is None else norm_bias.to(wide)
-        arguments = (added.to(wide), added.shape[-1:], weight.to(wide), offset, eps)
-        normed, mean, scale = torch.native_layer_norm(*arguments)
-        return added, normed.to(added.dtype), mean, scale
+        return added, *_center_rows(added, weight, norm_bias, eps)
     results = _allocate_added_layer(x, weight, norm_bias, eps, bias, residual, p, key)
     kernels.normalize_rows(x, weight, norm_bias, eps, bias, residual, p, key, results)
     return results
@@ -205,14 +237,22 @@ def _allocate_added_layer(
     key: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     added = x.new_empty(x.shape, dtype=_promote(x, bias, residual))
-    statistics = [added.new_empty((*x.shape[:-1], 1), dtype=widen(added.dtype)) for _ in range(2)]
-    return added, torch.empty_like(added), statistics[0], statistics[1]
+    return added, *_allocate_layer(added, weight, norm_bias, eps)
 
 
 def _add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: list[int]) -> Tensor:
-    """Bit for bit what a sum gives that stands alone: at the end of a stage, say, or of a recomputed layer."""
+    """What a sum gives that stands alone."""
     added: Tensor = bias_dropout_add_operator(x, bias, residual, p, key)
     return added.contiguous()
+
+
+def _center_rows(
+    x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = widen(x.dtype)
+    offset = None if norm_bias is None else norm_bias.to(wide)
+    normed, mean, scale = torch.native_layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), offset, eps)
+    return normed.to(x.dtype), mean, scale
 
 
 def _scale_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -288,12 +328,13 @@ def _differentiate(
     else:
         arguments = (outer, x, x.shape[-1:], mean, scale, gain, gain, [True, wanted[2], wanted[3]])
         total, *vectors = torch.ops.aten.native_layer_norm_backward(*arguments)
+    total = total.to(added.dtype)
     if d_added is not None:
         total.add_(d_added)
     own = bias_dropout_add_operator(total, None, None, p, key) if key else total
     gradients = [
-        total.to(added.dtype),
-        own.to(added.dtype),
+        total,
+        own,
         *vectors,
         sum_rows(own, scale.dtype) if wanted[4] else None,
     ]
@@ -344,8 +385,14 @@ def _backward(ctx: Any, d_added: Tensor | None, d_normed: Tensor | None) -> tupl
     return tuple(gradients[name].to(ctx.dtypes[name]) if name in needs else None for name in ctx.names)
 
 
+_LAYER = ("x", "weight", "norm_bias", "eps")
 _RMS = ("x", "weight", "eps")
 _ADDED = ("bias", "residual", "p", "key")
+
+
+def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, _LAYER, inputs, (inputs[0], inputs[1], *output[1:]))
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def _save_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -359,16 +406,18 @@ def _save_added_rms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 
 def _save_added_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save(ctx, ("x", "weight", "norm_bias", "eps", *_ADDED), inputs, (output[0], inputs[1], *output[2:]))
+    _save(ctx, (*_LAYER, *_ADDED), inputs, (output[0], inputs[1], *output[2:]))
     ctx.mark_non_differentiable(*output[2:])
 
 
+_layer_norm.register_fake(_allocate_layer)
 _rms_norm.register_fake(_allocate_rms)
 _add_rms_norm.register_fake(_allocate_added_rms)
 _add_layer_norm.register_fake(_allocate_added_layer)
 _add_norm_backward.register_fake(_allocate_gradients)
+_layer_norm.register_autograd(lambda ctx, g, *_: _backward(ctx, None, g), setup_context=_save_layer)
 _rms_norm.register_autograd(lambda ctx, g, _: _backward(ctx, None, g), setup_context=_save_rms)
 _add_rms_norm.register_autograd(lambda ctx, d, g, _: _backward(ctx, d, g), setup_context=_save_added_rms)
 _add_layer_norm.register_autograd(lambda ctx, d, g, *_: _backward(ctx, d, g), setup_context=_save_added_layer)
-for _operator in (_rms_norm, _add_rms_norm, _add_layer_norm):
+for _operator in (_layer_norm, _rms_norm, _add_rms_norm, _add_layer_norm):
     _operator.register_autocast(cast_widely)

@@ -236,12 +236,14 @@ def _differentiate(
             outer = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
             unit = (tl.load(added + at, inside, 0.0).to(tl.float32) - mean) * scale
             inner = (outer * gain - unit * slope - level) * scale
+            inner = inner.to(added.dtype.element_ty).to(tl.float32)
             if d_weights is not None:
                 _add_rows(d_weights, outer * unit, column, width)
             if d_norm_biases is not None:
                 _add_rows(d_norm_biases, outer, column, width)
             if d_added is not None:
                 inner += tl.load(d_added + at, inside, 0.0).to(tl.float32)
+                inner = inner.to(added.dtype.element_ty).to(tl.float32)
             if d_total is not None:
                 tl.store(d_total + at, inner.to(d_total.dtype.element_ty), inside)
             if mask is not None:

@@ -133,6 +133,11 @@ def learn(shape: Sequence[int]) -> Tensor:
 
 
 CASES = {
+    "layer_norm": RowCase(
+        lambda x, weight, bias: (kernels.layer_norm(x, weight, bias, EPS),),
+        lambda x, weight, bias: (functional.layer_norm(x, x.shape[-1:], weight, bias, EPS),),
+        ("x", "h", "h"),
+    ),
     "rms_norm": RowCase(
         lambda x, weight: (kernels.rms_norm(x, weight, EPS),),
         lambda x, weight: (normalize_root_mean_square(x, weight),),

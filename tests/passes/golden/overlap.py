@@ -8,8 +8,8 @@ rewrite_layout [b, s, h] -> [s, b, h]: 0 -> 0 bytes copied per microbatch
 shard_tensors tensor=2: 4 axes divided, 3 all-reduces forward, 3 backward
 cut_stages 1 stages on 1 pipeline ranks, the slowest 0.468 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
-fuse_operators 2 add_layer_norm, 1 gated_product; 26 -> 22 launches, 203,648 -> 181,120 bytes moved a
-    microbatch
+fuse_operators 2 add_layer_norm, 1 gated_product, 1 layer_norm; 26 -> 22 launches, 203,648 -> 181,120 bytes
+    moved a microbatch
 overlap_reductions 3 of 3 all-reduces backward beside weight gradients
 stage 0: embed, norms.0, q, out, norms.1, gate, down, norms.2, head: 0.000384 GFLOP forward, 26.5 kB of
     parameters per rank
@@ -33,7 +33,7 @@ def stage_0(
     ids_sb = aten.transpose(ids, 0, 1)                                      # i64[16, 2]
     embed = kernels.embedding(rank, p["embed.weight"], ids_sb, vocabulary=64)  # f32[16, 2, 32]  partial
     embed_g = collectives.reduce_from_tensor(rank, embed)                   # all-reduce, 4.1 kB over tensor
-    norms0 = aten.layer_norm(embed_g, [32], p["norms.0.weight"], p["norms.0.bias"])  # f32[16, 2, 32]
+    norms0 = kernels.layer_norm(embed_g, p["norms.0.weight"], p["norms.0.bias"])  # f32[16, 2, 32]
     q, k, v = collectives.copied_linears(                                   # 3 x f32[16, 2, 32/2]
         rank, norms0, [p["q.weight"], p["k.weight"], p["v.weight"]]
     )                                # backward: all-reduce, 4.1 kB over tensor, beside the weights' gradients
