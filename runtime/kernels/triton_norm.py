@@ -24,6 +24,9 @@ from autoptd.runtime.kernels.triton_rows import WARPS, plan_rows
 # A backward program adds to its sums once for all rows of a tile: there must be several.
 BACKWARD_COLUMNS = 1024
 PROGRAMS_PER_PROCESSOR = 2
+REGISTERS = 65_536 // (
+    PROGRAMS_PER_PROCESSOR * WARPS * 32
+)  # of a thread, so many; fewer would spill some for nothing
 INTERPRETED_PROGRAMS = 3
 
 
@@ -104,6 +107,7 @@ def differentiate_rows(
         ALIGNED=bool(key) and is_aligned(key, width),
         **tile,
         num_warps=WARPS,
+        maxnreg=REGISTERS,
         enable_fp_fusion=False,
     )
     return [None if partial is None else partial.sum(0) for partial in sums]
@@ -235,17 +239,16 @@ def _differentiate(
             gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
             outer = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
             unit = (tl.load(added + at, inside, 0.0).to(tl.float32) - mean) * scale
-            inner = (outer * gain - unit * slope - level) * scale
-            inner = inner.to(added.dtype.element_ty).to(tl.float32)
+            total = ((outer * gain - unit * slope - level) * scale).to(added.dtype.element_ty)
             if d_weights is not None:
                 _add_rows(d_weights, outer * unit, column, width)
             if d_norm_biases is not None:
                 _add_rows(d_norm_biases, outer, column, width)
             if d_added is not None:
-                inner += tl.load(d_added + at, inside, 0.0).to(tl.float32)
-                inner = inner.to(added.dtype.element_ty).to(tl.float32)
+                total = (total.to(tl.float32) + tl.load(d_added + at, inside, 0.0)).to(total.dtype)
             if d_total is not None:
-                tl.store(d_total + at, inner.to(d_total.dtype.element_ty), inside)
+                tl.store(d_total + at, total, inside)
+            inner = total.to(tl.float32)
             if mask is not None:
                 inner *= tl.where(keep(first + start, mask, COLUMNS, ALIGNED), factor, 0.0)
             if d_x is not None:

@@ -70,7 +70,7 @@ class Driver:
         return GPUTarget("cuda", self._capability, LANES)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability  # Triton keeps what it has compiled by device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0

@@ -216,6 +216,16 @@ CASES = (
         lambda sizes: 4 * sizes.small + 2 * sizes.vector + FLOAT * sizes.rows,
     ),
     Case(
+        "layer_norm",
+        lambda sizes, maker: [*maker.draw_rows(sizes, 1), *(maker.draw(sizes.hidden) for _ in range(2))],
+        lambda rank, p, x, weight, bias: kernels.layer_norm(x, weight, bias, EPS),
+        lambda rank, p, x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
+        # x, two vectors -> normed, means and scales
+        lambda sizes: 2 * sizes.small + 2 * sizes.vector + 2 * FLOAT * sizes.rows,
+        # gradient, x, weight, means and scales -> of x, of two vectors
+        lambda sizes: 3 * sizes.small + 3 * sizes.vector + 2 * FLOAT * sizes.rows,
+    ),
+    Case(
         "rms_norm",
         lambda sizes, maker: [*maker.draw_rows(sizes, 1), maker.draw(sizes.hidden)],
         lambda rank, p, x, weight: kernels.rms_norm(x, weight, EPS),
