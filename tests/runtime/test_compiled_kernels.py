@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,14 @@ def test_kernels_compile_and_spill_nothing(tmp_path: Path, arguments: tuple[str,
     assert done.returncode == 0, done.stderr
     assert "bias_gelu, 4h: backward" in done.stdout
     assert any(path.suffix == ".cubin" for path in tmp_path.rglob("*"))
+
+
+def test_each_gpu_has_its_own_code(tmp_path: Path) -> None:
+    done = run_python(tmp_path, *SCRIPT, "--only", "rotary")
+    assert done.returncode == 0, done.stderr
+    described = (json.loads(path.read_text()) for path in tmp_path.rglob("_rotate*.json"))
+    found = {kernel["target"]["arch"] for kernel in described if "target" in kernel}
+    assert found == {80, 90, 100}
 
 
 def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
