@@ -26,9 +26,8 @@ from autoptd.passes.program import Stage
 from autoptd.rank_program import RankProgram
 from autoptd.report import Report
 from autoptd.runtime.call import find_shape
-from autoptd.runtime.connection import connect
 from autoptd.runtime.heap import keep_heap
-from autoptd.runtime.launch import watch
+from autoptd.runtime.launch import join
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.module import Parallel, signed
@@ -301,25 +300,24 @@ class CompiledProgram:
         ]
         check_proved(self.manifest, tensors[0])
         hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
-        connection = connect(self.manifest, placed, " ".join(hashes))
-        watch(self.manifest, connection, compiles=backend is not None)
-        for program, own in zip(self.shapes, tensors, strict=True):
-            compare_weights(program.manifest, connection, own)
-        pipeline = connection.rank.coordinates.pipeline
-        first, *further = (
-            program._read_rank(pipeline, own, backend)
-            for program, own in zip(self.shapes, tensors, strict=True)
-        )
-        parallel = signed(self.manifest)(
-            self.manifest,
-            connection,
-            first.functions,
-            first.constants,
-            first.schedule,
-            first.weights,
-            drawn=weights is None,
-            further=further,
-        )
+        with join(self.manifest, placed, " ".join(hashes), compiles=backend is not None) as connection:
+            for program, own in zip(self.shapes, tensors, strict=True):
+                compare_weights(program.manifest, connection, own)
+            pipeline = connection.rank.coordinates.pipeline
+            first, *further = (
+                program._read_rank(pipeline, own, backend)
+                for program, own in zip(self.shapes, tensors, strict=True)
+            )
+            parallel = signed(self.manifest)(
+                self.manifest,
+                connection,
+                first.functions,
+                first.constants,
+                first.schedule,
+                first.weights,
+                drawn=weights is None,
+                further=further,
+            )
         parallel.loss_type = getattr(self.model, "loss_type", None)
         known = {} if self.model is None else vars(self.model)
         plain = {

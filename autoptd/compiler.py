@@ -43,6 +43,7 @@ from autoptd.passes.work import forward_work
 from autoptd.planner import plan
 from autoptd.row_numbers import describe_rows
 from autoptd.runtime.caller import warn_caller
+from autoptd.runtime.launch import end_with_launcher
 from autoptd.runtime.manifest import Manifest, Proved, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.part import name_layers
@@ -65,6 +66,7 @@ from autoptd.versions import read_versions, warn_untested
 from autoptd.watch import Watch
 
 warn_untested(read_versions())
+end_with_launcher()  # compiling and loading take their time, before a rank is bound
 
 
 def compile(

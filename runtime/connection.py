@@ -59,8 +59,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     not the mesh's. `program` is all that must be the same on every rank: RuntimeError names who differs.
     """
     mesh = manifest.mesh
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    check_world_size(mesh, dist.get_world_size() if dist.is_initialized() else launched)
+    check_world_size(mesh)
     if mesh.size == 1:
         rank = Rank.local(mesh, device=device)
         rank.randomness.seed = manifest.seed
@@ -106,8 +105,10 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
     return world.run(body, connections)
 
 
-def check_world_size(mesh: Mesh, world_size: int) -> None:
-    """Raise ValueError unless `world_size` processes are as many as the mesh has ranks."""
+def check_world_size(mesh: Mesh) -> None:
+    """Raise ValueError unless there are as many processes as the mesh has ranks."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else launched
     if world_size == mesh.size:
         return
     legal = sorted(

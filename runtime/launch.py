@@ -8,19 +8,23 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
-from autoptd.runtime.connection import Connection
+from autoptd.runtime.connection import Connection, check_world_size, connect
 from autoptd.runtime.failure import Record
 from autoptd.runtime.journal import Journal, TracedPosition
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.position import Position
 from autoptd.runtime.roster import gather_roster
-from autoptd.runtime.watchdog import Watchdog
+from autoptd.runtime.watchdog import PATIENCE, Watchdog
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -42,33 +46,41 @@ def read_limit() -> float:
     return limit
 
 
-def watch(manifest: Manifest, connection: Connection, compiles: bool) -> None:
-    """Watch this process's rank from now on; every rank must call it. `compiles`: the first calls may take longer.
+@contextmanager
+def join(manifest: Manifest, device: torch.device, program: str, compiles: bool) -> Iterator[Connection]:
+    """Connect this rank to the others, and watch it from before its first message on; every rank must call it.
 
-    Where torchrun has started this process, it ends with torchrun. A rank without peers has no watchdog.
+    `compiles`: the first calls may take longer. Where torchrun has started this process, it ends with torchrun. A rank
+    without peers has no watchdog.
     """
-    limit = read_limit()
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if launched and sys.platform == "linux":
-        die_with_parent()
+    check_world_size(manifest.mesh)
+    limit, launched = read_limit(), end_with_launcher()
     if manifest.mesh.size == 1:
-        connection.position = _make_position(None, {}, rank=0)
+        position = _make_position(None, {}, rank=0)
     else:
         if not _watchdogs:
-            _watchdogs.append(_make_watchdog(manifest, connection, limit))
+            _watchdogs.append(_make_watchdog(manifest, limit))
             _watchdogs[0].start(launched)
         (watchdog,) = _watchdogs
         watchdog.manifest, watchdog.compiles = manifest, compiles
-        connection.position = watchdog.position
-    if isinstance(connection.position, TracedPosition):
-        connection.position.trace_groups(connection)
+        position = watchdog.position
+    with position.duty("bind"):
+        connection = connect(manifest, device, program)
+        connection.position = position
+        if isinstance(position, TracedPosition):
+            position.trace_groups(connection)
+        yield connection
 
 
-def _make_watchdog(manifest: Manifest, connection: Connection, limit: float) -> Watchdog:
-    roster = gather_roster(connection.rank.device)
+def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
+    patience = min(PATIENCE * limit, 86_400.0)  # a day
+    if dist.is_initialized():
+        joined = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    else:
+        joined = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+    roster = gather_roster(*joined, patience)
     # A store's calls wait for each other: the thread has a connection of its own.
-    store: Any = _get_default_store()
-    store = None if roster.everybody else store.clone()
+    store = None if roster.everybody else roster.store.clone()
     record = Record(Path(tempfile.gettempdir()) / f"{roster.name}.json", store)
     peers = {rank: roster.slots(rank) for rank in roster.processes}
     position = _make_position(roster.slots(roster.rank), peers, roster.rank)
@@ -80,9 +92,12 @@ def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], ra
     return TracedPosition(slots, peers, Journal(Path(folder), rank)) if folder else Position(slots, peers)
 
 
-def die_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, or do so if it has ended since this module was imported."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    importer, parent = _IMPORTED_BY
-    if importer == os.getpid() and parent != os.getppid():
-        os.kill(importer, signal.SIGKILL)
+def end_with_launcher() -> bool:
+    """Have Linux kill this process with the torchrun that started it, now if that is gone; whether one did."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        importer, parent = _IMPORTED_BY
+        if importer == os.getpid() and parent != os.getppid():
+            os.kill(importer, signal.SIGKILL)
+    return launched

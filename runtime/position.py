@@ -20,7 +20,8 @@ PHASES = (
     "search for the first operator",
 )
 # Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
-DUTIES = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
+STORING = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
+DUTIES = ("bind", "clip_grad_norm_", "save_trace", *STORING)
 EVALUATION = len(DUTIES) + 1
 CALLED = ("a call in training", *DUTIES, "an evaluation")
 LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number: it is read at any time
@@ -31,7 +32,7 @@ _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 class Place(NamedTuple):
-    """Where a rank was last seen: the calls and training steps so far, its activity, and since when it is at it.
+    """Where a rank was last seen: calls and duties so far, training steps, its activity, and since when it is at it.
 
     `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `duty` is
     the number of one of DUTIES, from 1 on, that it is in, or EVALUATION. `since` and `heartbeat` are seconds of the
@@ -99,7 +100,6 @@ class Position:
 
         RuntimeError where a rank of this machine makes another one instead.
         """
-        self.slots[CALLS] += 1
         self.slots[STEP] += training
         self.compiling = (training, shape) not in self._done
         with self._at(0 if training else EVALUATION), self.during("begin"):
@@ -116,6 +116,8 @@ class Position:
 
     @contextmanager
     def _at(self, duty: int) -> Iterator[None]:
+        self.slots[SINCE] = monotonic_ns()
+        self.slots[CALLS] += 1
         self.slots[DUTY] = duty
         # One that fails stays: it does on all ranks, some of which are in it still when others make the next.
         self.slots[HISTORY] = _remember(self.slots[HISTORY], duty)
@@ -124,6 +126,7 @@ class Position:
                 yield
         finally:
             self.slots[DUTY] = 0
+            self.slots[SINCE] = monotonic_ns()
 
     def _compare(self) -> None:
         """Refuse to go on where another rank has made another call in place of one: messages of the two would meet."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import secrets
 import socket
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +28,7 @@ class Roster:
     """The job as rank `rank` sees it.
 
     `processes` has a pidfd (-1 where the system has none) for each other rank of this machine, by global rank;
-    `everybody`: there is no other machine. `name` is the job's, the same on all its ranks and no other job's.
+    `everybody`: there is no other machine. `name` is this job's alone. `store`, torch's, may be rank 0's to serve.
     """
 
     rank: int
@@ -33,17 +36,34 @@ class Roster:
     processes: Mapping[int, int]
     everybody: bool
     board: memoryview
+    store: Any
 
     def slots(self, rank: int) -> memoryview:
         """The position of a rank of this machine."""
         return self.board[rank * SLOTS : (rank + 1) * SLOTS]
 
 
-def gather_roster(device: torch.device) -> Roster:
-    """Learn from all ranks of the default group who is here. Every rank must call it."""
-    own, size = dist.get_rank(), dist.get_world_size()
-    machine = machine_number()
-    rows = gather([os.getpid(), machine, secrets.randbits(62)], device)
+def gather_roster(store: Any, own: int, size: int, limit: float) -> Roster:
+    """Learn through torch's `store` who is here. Every rank must call it.
+
+    RuntimeError names those that do not come within `limit` seconds, and sooner where gloo finds that one has ended.
+    """
+    machine, began = machine_number(), time.monotonic()
+    keys = [f"autoptd/rank {rank}" for rank in range(size)]
+    store.set(keys[own], json.dumps([os.getpid(), machine, secrets.randbits(62)]))
+    gloo = dist.is_initialized() and "cpu:gloo" in dist.get_backend_config()
+    arrival = dist.all_reduce(torch.zeros(1), async_op=True) if gloo else None
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited > limit or (arrival is not None and arrival.is_completed()):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                raise RuntimeError(
+                    f"ranks {missing} did not come to bind in {waited:.0f} s: they have ended, or hang"
+                )
+        time.sleep(min(0.01 + waited / 10, 1))
+    texts = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+    rows = [json.loads(text) for text in texts]
     name = f"autoptd-{rows[0][2]:x}"
     here = [rank for rank, row in enumerate(rows) if row[1] == machine]
     path = Path(tempfile.gettempdir()) / f"{name}.ranks"
@@ -55,9 +75,9 @@ def gather_roster(device: torch.device) -> Roster:
         os.close(number)
     opened = getattr(os, "pidfd_open", lambda _: -1)
     processes = {rank: opened(rows[rank][0]) for rank in here if rank != own}
-    gather([0], device)  # all have opened it: the memory lives as long as they do, and no file is left behind
-    path.unlink(missing_ok=True)
-    return Roster(own, name, processes, len(here) == size, board)
+    if store.add(f"autoptd/machine {machine}", 1) == len(here):
+        path.unlink()  # all have opened it: the memory lives as long as they do, and no file is left behind
+    return Roster(own, name, processes, len(here) == size, board, store)
 
 
 def machine_number() -> int:

@@ -102,7 +102,8 @@ class Trained(nn.Module):
             raise RuntimeError(
                 "no step has run, or the last one failed: call the parallel model before save_trace"
             )
-        rows, phases = gather_measured(measured, self._rank.pipeline, self._rank.device)
+        with self._connection.position.duty("save_trace"):
+            rows, phases = gather_measured(measured, self._rank.pipeline, self._rank.device)
         if self._rank.coordinates == self._rank.mesh.coordinates(0):
             about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
             write_trace(path, rows, phases, (), about)
@@ -168,8 +169,9 @@ class Trained(nn.Module):
             for name, p in self._leaves().items()
             if isinstance(name, str) and p.grad is not None and (of is None or name in of)
         }
-        during = self._connection.position.during("norm of the gradient")
-        with during, torch._C.DisableTorchFunctionSubclass():
+        position = self._connection.position
+        duty, during = position.duty("clip_grad_norm_"), position.during("norm of the gradient")
+        with duty, during, torch._C.DisableTorchFunctionSubclass():
             self._norm = global_norm(self._manifest, self._rank, gradients, self._shards, norm_type)
         return self._norm
 

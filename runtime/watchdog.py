@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import io
 import os
+import re
 import select
 import signal
 import socket
@@ -28,6 +30,9 @@ from autoptd.runtime.roster import Roster
 
 INTERVAL = 0.5  # seconds between looks
 SILENT = 2.0  # without a heartbeat: the process is stopped
+ENDED = "its process ended without a word (killed, or out of memory?)"
+# Files in which messages are sent and awaited: what is raised there may be of a peer's end.
+MESSAGES = re.compile(r'[^"]*/(torch/distributed/|runtime/(channel|communicator|shared_))')
 GRACE = 2.0  # for the main thread to fail of itself, or for what runs at exit
 COMPUTING = 0.05  # of its time: a rank that does not only wait
 PATIENCE = 10  # times the limit, while a stage is compiled or a peer is in the user's own code
@@ -55,6 +60,7 @@ class Watchdog:
         self._handled = threading.Event()
         self._printing = threading.Lock()
         self._printed = False
+        self._cut_off = False
         self._shown: Exit = sys.excepthook
         self._wakeup, self._alarm = socket.socketpair()
 
@@ -120,46 +126,40 @@ class Watchdog:
         return found or self._find_ended() or self._find_hanging(now)
 
     def _find_ended(self) -> Failure | None:
-        """A rank whose process ended where others need it: in a call, or before one that this rank is in."""
+        """A rank whose process ended where others need it: in a call or duty, before this rank's, or in its message."""
         calls = self.position.read().calls
         for rank in sorted(self._ended):
             place = read_place(self._roster.slots(rank))
-            if place.activity or place.calls < calls:
-                return self._claim(
-                    rank, place, "its process ended without a word (killed, or out of memory?)"
-                )
+            if place.activity or place.duty or place.calls < calls or self._cut_off:
+                return self._claim(rank, place, ENDED)
         return None
 
     def _find_hanging(self, now: float) -> Failure | None:
         """The rank to blame if this one has waited too long: one that is silent, else who moved last."""
         own = self.position.read()
-        if not own.activity:
+        if not own.activity and not own.duty:
             return None
-        places = {rank: read_place(self._roster.slots(rank)) for rank in self._roster.processes}
-        silent = [
-            rank
-            for rank, place in places.items()
-            if rank not in self._ended and now - place.heartbeat > SILENT + INTERVAL
-        ]
-        elsewhere = any(
-            not place.activity and place.calls < own.calls
-            for rank, place in places.items()
-            if rank not in silent
-        )
+        places = {r: read_place(self._roster.slots(r)) for r in self._roster.processes.keys() - self._ended}
+        silent = [rank for rank, place in places.items() if now - place.heartbeat > SILENT + INTERVAL]
+        behind = [rank for rank, place in places.items() if place.calls < own.calls]
+        elsewhere = any(r not in silent and not (own.activity and places[r].activity) for r in behind)
         compiling = self.compiles and self.position.compiling
         if (elsewhere or compiling) and now - own.since < self._limit * PATIENCE:
             self._resumed = now
         waited = now - max(own.since, self._resumed)
         if waited < self._limit:
             return None
-        for rank in silent:
+        # A duty takes as long as it does, and a file that is read or written may hold up a whole process.
+        for rank in (rank for rank in silent if own.activity or now - places[rank].heartbeat > self._limit):
             # It would hold up the launcher, which waits long for it to end.
             reason = f"its process has been silent for {now - places[rank].heartbeat:.0f} s (stopped?)"
             failure = self._claim(rank, places[rank], reason)
             signal.pidfd_send_signal(self._roster.processes[rank], signal.SIGKILL)
             return failure
         places[self._roster.rank] = own
-        awaited = {rank: place for rank, place in places.items() if place.activity or place.calls < own.calls}
+        awaited = {rank: place for rank, place in places.items() if place.activity or rank in behind}
+        if not awaited:  # all are in the duty
+            return None
         # Those who wait for it do not compute; its share of a busy machine may be small.
         rank, place = max(awaited.items(), key=lambda item: item[1].busy)
         computing = place.busy > waited * COMPUTING
@@ -213,13 +213,18 @@ class Watchdog:
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """The exception hook: show the error if it is the job's first, else one line about the first."""
+        if isinstance(
+            sys.stderr, io.StringIO
+        ):  # where init_process_group's hook would keep what this one writes
+            sys.stderr = sys.__stderr__
         self._handled.set()
+        text = "".join(traceback.format_exception(kind, error, trace))
+        self._cut_off = isinstance(error, RuntimeError) and bool(MESSAGES.match(text.rpartition('File "')[2]))
         first = self._record.read()
         until = time.monotonic() + GRACE / 2
         while first is None and isinstance(error, RuntimeError) and time.monotonic() < until:
             time.sleep(0.01)  # a peer's end may be the cause, and be about to be seen
             first = self._record.read()
-        text = "".join(traceback.format_exception(kind, error, trace))
         place = self.position.place_of(error)
         reason = " ".join(traceback.format_exception_only(kind, error)[0].split())
         mine = first is None

@@ -269,7 +269,7 @@ def test_a_limit_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("0", "-1", "soon", "nan"):
         monkeypatch.setenv("AUTOPTD_TIMEOUT", text)
         with pytest.raises(ValueError, match=f"AUTOPTD_TIMEOUT is '{text}', expected a positive number"):
-            launch.watch(build((1, 1, 1)).manifest, None, compiles=False)  # type: ignore[arg-type]
+            build((1, 1, 1)).bind("cpu")
 
 
 def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
@@ -277,7 +277,8 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     if parent == 0:
         child = os.fork()
         if child == 0:
-            launch.die_with_parent()
+            os.environ["TORCHELASTIC_RUN_ID"] = "test"
+            launch.end_with_launcher()
             (tmp_path / "child").write_text(str(os.getpid()))
             time.sleep(60)
         while True:

@@ -18,9 +18,8 @@ import pytest
 from torch import Tensor
 
 import autoptd
-from autoptd import compiled
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime import clipping, module
+from autoptd.runtime import clipping, launch, module
 from autoptd.runtime.communicator import Done, Posted, ProcessGroup
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.executor import StageRun
@@ -137,14 +136,14 @@ def change_parameter(name: str, **fields: Any) -> Edit:
 
 
 def forget_the_tied_sum() -> None:
-    connect: Callable[..., Connection] = vars(compiled)["connect"]
+    connect: Callable[..., Connection] = vars(launch)["connect"]
 
     def without(*args: Any) -> Connection:
         connection = connect(*args)
         alone: Any = SimpleNamespace(size=1, all_reduce=lambda x: x)
         return replace(connection, tied=dict.fromkeys(connection.tied, alone))
 
-    forked.setattr(compiled, "connect", without)
+    forked.setattr(launch, "connect", without)
 
 
 def shift_vocabulary_shards() -> None:
