@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
+
+from torch import Tensor
 
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.placement import Placement
 from autoptd.runtime.rank import Rank
 
-PIECE_ELEMENTS = 1 << 24  # 64 MB of float32: what a reader verifies at once
+# 4 MB of float32: what a reader verifies at once, and so what it reads too much where it needs a piece's end.
+PIECE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,25 @@ class Box:
         """The box as it is where the index `origin` is called `to`."""
         starts = tuple(s - o + t for s, o, t in zip(self.starts, origin, to, strict=True))
         return Box(starts, self.lengths)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements `first` to `end`, row-major, of a rank's slice of `shape`: what its replica steps of it, in a row."""
+
+    shape: tuple[int, ...]
+    first: int
+    end: int
+
+    def boxes(self) -> list[Box]:
+        """The run, in its order, as boxes of the slice: 2 n - 1 at most."""
+        return list(_cut_run(self.shape, self.first, self.end))
+
+    def view(self, row: Tensor, box: Box) -> Tensor:
+        """A `box` inside the run, of a `row` [end - first] of its elements."""
+        strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        before = sum(start * stride for start, stride in zip(box.starts, strides, strict=True)) - self.first
+        return row.as_strided(box.lengths, strides, row.storage_offset() + before)
 
 
 class Part(NamedTuple):
@@ -81,30 +103,47 @@ def local_parts(shape: Sequence[int], placement: Placement, size: int, index: in
     return parts
 
 
-def own_pieces(manifest: Manifest, rank: Rank) -> list[Piece]:
+def list_parts(manifest: Manifest, rank: Rank, name: str, run: Run | None) -> list[Part]:
+    """The boxes of the tensor `name` that this rank has: of its slice, or of the `run` of that."""
+    parameter = manifest.parameters[name]
+    parts = local_parts(parameter.shape, parameter.placement, manifest.mesh.tensor, rank.coordinates.tensor)
+    if run is None:
+        return parts
+    return [
+        Part(own.moved(local, box.starts), own.starts, shared)
+        for box, local, shared in parts
+        for held in run.boxes()
+        if (own := held.meet(Box(local, box.lengths))) is not None
+    ]
+
+
+def own_pieces(manifest: Manifest, rank: Rank, runs: Mapping[str, Run]) -> list[Piece]:
     """What this rank writes of the saved tensors: together the ranks write each element once.
 
-    A part that several ranks hold alike goes to them in even runs, by elements; they know that of each other.
+    Of a tensor that has one of the `runs` each replica writes that, where the tensor is first kept: on other pipeline
+    ranks the replicas divide it otherwise. A part that several ranks hold alike goes to them in even runs, by elements;
+    they know that of each other.
     """
     at, mesh = rank.coordinates, manifest.mesh
-    totals: Counter[tuple[tuple[int, ...], bool]] = Counter()
+    totals: Counter[tuple[tuple[int, ...], bool, bool]] = Counter()
     pieces = []
-    for name, parameter in manifest.parameters.items():
-        homes = manifest.homes(name)
+    for name in manifest.parameters:
+        run = runs.get(name)
+        homes = manifest.homes(name)[: None if run is None else 1]
         if at.pipeline not in homes or not manifest.is_saved(name):
             continue
-        for part in local_parts(parameter.shape, parameter.placement, mesh.tensor, at.tensor):
+        for part in list_parts(manifest, rank, name, run):
             for box in _cut(part.box):
-                key = homes, part.shared
+                key = homes, part.shared, run is None
                 local = box.moved(part.box.starts, part.local)
                 pieces.append((key, totals[key], Piece(name, box, local)))
                 totals[key] += box.elements
     own = []
     for key, before, piece in pieces:
-        homes, shared = key
+        homes, shared, in_all = key  # replicas
         peers = mesh.tensor if shared else 1
-        place = (at.data * len(homes) + homes.index(at.pipeline)) * peers + at.tensor * shared
-        writers = mesh.data * len(homes) * peers
+        place = (at.data * in_all * len(homes) + homes.index(at.pipeline)) * peers + at.tensor * shared
+        writers = (mesh.data if in_all else 1) * len(homes) * peers
         if (2 * before + piece.box.elements) * writers // (2 * totals[key]) == place:
             own.append(piece)
     return own
@@ -119,6 +158,26 @@ def _cut(box: Box) -> Iterator[Box]:
     for first in range(0, box.lengths[0], rows):
         starts = _put(box.starts, 0, box.starts[0] + first)
         yield Box(starts, _put(box.lengths, 0, min(rows, box.lengths[0] - first)))
+
+
+def _cut_run(shape: Sequence[int], first: int, end: int) -> Iterator[Box]:
+    """Elements `first` to `end` of a tensor of `shape`: the end of a row, whole rows, and the begin of one."""
+    if first == end or not shape:
+        yield from [Box((), ())] * (end - first)
+        return
+    width = prod(shape[1:])
+    (row, low), (last, high) = divmod(first, width), divmod(end, width)
+    if low or row == last:
+        yield from _in_row(row, _cut_run(shape[1:], low, high if row == last else width))
+        row += 1
+    if row < last:
+        yield Box((row, *(0 for _ in shape[1:])), (last - row, *shape[1:]))
+    if row <= last:
+        yield from _in_row(last, _cut_run(shape[1:], 0, high))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    return (Box((row, *box.starts), (1, *box.lengths)) for box in boxes)
 
 
 def _ends(box: Box) -> Iterator[int]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoptd.runtime.boxes import Box, Part, local_parts
+from autoptd.runtime.boxes import Box, Part, list_parts
 from autoptd.runtime.checkpoint_error import CheckpointError, agree, own_number, share
 from autoptd.runtime.checkpoint_files import RECORD, StepFolder, find_step, name_earlier
 from autoptd.runtime.checkpoint_record import (
@@ -45,7 +45,7 @@ Key = tuple[str, str]  # a tensor's name, and a state's or ""
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint as this rank will have it, in memory of its own."""
+    """A checkpoint as this rank will have it, in memory of its own: slices, or what its replica has of them in rows."""
 
     record: Record | None
     tensors: Mapping[str, Tensor]
@@ -57,10 +57,10 @@ class Loaded:
 
 
 class Copy(NamedTuple):
-    """Of the piece, `source` goes to `target` of this rank's slice."""
+    """Of the piece, `source` goes to `target`, memory of this rank's own."""
 
     source: Box
-    target: Box
+    target: Tensor
 
 
 def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
@@ -134,6 +134,7 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
     for (name, state), tensor in found.items():
         if state:
             states[name][state] = tensor
+    del found  # states are freed where they are joined
     return Loaded(
         record,
         tensors,
@@ -155,11 +156,10 @@ def _check_proved(training: Training, tensors: Mapping[str, Tensor], folder: Pat
 
 def _take_over(training: Training, loaded: Loaded) -> None:
     with torch.no_grad():
-        for name, tensor in loaded.tensors.items():
-            training.slices[name].copy_(tensor)
+        for name in loaded.tensors.keys() - training.runs.keys():
+            training.slices[name].copy_(loaded.tensors[name])
         for shard in training.shards:
-            if set(shard.names) <= set(loaded.tensors):
-                shard.restore(loaded.tensors)
+            shard.restore(loaded.tensors).wait()
     if training.optimizer is not None:
         put_states(training.slices, training.optimizer, loaded.states, loaded.parts)
         put_groups(training.optimizer, loaded.groups)
@@ -199,7 +199,7 @@ def _check_model(training: Training, record: Record, place: str) -> None:
         if here is not None and stored.dtype and DTYPES[stored.dtype] is not here:
             raise CheckpointError(
                 f"{place}: {name} is {DTYPES[stored.dtype]}, and the model's {here}: nothing is converted "
-                "in silence; compile the model in the precision that was saved"
+                f"in silence; compile the model with that tensor in {DTYPES[stored.dtype]}"
             )
 
 
@@ -264,9 +264,14 @@ def _list_states(stored: StoredTensor, trained: bool) -> list[tuple[str, Any]]:
 def _assemble(
     training: Training, record: Record, folder: Path, wanted: Mapping[Key, torch.dtype]
 ) -> dict[Key, Tensor]:
-    """This rank's slices of the `wanted` tensors: zeros where they are padded, every other element from a piece."""
-    names = {name for name, _ in wanted}
-    parts = {name: _list_parts(training, name) for name in names}
+    """What this rank has of the `wanted` tensors: zeros where they are padded, every other element from a piece."""
+    names, runs = {name for name, _ in wanted}, training.runs
+    parts = {name: list_parts(training.manifest, training.rank, name, runs.get(name)) for name in names}
+    fresh = {
+        key: torch.zeros((run.end - run.first,) if run else training.slices[key[0]].shape, dtype=dtype)
+        for key, dtype in wanted.items()
+        for run in [runs.get(key[0])]
+    }
     covered: dict[Key, list[Box]] = {key: [] for key in wanted}
     copies: dict[int, list[tuple[StoredPiece, list[Copy]]]] = {}
     ranks: dict[int, RankRecord] = {}
@@ -282,22 +287,17 @@ def _assemble(
             for part in parts[piece.name]:
                 if (overlap := part.box.meet(box)) is not None:
                     covered[key].append(overlap)
-                    target = overlap.moved(part.box.starts, part.local)
-                    own.append(Copy(overlap.moved(box.starts, (0,) * len(box.starts)), target))
+                    target, run = overlap.moved(part.box.starts, part.local), runs.get(piece.name)
+                    view = fresh[key][target.slices] if run is None else run.view(fresh[key], target)
+                    own.append(Copy(overlap.moved(box.starts, (0,) * len(box.starts)), view))
             if own:
                 copies[number].append((piece, own))
     for key, boxes in covered.items():
         _check_cover(key, parts[key[0]], boxes, folder)
-    fresh = {key: torch.zeros(training.slices[key[0]].shape, dtype=dtype) for key, dtype in wanted.items()}
     for number, own_copies in copies.items():
         if own_copies:
-            _copy_pieces(folder, ranks[number], own_copies, fresh)
+            _copy_pieces(folder, ranks[number], own_copies)
     return fresh
-
-
-def _list_parts(training: Training, name: str) -> list[Part]:
-    parameter, at = training.manifest.parameters[name], training.rank.coordinates
-    return local_parts(parameter.shape, parameter.placement, training.manifest.mesh.tensor, at.tensor)
 
 
 def _check_piece(piece: StoredPiece, stored: StoredTensor, path: Path) -> Box:
@@ -336,7 +336,6 @@ def _copy_pieces(
     folder: Path,
     record: RankRecord,
     copies: Sequence[tuple[StoredPiece, Sequence[Copy]]],
-    fresh: Mapping[Key, Tensor],
 ) -> None:
     path = rank_file(folder, record.rank, "safetensors")
     with PieceFile(path, record.size, record.header) as file:
@@ -353,7 +352,7 @@ def _copy_pieces(
                 )
             tensor = file.read(piece.key, piece.sha256)
             for source, target in own:
-                fresh[piece.name, piece.state][target.slices] = tensor[source.slices]
+                target.copy_(tensor[source.slices])
 
 
 def _decode(value: Any, place: str) -> Any:

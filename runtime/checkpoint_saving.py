@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoptd.runtime.boxes import Piece, own_pieces
+from autoptd.runtime.boxes import Piece, Run, own_pieces
 from autoptd.runtime.checkpoint_error import CheckpointError, agree, own_number, share
 from autoptd.runtime.checkpoint_files import (
     commit_step,
@@ -43,7 +43,7 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.optimizer_state import States, name_kind, take_groups, take_states
 from autoptd.runtime.piece_file import name_dtype, write_pieces
 from autoptd.runtime.rank import Rank
-from autoptd.runtime.shards import Shard
+from autoptd.runtime.shards import Shard, is_shaped
 from autoptd.runtime.tagged_json import encode_value
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25  # between looks for another rank's file
@@ -89,6 +89,17 @@ class Training:
         """What each slice is stored in: the type that it is stepped in."""
         stepped = {name: shard.own.dtype for shard in self.shards for name in shard.names}
         return {name: stepped.get(name, x.dtype) for name, x in self.slices.items()}
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """What this replica has of each slice that shards divide."""
+        runs = {}
+        for shard in self.shards:
+            held = shard.ranges()
+            for name, shape in zip(shard.names, shard.shapes, strict=True):
+                part = held[name][1] if name in held else slice(0, 0)
+                runs[name] = Run(tuple(shape), part.start, part.stop)
+        return runs
 
 
 @dataclass(frozen=True)
@@ -148,8 +159,8 @@ def make_record(training: Training, data: Any, keep: int | None) -> Record:
 
 
 def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
-    """What this rank writes; with `asynchronous`, of copies on the CPU. A collective where there are shards."""
-    manifest, rank = training.manifest, training.rank
+    """What this rank writes; with `asynchronous`, of copies on the CPU."""
+    rank, runs = training.rank, training.runs
     states: States = {}
     optimizer = None
     if training.optimizer is not None:
@@ -157,13 +168,14 @@ def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
         optimizer = _describe(training, states)
     weights = dict(training.slices)
     for shard in training.shards:
-        if shard.own.dtype is not shard.flat.dtype:  # the slices are rounded
-            weights |= {name: x.cpu() for name, x in shard.gather(shard.own).items()}
+        weights |= shard.split_own(shard.own)  # the slices may be rounded
     tensors = {}
-    for piece in own_pieces(manifest, rank):
+    for piece in own_pieces(training.manifest, rank, runs):
         sources = {"": weights[piece.name], **_shaped(states.get(piece.name, {}))}
+        run = runs.get(piece.name)
         for state, source in sources.items():
-            view = source.detach()[piece.local.slices]
+            own = source.detach()
+            view = own[piece.local.slices] if run is None else run.view(own, piece.local)
             name_dtype(view.dtype, piece.name)
             tensors[piece, state] = view.to("cpu", copy=True) if asynchronous else view
     # One rank of each pipeline rank's: the others' are the same.
@@ -176,12 +188,7 @@ def save_step(training: Training, folder: Path, data: Any, keep: int | None, asy
     """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all where one cannot."""
     error: Exception | None = None
     try:
-        whole = make_record(training, data, keep)
-    except Exception as failure:
-        error = failure
-    agree(training.rank, error)  # before the replicas meet in a draft
-    try:
-        draft = make_draft(training, whole, asynchronous)
+        draft = make_draft(training, make_record(training, data, keep), asynchronous)
     except Exception as failure:
         error = failure
     agree(training.rank, error)
@@ -308,7 +315,7 @@ def _describe(training: Training, states: States) -> StoredOptimizer:
         name: {
             state: encode_value(value, f"the optimizer's state {state!r} of {name}")
             for state, value in of.items()
-            if not _is_shaped(value)
+            if not is_shaped(value)
         }
         for name, of in states.items()
     }
@@ -320,11 +327,7 @@ def _describe(training: Training, states: States) -> StoredOptimizer:
 
 
 def _shaped(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {state: value for state, value in states.items() if _is_shaped(value)}
-
-
-def _is_shaped(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+    return {state: value for state, value in states.items() if is_shaped(value)}
 
 
 def _list_sizes(folder: Path) -> list[tuple[str, int]]:

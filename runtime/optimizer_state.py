@@ -31,7 +31,7 @@ def take_states(
     """What `optimizer` keeps of each parameter in `names`, by its name, then by the state's name.
 
     A state is a tensor shaped as this rank's slice of the parameter, or a single value. CheckpointError for others.
-    Those of `shards` are joined over the replicas, on the CPU: then a collective of the data group.
+    Of those that `shards` divide it is a row of what this replica has of them.
     """
     states: States = {}
     for group in optimizer.param_groups:
@@ -40,21 +40,18 @@ def take_states(
             _check_shapes(stepped, state, optimizer)
             if stepped.shard is None:
                 states[stepped.names[0]] = dict(state)
-                continue
-            for key, value in state.items():
-                for name, part in split_states(stepped.shard, {key: value}).items():
-                    own = states.setdefault(name, {})
-                    own[key] = part[key].cpu() if isinstance(part[key], Tensor) else part[key]
-            states |= {name: states.get(name, {}) for name in stepped.names}
+            else:
+                states |= split_states(stepped.shard, state)
     return states
 
 
 def join_shards(shards: Sequence[Shard], states: States) -> dict[Shard, dict[str, Any]]:
-    """This replica's part of the `shards`' states. ValueError where those of one shard do not go together."""
-    return {
-        shard: join_states(shard, {name: states[name] for name in shard.names if states.get(name)})
-        for shard in shards
-    }
+    """The `shards`' states, taken out of `states`. ValueError where those of one shard do not go together."""
+    parts = {}
+    for shard in shards:
+        own = {name: states.pop(name, {}) for name in shard.names}
+        parts[shard] = join_states(shard, {name: state for name, state in own.items() if state})
+    return parts
 
 
 def put_states(

@@ -106,11 +106,18 @@ class Shard:
         part, own = self.part(self.flat), self.own.detach()
         return (own.to(part.dtype) != part).any() & (not self.is_own_written())
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Step from these `tensors` of its parameters, which may have more digits than `flat` has."""
+    def fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Give a `row` like `own` what this replica has of the parameters' `tensors`: they are whole, or that alone."""
+        for name, (inside, part) in self.ranges().items():
+            elements = tensors[name].reshape(-1)
+            row[inside] = elements if len(elements) == part.stop - part.start else elements[part]
+        return row
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> Posted[Tensor]:
+        """Step from these `tensors`, as `fill` takes them, and begin to share them: a collective of the data group."""
         with torch.no_grad():
-            self.own.copy_(self.part(self.flatten(tensors)))
-        self._version = self.own._version
+            self.fill(self.own, tensors)
+        return self.post_gather()
 
     def adopt(self) -> None:
         """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written.
@@ -145,10 +152,10 @@ class Shard:
         self._version = self.own._version
         return self._group.post_all_gather(self.own.detach().to(self.flat.dtype), self.flat)
 
-    def gather(self, own: Tensor) -> dict[str, Tensor]:
-        """What all replicas hold in tensors like `own`, by parameter. A collective of the data group."""
-        flat = own.new_empty(own.numel() * self._group.size)
-        return self.split(self._group.post_all_gather(own.detach(), flat).wait())
+    def split_own(self, row: Tensor) -> dict[str, Tensor]:
+        """What this replica has of each parameter, which may be no elements, of a row like `own`, as views of it."""
+        held = self.ranges()
+        return {name: row[held[name][0]] if name in held else row[:0] for name in self.names}
 
 
 def list_elementwise() -> str:
@@ -169,7 +176,10 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
 
 
 def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The own part of a shard's states, from those of each parameter. ValueError where their steps differ."""
+    """The own part of a shard's states, from those of each parameter, as `fill` takes them.
+
+    ValueError where their steps differ.
+    """
     if not states:
         return {}
     if len(states) < len(shard.names):
@@ -179,11 +189,11 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
         )
     joined = {}
     # A parameter without dimensions has states that tell nothing of what they are: the largest one does.
-    shape, name = max(zip(shard.shapes, shard.names, strict=True), key=lambda pair: len(pair[0]))
+    name = max(zip(shard.shapes, shard.names, strict=True), key=lambda pair: len(pair[0]))[1]
     for key, first in states[name].items():
         values = {name: state[key] for name, state in states.items()}
-        if is_like(first, shape):
-            joined[key] = shard.part(shard.flatten(values)).clone()
+        if is_shaped(first):
+            joined[key] = shard.fill(first.new_zeros(shard.own.shape), values)
             continue
         if any(not torch.equal(torch.as_tensor(v), torch.as_tensor(first)) for v in values.values()):
             raise ValueError(
@@ -195,18 +205,17 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def split_states(shard: Shard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The states of each of the shard's parameters, whole. A collective of the data group."""
-    states: dict[str, dict[str, Any]] = {name: {} for name in shard.names}
-    for key, value in state.items():
-        rows = shard.gather(value) if is_like(value, shard.own.shape) else dict.fromkeys(shard.names, value)
-        for name in shard.names:
-            states[name][key] = rows[name]
-    return states
+    """What this replica has of the states of each of the shard's parameters, in a row."""
+    split = {
+        key: shard.split_own(value) if is_shaped(value) else dict.fromkeys(shard.names, value)
+        for key, value in state.items()
+    }
+    return {name: {key: rows[name] for key, rows in split.items()} for name in shard.names}
 
 
-def is_like(value: Any, shape: torch.Size) -> bool:
-    """Whether a state has an entry for each element of a parameter of `shape`."""
-    return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
+def is_shaped(value: Any) -> bool:
+    """Whether a state has an entry for each element of what is stepped, and is no single value."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def lay_out_shards(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import autoptd
 from autoptd.runtime.connection import Connection, run_threads
 from autoptd.runtime.module import Parallel
 from tests.checkpoints import assert_same
@@ -124,3 +125,70 @@ def test_a_loss_scale_is_kept(tmp_path: Path) -> None:
         assert (other._loss_scale.value, other._loss_scale.finite_steps) == (1024.0, 7)
 
     run_threads(chain.manifest, body)
+
+
+class Frozen(nn.Module):
+    """A trained weight, a frozen one and, of another kind, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.register_buffer("shift", torch.linspace(0, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.second(self.first(x)) + self.shift).square().mean()
+        return loss
+
+
+def bind_frozen(dtype: torch.dtype, rest: torch.dtype) -> tuple[Parallel, torch.optim.Optimizer]:
+    """A model whose trained weights are of `dtype`, and what is not trained of `rest`."""
+    torch.manual_seed(0)
+    model = Frozen().requires_grad_(False)
+    model.first.to(dtype).requires_grad_(True)
+    model.second.to(rest)
+    model.shift = model.shift.to(rest)
+    x = torch.randn(1, 5).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not rest):
+        program = autoptd.compile(model, (1, 1, 1), example_inputs={"x": x}, num_microbatches=1)
+    parallel = program.bind()
+    optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=1e-2)
+    parallel(x=x).backward()
+    optimizer.step()
+    return parallel, optimizer
+
+
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("loaded", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_stepped_in_float32_loads_into_each_other(
+    saved: torch.dtype, loaded: torch.dtype, tmp_path: Path
+) -> None:
+    first, optimizer = bind_frozen(saved, torch.float32)
+    first.save_checkpoint(tmp_path, optimizer)
+    second, other = bind_frozen(loaded, torch.float32)
+    second.load_checkpoint(tmp_path, other)
+    assert_same(dict(second.named_parameters()), dict(first.named_parameters()))
+    states = [
+        {str(i): x for of in o.state.values() for i, x in enumerate(of.values())} for o in (optimizer, other)
+    ]
+    assert_same(*states)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "name"),
+    [
+        ((torch.float64, torch.float64), (torch.float32, torch.float32), "first.weight is torch.float64"),
+        ((torch.float32, torch.float32), (torch.float64, torch.float64), "first.weight is torch.float32"),
+        ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), "second.weight is torch.bfloat16"),
+        ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), "second.weight is torch.float32"),
+    ],
+)
+def test_what_would_be_converted_is_refused(
+    saved: tuple[torch.dtype, torch.dtype], loaded: tuple[torch.dtype, torch.dtype], name: str, tmp_path: Path
+) -> None:
+    first, _ = bind_frozen(*saved)
+    first.save_checkpoint(tmp_path)
+    second, _ = bind_frozen(*loaded)
+    before = {name: x.clone() for name, x in second.named_parameters()}
+    with pytest.raises(autoptd.CheckpointError, match=f"{name}.*compile the model with that tensor in"):
+        second.load_checkpoint(tmp_path)
+    assert_same(dict(second.named_parameters()), before)

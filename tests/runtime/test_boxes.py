@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from unittest import mock
 
 import pytest
 import torch
 
 from autoptd.runtime import boxes
-from autoptd.runtime.boxes import Box, local_parts, own_pieces
+from autoptd.runtime.boxes import Box, Run, local_parts, own_pieces
 from autoptd.runtime.manifest import Manifest, Output, StageInterface
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.placement import Parameter, Placement, Segment
@@ -35,9 +36,24 @@ def make_manifest(mesh: Mesh) -> Manifest:
     return Manifest(mesh, "1f1b", 1, 1, 1, False, 0, (), tuple(stages), PARAMETERS, {}, Output("tensor"))
 
 
+def divide_runs(manifest: Manifest, rank: Rank) -> dict[str, Run]:
+    """What this replica has of a stage's parameters where these, in a row with their padding, are divided evenly."""
+    at, mesh = rank.coordinates, manifest.mesh
+    names = [n for n in PARAMETERS if at.pipeline in manifest.owners(n) and n != "constant"]
+    shapes = [PARAMETERS[n].placement.local_shape(PARAMETERS[n].shape, mesh.tensor) for n in names]
+    width = -(-sum(prod(shape) for shape in shapes) // mesh.data)
+    runs, begin = {}, 0
+    for name, shape in zip(names, shapes, strict=True):
+        low, high = (min(max(k * width - begin, 0), prod(shape)) for k in (at.data, at.data + 1))
+        runs[name] = Run(shape, low, high)
+        begin += prod(shape)
+    return runs
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (2, 3, 2), (1, 2, 3)])
 @pytest.mark.parametrize("piece", [1 << 24, 20])
-def test_pieces_are_every_element_once(shape: tuple[int, int, int], piece: int) -> None:
+@pytest.mark.parametrize("divided", [False, True])
+def test_pieces_are_every_element_once(shape: tuple[int, int, int], piece: int, divided: bool) -> None:
     mesh = Mesh(*shape)
     manifest = make_manifest(mesh)
     logical = {n: torch.arange(torch.Size(p.shape).numel()).reshape(p.shape) for n, p in PARAMETERS.items()}
@@ -46,15 +62,32 @@ def test_pieces_are_every_element_once(shape: tuple[int, int, int], piece: int) 
     with mock.patch.object(boxes, "PIECE_ELEMENTS", piece):
         for number in range(mesh.size):
             rank = Rank.local(mesh, mesh.coordinates(number))
-            for name, box, local in own_pieces(manifest, rank):
+            runs = divide_runs(manifest, rank) if divided else {}
+            for name, box, local in own_pieces(manifest, rank, runs):
                 own = PARAMETERS[name].placement.take(logical[name], mesh.tensor, rank.coordinates.tensor)
-                assert torch.equal(own[local.slices], logical[name][box.slices])
+                found = own[local.slices]
+                if divided:
+                    run = runs[name]
+                    found = run.view(own.reshape(-1)[run.first : run.end], local)
+                assert torch.equal(found, logical[name][box.slices])
                 seen[name][box.slices] += 1
                 written[number] += box.elements
     for name, counts in seen.items():
         assert bool((counts == (name != "constant")).all()), name
     if piece == 20 and mesh.pipeline == 1:
         assert max(written) <= 2 * sum(written) / mesh.size  # of what is divided and what is not
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (3, 1, 4), (2, 3, 2, 2), (0, 4)])
+def test_a_run_is_a_few_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(prod(shape)).reshape(shape)
+    for first in range(whole.numel() + 1):
+        for end in range(first, whole.numel() + 1):
+            row, run = whole.reshape(-1)[first:end], Run(shape, first, end)
+            boxes = run.boxes()
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+            assert torch.equal(torch.cat([row[:0], *(whole[b.slices].reshape(-1) for b in boxes)]), row)
+            assert all(torch.equal(run.view(row, box), whole[box.slices]) for box in boxes)
 
 
 def test_a_divided_tensor_has_a_box_for_each_run() -> None:
