@@ -30,7 +30,7 @@ from autoptd.runtime.loss_scale import LossScale
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.nonfinite import explain_nonfinite
 from autoptd.runtime.optimizer_watch import watch_divided, watch_steps
-from autoptd.runtime.own_slice import mark_slices
+from autoptd.runtime.own_slice import keep_unwritten, mark_slices
 from autoptd.runtime.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.part import Part
 from autoptd.runtime.persistence import Persistent
@@ -115,7 +115,10 @@ class Parallel(Persistent):
             watch_steps(self, self._marks, self._steps)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
             watch_divided(self, self._marks)
-            self.register_state_dict_post_hook(mark_slices)  # type: ignore[no-untyped-call]
+            for part in self.modules():
+                part.register_state_dict_post_hook(mark_slices)
+            for _, parameter in nn.Module.named_parameters(self):
+                keep_unwritten(parameter)
         self._share_steps(())
         self._buffer_versions = self._read_buffer_versions()
 

@@ -30,8 +30,15 @@ def test_a_slice_is_not_written(writer: str, mesh: tuple[int, int, int]) -> None
     chain = Chain(mesh, "gpipe", 1, 1)
 
     def body(connection: Connection) -> None:
-        wrapped = nn.ModuleDict({"inner": chain.parallel(connection)})  # as Lightning does
-        for state in (wrapped["inner"].state_dict(), wrapped.state_dict()):
+        parallel = chain.parallel(connection)
+        wrapped = nn.ModuleDict({"inner": parallel})  # as Lightning does
+        below = [module.state_dict() for module in parallel.modules() if list(module.parameters())]
+        assert len(below) > 3
+        kept = parallel.state_dict(keep_vars=True)
+        parameters = dict(parallel.named_parameters())
+        if writer == "on the CPU":  # copies of parameters are plain tensors
+            kept = parameters = below[0]
+        for state in (wrapped.state_dict(), *below, kept, parameters):
             with pytest.raises(ValueError, match=r"one rank's slice .* Call parallel.full_state_dict\(\)"):
                 WRITERS[writer](state)
 
@@ -63,11 +70,56 @@ def test_slices_load_and_copy() -> None:
     run_threads(chain.manifest, body)
 
 
+def test_modules_below_name_their_slices() -> None:
+    chain = Chain((2, 1, 1), "gpipe", 2, 1)
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        whole = parallel.state_dict()
+        for path, module in parallel.named_modules():
+            prefix = f"{path}." * bool(path)
+            state = module.state_dict(prefix=prefix)
+            assert list(state) == [name for name in whole if name.startswith(prefix)]
+            assert all(type(x) is OwnSlice for x in state.values())
+        other = nn.Linear(2, 2).state_dict(prefix="other.")
+        below = next(parallel.children()).state_dict(destination=dict(other), prefix="layer.")
+        assert all((type(below[name]) is OwnSlice) == (name not in other) for name in below)
+
+    run_threads(chain.manifest, body)
+
+
+def test_unwritten_parameters_are_parameters_like_any() -> None:
+    chain = Chain((2, 1, 1), "gpipe", 1, 1)
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, foreach=True)
+        for each in (optimizer, copy.deepcopy(optimizer)):
+            parallel(**chain.batch())["loss"].backward()
+            each.step()
+            each.zero_grad()
+        torch.save(optimizer.state_dict(), io.BytesIO())
+        with pytest.raises(ValueError, match="one rank's slice"):
+            torch.save(optimizer, io.BytesIO())
+        for p in parallel.parameters():
+            assert type(p) is nn.Parameter  # foreach is not the default of others
+            copied = copy.deepcopy(p)
+            assert type(copied) is nn.Parameter
+            assert torch.equal(copied, p)
+            for plain in (p.detach(), p.as_subclass(Tensor), copied):
+                torch.save(plain, io.BytesIO())
+                save({"plain": plain.detach()})
+
+    run_threads(chain.manifest, body)
+
+
 def test_a_whole_model_is_written() -> None:
     chain = Chain((1, 1, 2), "gpipe", 1, 1)
 
     def body(connection: Connection) -> Any:
-        return save(chain.parallel(connection).state_dict())
+        parallel = chain.parallel(connection)
+        torch.save(list(parallel.parameters()), io.BytesIO())
+        return save(parallel.state_dict())
 
     first, second = run_threads(chain.manifest, body)
     assert first == second
