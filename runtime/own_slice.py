@@ -45,15 +45,12 @@ def mark_slices(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 
 
 def keep_unwritten(parameter: nn.Parameter) -> None:
-    """Refuse to pickle a `parameter`, and on a CPU to give its address, from now on; copies of it are plain tensors.
+    """Refuse to pickle a `parameter` from now on; copies of it are plain tensors.
 
-    By attributes of its own: of a subclass torch's optimizers would step one tensor at a time. What runs on GPUs asks
-    parameters for their addresses, and safetensors those of a copy on the CPU.
+    By an attribute of its own: of a subclass torch's optimizers would step one tensor at a time. Its address, which
+    safetensors asks for, is given: others tell tied parameters by it.
     """
-    refuse = partial(_refuse, tuple(parameter.shape))
-    parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
-    if parameter.is_cpu:
-        parameter.data_ptr = refuse  # type: ignore[method-assign]
+    parameter.__reduce_ex__ = partial(_refuse, tuple(parameter.shape))  # type: ignore[method-assign]
 
 
 def _refuse(shape: Sequence[int], *_: Any) -> NoReturn:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator
 from autoptd.runtime.kernels.masking import find_key
 from autoptd.runtime.kernels.operands import sum_rows
+from autoptd.runtime.kernels.plain_norm import center_rows, differentiate_rms, scale_rows
 from autoptd.runtime.kernels.precision import cast_widely, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
@@ -143,7 +144,7 @@ def _layer_norm(
     """`x` normed, and the mean and what it was multiplied by of each row [.., 1]."""
     kernels = find_kernels("norm", x, weight, norm_bias)
     if kernels is None:
-        return _center_rows(x.contiguous(), weight, norm_bias, eps)
+        return center_rows(x.contiguous(), weight, norm_bias, eps)
     normed, mean, scale = _allocate_layer(x, weight, norm_bias, eps)
     kernels.normalize_rows(x, weight, norm_bias, eps, None, None, 0.0, [], (None, normed, mean, scale))
     return normed, mean, scale
@@ -161,7 +162,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x` normed and weighted, and what each row was multiplied by [.., 1]."""
     kernels = find_kernels("norm", x, weight)
     if kernels is None:
-        return _scale_rows(x, weight, eps)
+        return scale_rows(x, weight, eps)
     normed, scales = _allocate_rms(x, weight, eps)
     kernels.normalize_rows(x, weight, None, eps, None, None, 0.0, [], (None, normed, None, scales))
     return normed, scales
@@ -187,7 +188,7 @@ def _add_rms_norm(
     kernels = find_kernels("norm", x, weight, bias, residual)
     if kernels is None:
         added = _add(x, bias, residual, p, key)
-        return added, *_scale_rows(added, weight, eps)
+        return added, *scale_rows(added, weight, eps)
     added, normed, scales = _allocate_added_rms(x, weight, eps, bias, residual, p, key)
     kernels.normalize_rows(x, weight, None, eps, bias, residual, p, key, (added, normed, None, scales))
     return added, normed, scales
@@ -220,7 +221,7 @@ def _add_layer_norm(
     kernels = find_kernels("norm", x, weight, norm_bias, bias, residual)
     if kernels is None:
         added = _add(x, bias, residual, p, key)
-        return added, *_center_rows(added, weight, norm_bias, eps)
+        return added, *center_rows(added, weight, norm_bias, eps)
     results = _allocate_added_layer(x, weight, norm_bias, eps, bias, residual, p, key)
     kernels.normalize_rows(x, weight, norm_bias, eps, bias, residual, p, key, results)
     return results
@@ -244,21 +245,6 @@ def _add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key:
     """What a sum gives that stands alone."""
     added: Tensor = bias_dropout_add_operator(x, bias, residual, p, key)
     return added.contiguous()
-
-
-def _center_rows(
-    x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = widen(x.dtype)
-    offset = None if norm_bias is None else norm_bias.to(wide)
-    normed, mean, scale = torch.native_layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), offset, eps)
-    return normed.to(x.dtype), mean, scale
-
-
-def _scale_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.to(widen(x.dtype)).contiguous()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype), scale
 
 
 @define_operator("add_norm_backward")
@@ -323,7 +309,7 @@ def _differentiate(
 ) -> list[Tensor]:
     x, outer, gain = (tensor.to(scale.dtype) for tensor in (added, d_normed, weight))
     if mean is None:
-        total, of_weight = _differentiate_rms(outer, x, gain, scale)
+        total, of_weight = differentiate_rms(outer, x, gain, scale)
         vectors = [of_weight, None]
     else:
         arguments = (outer, x, x.shape[-1:], mean, scale, gain, gain, [True, wanted[2], wanted[3]])
@@ -342,19 +328,6 @@ def _differentiate(
         gradient if want and gradient is not None else added.new_empty(0)
         for gradient, want in zip(gradients, wanted, strict=True)
     ]
-
-
-def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows `x` [.., h] and the `weight` [h], given that of what was normed, `outer` [.., h].
-
-    `scale` [.., 1] is what each row was multiplied by. Two tensors as large as `x` do: memory is what this waits for.
-    """
-    unit = x * scale
-    product = outer * unit
-    of_weight = sum_rows(product, scale.dtype)
-    level = product.mul_(weight).mean(-1, keepdim=True)
-    inner = torch.mul(outer, weight, out=product)
-    return inner.addcmul_(unit, level, value=-1).mul_(scale), of_weight
 
 
 def _save(

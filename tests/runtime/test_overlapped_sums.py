@@ -43,7 +43,7 @@ def bind(chain: Chain, rank: int) -> tuple[Parallel, Connection, Callable[[], fl
 
 def store() -> Any:
     """What all ranks of the job read and write."""
-    return dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+    return dist.distributed_c10d._get_default_store()
 
 
 def find_spans(parallel: Parallel, kind: str, stage: int) -> list[Span]:
