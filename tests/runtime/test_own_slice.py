@@ -35,7 +35,7 @@ def test_a_slice_is_not_written(writer: str, mesh: tuple[int, int, int]) -> None
         below = [module.state_dict() for module in parallel.modules() if list(module.parameters())]
         assert len(below) > 3
         kept = parallel.state_dict(keep_vars=True)
-        parameters = dict(parallel.named_parameters())
+        parameters: dict[str, Tensor] = dict(parallel.named_parameters())
         pickled = writer in ("torch.save", "nested")  # copies of parameters are plain tensors
         for state in (wrapped.state_dict(), *below, *(kept, parameters) * pickled):
             with pytest.raises(ValueError, match=r"one rank's slice .* Call parallel.full_state_dict\(\)"):
