@@ -25,6 +25,7 @@ from autoptd.step_memory import (
     freeze_idle,
     gradient_bytes,
     optimizer_bytes,
+    scattered_bytes,
     state_bytes,
     trace_memory,
 )
@@ -171,9 +172,9 @@ def simulate_times(
     static = [state_bytes(own, precision, shards, wide) for own in owned]
     courses = [list(trace_memory(*row, times)) for row in zip(schedule, timeline, strict=True)]
     for phase in phases:
-        if phase.name == "optimizer":
-            copied = copied_bytes(owned[phase.rank], precision, shards, wide)
-            courses[phase.rank] += [(phase.start, 0.0, copied), (phase.end, 0.0, 0.0)]
+        count = copied_bytes if phase.name == "optimizer" else scattered_bytes
+        held = count(owned[phase.rank], precision, shards, wide)
+        courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [
         {**state, "activations": activations, "buffers": buffers}

@@ -11,6 +11,7 @@ from autoptd.passes.cluster import ITEM_BYTES
 from autoptd.passes.durations import Precision
 from autoptd.passes.program import Stage
 from autoptd.passes.work import find_reached, find_trained
+from autoptd.runtime.data_parallel import BUCKET_BYTES
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.placement import Parameter
 from autoptd.runtime.schedule import Action
@@ -90,16 +91,23 @@ def gradient_bytes(precision: Precision, wide: bool = True) -> float:
 def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
     """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1).
 
-    Adam has two moments of each element and, of half-precision weights, a float32 copy.
+    Adam has two moments of each element. What it steps is a copy of its own of half-precision weights, in float32, and
+    of weights that replicas divide, whose parts all of them have.
     """
     item = ITEM_BYTES[precision.dtype]
     moment = max(MOMENT_BYTES, item)
-    states = 2 * moment + (MOMENT_BYTES if item < MOMENT_BYTES else 0)
+    states = (3 if item < moment or shards > 1 else 2) * moment
     return {
         "parameters": owned.elements * item + owned.fixed,
         "gradients": owned.trained * gradient_bytes(precision, wide),
         "optimizer": owned.trained * states / shards,
     }
+
+
+def scattered_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
+    """Bytes that are held besides while gradients are scattered over the replicas: their sums, and a bucket again."""
+    gradients = owned.trained * gradient_bytes(precision, wide)
+    return gradients / shards + min(gradients, BUCKET_BYTES) if shards > 1 else 0.0
 
 
 def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:

@@ -69,6 +69,11 @@ class WideSum:
             self.sum += leaf.grad
         leaf.grad = None
 
+    def take(self) -> Tensor | None:
+        """Hand the sum over, which the leaf's hook would else keep as long as the leaf is there."""
+        taken, self.sum = self.sum, None
+        return taken
+
 
 class GradientSums:
     """A step's gradients on their way from the `leaves` of this rank's stages to the optimizer.
@@ -92,7 +97,6 @@ class GradientSums:
         self._connection = connection
         self._completion = completion
         self._shards = shards
-        self._sharded = frozenset(name for shard in shards for name in shard.names)
         self._leaves: Leaves = {}
         self._wide: dict[Tensor, WideSum] = {}
         self._measured = measured
@@ -119,14 +123,14 @@ class GradientSums:
         for owners, names in self._completion.late.items():
             self._post(self._collect(names), self._connection.tied[owners])
         replicas = self._connection.rank.data.size
-        for posted, group, keys in self._posted:
+        while self._posted:
+            posted, group, keys = self._posted.pop(0)  # with what was sent: the bucket, or a copy of it
             sums = posted.wait()
             if replicas > 1:
                 torch._foreach_div_(sums, replicas)
             if group is not None:
                 sum_over(group, sums)
             self._summed.update(zip(keys, sums, strict=True))
-        self._posted.clear()
         self._leaves, self._wide = {}, {}
         self._measured.add_sums(self._begin)
 
@@ -162,7 +166,7 @@ class GradientSums:
 
     def _take(self, leaf: Tensor) -> Tensor | None:
         if self._wide and leaf in self._wide:
-            return self._wide.pop(leaf).sum
+            return self._wide.pop(leaf).take()
         gradient, leaf.grad = leaf.grad, None
         # Of a leaf that is read conjugated autograd leaves a view which is so: that can be neither sent nor divided.
         return None if gradient is None else gradient.resolve_conj().resolve_neg()
@@ -193,20 +197,20 @@ class GradientSums:
             self._begin = self._measured.stopwatch.mark()
         for index, shard in enumerate(self._shards):
             if any(name in gradients for name in shard.names):
-                posted = data.post_reduce_scatter(shard.flatten(gradients))
-                self._posted.append((posted, owners, [index]))
-        rest = {name: gradient for name, gradient in gradients.items() if name not in self._sharded}
-        names = list(rest)
+                flat = shard.flatten(gradients)
+                for name in shard.names:
+                    del gradients[name]  # a second copy of all would not fit
+                self._posted.append((data.post_reduce_scatter(flat), owners, [index]))
+                del flat  # gloo has a copy
+        names = list(gradients)
         if data.size == 1:
-            tensors = list(rest.values())
+            tensors = list(gradients.values())
             if owners is not None:
                 sum_over(owners, tensors)
             self._summed.update(zip(names, tensors, strict=True))
             return
-        for bucket in list(fill_buckets(list(rest.values()))):
-            own = {names[i]: rest.pop(names[i]) for i in bucket}
-            for name in own:
-                del gradients[name]  # a second copy of all gradients would not fit
+        for bucket in list(fill_buckets(list(gradients.values()))):
+            own = {names[i]: gradients.pop(names[i]) for i in bucket}
             self._posted.append((data.post_all_reduce(list(own.values())), owners, list(own)))
 
 

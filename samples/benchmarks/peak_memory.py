@@ -1,9 +1,10 @@
 """The peak of each rank's memory over a training step, beside what the simulator says the rank will hold.
 
 A GPT with hundreds of megabytes of weights, optimizer states and activations is compiled from the meta device and
-trained on CPU processes, one thread each: forwards and backwards, sums of gradients, clipping, fused AdamW. After a
-step in which the optimizer makes its states, one step is watched by the operating system, and one by torch's profiler,
-which sees every block that torch's allocator gives out: to what lives before the step it adds what comes and goes.
+trained on CPU processes, one thread each: forwards and backwards, sums of gradients, clipping, fused AdamW (in some
+cases sharded). After a step in which the optimizer makes its states, one step is watched by the operating system, and
+one by torch's profiler, which sees every block that torch's allocator gives out: to what lives before the step it adds
+what comes and goes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,22 +61,29 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh (tensor, pipeline, data), stages a pipeline rank, and what is recomputed."""
+    """A mesh (tensor, pipeline, data), stages a pipeline rank, what is recomputed, and how the optimizer keeps it."""
 
     mesh: tuple[int, int, int]
     num_model_chunks: int = 1
     recompute: str = "none"
     microbatches: int = 4
+    dtype: torch.dtype = torch.float32
+    sharded: bool = False
 
     def compile(self, sizes: Sizes) -> autoptd.CompiledProgram:
         return autoptd.compile(
-            sizes.make_model(),
+            sizes.make_model().to(self.dtype),
             self.mesh,
             example_inputs=sizes.make_batch(1),
             num_microbatches=self.microbatches,
             num_model_chunks=self.num_model_chunks,
             recompute=self.recompute,
         )
+
+    def predict(self, program: autoptd.CompiledProgram) -> tuple[int, ...]:
+        """Bytes by pipeline rank."""
+        cluster = autoptd.Cluster.load("laptop-cpu")
+        return program.simulate(cluster, zero=int(self.sharded)).memory_bytes
 
     @property
     def schedule(self) -> str:
@@ -94,6 +103,12 @@ CASES = (
     Case((1, 2, 1), num_model_chunks=2),
     Case((2, 2, 2)),
     Case((2, 2, 2), num_model_chunks=2, recompute="full"),
+    Case((1, 1, 2), sharded=True),
+    Case((1, 2, 2), sharded=True),
+    Case((1, 2, 1), dtype=torch.bfloat16),
+    Case((1, 1, 2), dtype=torch.bfloat16),
+    Case((1, 1, 2), dtype=torch.bfloat16, sharded=True),
+    Case((1, 2, 2), dtype=torch.bfloat16, sharded=True),
 )
 
 
@@ -106,10 +121,12 @@ class Peak:
     resident: int
 
 
-def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes) -> Peak:
+def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes, sharded: bool) -> Peak:
     """Of this process's rank, in the training steps of `program`."""
     parallel = program.bind("cpu")
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
+    if sharded:
+        parallel.shard_optimizer(optimizer)
     batch = sizes.make_batch(program.manifest.num_microbatches)
 
     def step() -> None:
@@ -117,6 +134,7 @@ def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes) -> Peak:
         parallel.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+        list(parallel.parameters())  # waits for the new weights of a sharded one
 
     step()
     before = count_live(parallel, optimizer)
@@ -125,6 +143,9 @@ def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes) -> Peak:
     resident = read_memory("VmHWM") - resident
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
+        time.sleep(
+            0.1
+        )  # gloo's threads let go of what they sent: into a profiler that has stopped, they crash
     live = before + find_peak(list_allocations(profiled)) + count_shared(parallel)
     return Peak(before, live, before + resident)
 
@@ -136,11 +157,13 @@ def count_shared(parallel: Parallel) -> int:
     return sum(memory.count_held() for memory in memories)
 
 
-def count_live(parallel: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of parameters, buffers and optimizer states."""
-    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    held = {x.untyped_storage() for x in (*parallel.parameters(), *parallel.buffers(), *states)}
-    return sum(storage.nbytes() for storage in held)
+def count_live(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of parameters, narrow copies of them, buffers, what the optimizer steps, and its states."""
+    kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    kept += [x for group in optimizer.param_groups for x in group["params"]]
+    kept += [*parallel.parameters(), *parallel.buffers(), *parallel._narrow.values()]
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    return sum(held.values())
 
 
 def list_allocations(profiled: profile) -> list[int]:
@@ -188,7 +211,7 @@ def _work(rank: int, case: Case, sizes: Sizes, folder: str) -> None:
     if processes > 1:
         meeting = f"file://{folder}/meeting"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
-    peak = measure_peak(case.compile(sizes), sizes)
+    peak = measure_peak(case.compile(sizes), sizes, case.sharded)
     Path(folder, f"{rank}.json").write_text(json.dumps([peak.before, peak.live, peak.resident]))
     if processes > 1:
         dist.barrier()
@@ -208,15 +231,16 @@ def measure(case: Case, sizes: Sizes) -> list[Peak]:
 def compare(case: Case, sizes: Sizes) -> Iterator[list[str]]:
     """A row for each pipeline rank; of its tensor ranks and replicas the one that holds most."""
     program = case.compile(sizes)
-    predicted = program.simulate(autoptd.Cluster.load("laptop-cpu"))
     peaks = measure(case, sizes)
-    for rank, expected in enumerate(predicted.memory_bytes):
+    for rank, expected in enumerate(case.predict(program)):
         own = [peak for i, peak in enumerate(peaks) if program.mesh.coordinates(i).pipeline == rank]
         most = max(own, key=lambda peak: peak.live)
         yield [
             str(case.mesh),
             case.schedule,
             case.recompute,
+            str(case.dtype).removeprefix("torch."),
+            "divided" if case.sharded else "whole",
             str(rank),
             f"{most.before / MEGABYTE:.0f}",
             f"{expected / MEGABYTE:.1f}",
@@ -248,6 +272,8 @@ def main() -> None:
             "mesh (tensor, pipeline, data)",
             "schedule",
             "recompute",
+            "weights",
+            "optimizer",
             "pipeline rank",
             "before",
             "predicted",
@@ -258,8 +284,9 @@ def main() -> None:
         rows,
         [
             f"GPT of {sizes.layers} layers, hidden {sizes.hidden}, {sizes.vocabulary} tokens, tied embedding; "
-            f"microbatches of {sizes.b} sequences of {sizes.length} tokens; float32, fused AdamW, gradients clipped",
-            "before: parameters and the optimizer's states, which live from step to step",
+            f"microbatches of {sizes.b} sequences of {sizes.length} tokens; fused AdamW, gradients clipped; optimizer: "
+            "its states are each replica's whole, or divided among the replicas",
+            "before: parameters, what the optimizer steps and its states, which live from step to step",
             "live tensors: at most, of what torch's allocator has given out and not got back, temporaries of operators "
             "included, and what the step leaves in memory shared with pipeline neighbours; resident: what was there "
             "before, and by how much the process grew over the step as Linux counts",
