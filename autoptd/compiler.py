@@ -66,7 +66,6 @@ from autoptd.versions import read_versions, warn_untested
 from autoptd.watch import Watch
 
 warn_untested(read_versions())
-end_with_launcher()  # compiling and loading take their time, before a rank is bound
 
 
 def compile(
@@ -121,6 +120,7 @@ def compile(
     """
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
     fixed: Any = {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
+    end_with_launcher()  # compiling takes its time, and comes before bind
     check_known(compile, unknown)
     check_seed(seed)
     check_planned(mesh, world_size, global_batch, cluster, num_microbatches)
@@ -327,6 +327,7 @@ def load(folder: str | Path) -> CompiledProgram:
     Runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
     trace; `ProgramError` if the program contradicts itself.
     """
+    end_with_launcher()
     name = Path(folder).resolve().name
     first = _load(Path(folder), name)
     numbers = range(1, first.manifest.num_shapes)

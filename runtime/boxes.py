@@ -14,7 +14,7 @@ from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.placement import Placement
 from autoptd.runtime.rank import Rank
 
-# 4 MB of float32: what a reader verifies at once, and so what it reads too much where it needs a piece's end.
+# 4 MB of float32, or a row that is larger: a reader verifies it at once, also where it needs its end alone.
 PIECE_ELEMENTS = 1 << 20
 
 
@@ -120,9 +120,8 @@ def list_parts(manifest: Manifest, rank: Rank, name: str, run: Run | None) -> li
 def own_pieces(manifest: Manifest, rank: Rank, runs: Mapping[str, Run]) -> list[Piece]:
     """What this rank writes of the saved tensors: together the ranks write each element once.
 
-    Of a tensor that has one of the `runs` each replica writes that, where the tensor is first kept: on other pipeline
-    ranks the replicas divide it otherwise. A part that several ranks hold alike goes to them in even runs, by elements;
-    they know that of each other.
+    Of a tensor that has one of the `runs` each replica writes that, on the first pipeline rank that keeps it. A part
+    that several ranks hold alike goes to them in even runs, by elements; they know that of each other.
     """
     at, mesh = rank.coordinates, manifest.mesh
     totals: Counter[tuple[tuple[int, ...], bool, bool]] = Counter()

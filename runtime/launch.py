@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from autoptd.runtime.connection import Connection, check_world_size, connect
@@ -78,10 +78,13 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
         joined = _get_default_store(), dist.get_rank(), dist.get_world_size()
     else:
         joined = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
-    roster = gather_roster(*joined, patience)
+    store, own, size = joined
+    # torchrun starts ranks again with the store that they had.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    roster = gather_roster(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
     # A store's calls wait for each other: the thread has a connection of its own.
-    store = None if roster.everybody else roster.store.clone()
-    record = Record(Path(tempfile.gettempdir()) / f"{roster.name}.json", store)
+    messages = None if roster.everybody else roster.store.clone()
+    record = Record(Path(tempfile.gettempdir()) / f"{roster.name}.json", messages)
     peers = {rank: roster.slots(rank) for rank in roster.processes}
     position = _make_position(roster.slots(roster.rank), peers, roster.rank)
     return Watchdog(manifest, roster, record, position, limit)

@@ -49,11 +49,13 @@ def gather_roster(store: Any, own: int, size: int, limit: float) -> Roster:
     RuntimeError names those that do not come within `limit` seconds, and sooner where gloo finds that one has ended.
     """
     machine, began = machine_number(), time.monotonic()
-    keys = [f"autoptd/rank {rank}" for rank in range(size)]
+    keys = [f"rank {rank}" for rank in range(size)]
     store.set(keys[own], json.dumps([os.getpid(), machine, secrets.randbits(62)]))
+    if store.add("come", 1) == size:
+        store.set("all", "")
     gloo = dist.is_initialized() and "cpu:gloo" in dist.get_backend_config()
     arrival = dist.all_reduce(torch.zeros(1), async_op=True) if gloo else None
-    while not store.check(keys):
+    while not store.check(["all"]):
         waited = time.monotonic() - began
         if waited > limit or (arrival is not None and arrival.is_completed()):
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -73,11 +75,18 @@ def gather_roster(store: Any, own: int, size: int, limit: float) -> Roster:
         board = memoryview(mmap.mmap(number, size * BYTES)).cast("q")
     finally:
         os.close(number)
-    opened = getattr(os, "pidfd_open", lambda _: -1)
-    processes = {rank: opened(rows[rank][0]) for rank in here if rank != own}
-    if store.add(f"autoptd/machine {machine}", 1) == len(here):
+    processes = {rank: _open_process(rank, rows[rank][0]) for rank in here if rank != own}
+    if store.add(f"machine {machine}", 1) == len(here):
         path.unlink()  # all have opened it: the memory lives as long as they do, and no file is left behind
     return Roster(own, name, processes, len(here) == size, board, store)
+
+
+def _open_process(rank: int, number: int) -> int:
+    """A pidfd of a rank's process, -1 where the system has none."""
+    try:
+        return os.pidfd_open(number) if hasattr(os, "pidfd_open") else -1
+    except ProcessLookupError:
+        raise RuntimeError(f"rank {rank} has ended while it waited for the others in bind") from None
 
 
 def machine_number() -> int:

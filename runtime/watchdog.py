@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from autoptd.runtime.failure import Failure, Record
 from autoptd.runtime.manifest import Manifest
 from autoptd.runtime.position import BUSY, HEARTBEAT, SINCE, Place, Position, read_place
@@ -60,7 +62,7 @@ class Watchdog:
         self._handled = threading.Event()
         self._printing = threading.Lock()
         self._printed = False
-        self._cut_off = False
+        self._cut_off = ""  # the traceback of this rank's failed message
         self._shown: Exit = sys.excepthook
         self._wakeup, self._alarm = socket.socketpair()
 
@@ -131,7 +133,7 @@ class Watchdog:
         for rank in sorted(self._ended):
             place = read_place(self._roster.slots(rank))
             if place.activity or place.duty or place.calls < calls or self._cut_off:
-                return self._claim(rank, place, ENDED)
+                return self._claim(rank, place, ENDED, self._cut_off)
         return None
 
     def _find_hanging(self, now: float) -> Failure | None:
@@ -213,13 +215,12 @@ class Watchdog:
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """The exception hook: show the error if it is the job's first, else one line about the first."""
-        if isinstance(
-            sys.stderr, io.StringIO
-        ):  # where init_process_group's hook would keep what this one writes
+        if isinstance(sys.stderr, io.StringIO):  # init_process_group's hook would keep what this one writes
             sys.stderr = sys.__stderr__
         self._handled.set()
         text = "".join(traceback.format_exception(kind, error, trace))
-        self._cut_off = isinstance(error, RuntimeError) and bool(MESSAGES.match(text.rpartition('File "')[2]))
+        failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        self._cut_off = text if failed and MESSAGES.match(text.rpartition('File "')[2]) else ""
         first = self._record.read()
         until = time.monotonic() + GRACE / 2
         while first is None and isinstance(error, RuntimeError) and time.monotonic() < until:

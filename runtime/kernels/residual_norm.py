@@ -2,7 +2,7 @@
 
 Backward needs the sum, its row statistics and the weight; nothing else is saved. Results are contiguous. A sum and its
 norm give the same bits together and apart, as they are at the end of a stage or of a recomputed layer: what lies
-between them, a value and its gradient, is rounded to its dtype.
+between them, a value and its gradient, is rounded to its dtype. (In Triton but for the gradient of the sum's bias.)
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from autoptd.runtime.kernels.triton_rows import WARPS, plan_rows
 # A backward program adds to its sums once for all rows of a tile: there must be several.
 BACKWARD_COLUMNS = 1024
 PROGRAMS_PER_PROCESSOR = 2
-REGISTERS = 65_536 // (
-    PROGRAMS_PER_PROCESSOR * WARPS * 32
-)  # of a thread, so many; fewer would spill some for nothing
+# Of a thread, when so many programs share a processor's: with fewer some are spilled, for nothing.
+REGISTERS = 65_536 // (PROGRAMS_PER_PROCESSOR * WARPS * 32)
 INTERPRETED_PROGRAMS = 3
 
 
