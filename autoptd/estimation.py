@@ -36,6 +36,7 @@ from autoptd.simulation import Training, action_times, simulate_times, walk_clus
 from autoptd.stage_times import StageTimes
 from autoptd.watch import Watch
 
+ROUNDING = 1e-12  # of a sum of times
 WALKED = 2048  # forwards of a step that is not worth two shorter ones
 
 
@@ -163,7 +164,7 @@ class Estimator:
         walks = [self._walk(candidate, count) for count, _ in shares]
         line = sum(share * walk.seconds for (_, share), walk in zip(shares, walks, strict=True))
         count, (seconds, busy, work) = shares[0][0], walks[0]
-        if m == count or busy + (m - count) * work <= line:
+        if busy + (m - count) * work <= line * (1 + ROUNDING):
             return line
         # A rank that is idle in short steps decides this one, from where its work has taken up what it was idle.
         slope = (line - seconds) / (m - count)
@@ -234,7 +235,7 @@ class Estimator:
         if self.cluster.crowding(range(candidate.mesh.size)) > 1:  # what a rank takes depends on the others
             return Walk(seconds, seconds, 0.0)
         ranks = (
-            Walk(seconds, seconds - (last[rank] - first[rank]) + work * microbatches, work)
+            Walk(seconds, seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
             for rank, work in enumerate(rank_seconds(action_times(times, blocking=blocking), p))
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)

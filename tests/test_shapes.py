@@ -250,7 +250,7 @@ def test_an_edited_text_of_any_shape_is_judged(tmp_path: Path) -> None:
     model = make_model()
     compile_shapes(model, (2, 1, 1), LONG, SHORT).save(tmp_path)
     text = tmp_path / "shape_1" / "program_00.py"
-    edit(text, "aten.layer_norm(", "aten.layer_norm( ")  # nothing
+    edit(text, "kernels.layer_norm(", "kernels.layer_norm( ")  # nothing
     assert autoptd.load(tmp_path).verify(model=model).passed
     saved = text.read_text()
     edit(text, "collectives.reduce_from_tensor(rank, ", "torch.clone(")
