@@ -75,10 +75,9 @@ def join(manifest: Manifest, device: torch.device, program: str, compiles: bool)
 def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
     patience = min(PATIENCE * limit, 86_400.0)  # a day
     if dist.is_initialized():
-        joined = _get_default_store(), dist.get_rank(), dist.get_world_size()
+        store, own, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
     else:
-        joined = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
-    store, own, size = joined
+        store, own, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
     # torchrun starts ranks again with the store that they had.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     roster = gather_roster(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
