@@ -112,7 +112,6 @@ def compile(
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (passes/axis_rules.py).
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
-
         world_size, global_batch: devices, and sequences a step, for mesh="auto".
         cluster: balances stages by its times, in its memory if any cut fits; default "dgx-a100", of any memory.
 
