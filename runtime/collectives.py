@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autoptd.runtime.communicator import Group
 from autoptd.runtime.copied_products import Linear, SplitLinear, multiply_copied
 from autoptd.runtime.kernels.activation import activate_linear
 from autoptd.runtime.rank import Rank
@@ -19,7 +18,7 @@ def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
     """f: hand a replicated `x` to a divided region. Backward all-reduces the ranks' partial gradients."""
     if rank.tensor.size == 1:
         return x
-    copied: Tensor = _Copy.apply(x, rank.tensor)  # type: ignore[no-untyped-call]
+    copied: Tensor = _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
     return copied
 
 
@@ -27,7 +26,7 @@ def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
     """g: sum the partial `x` of a divided region over the tensor ranks. Backward is the identity."""
     if rank.tensor.size == 1:
         return x
-    reduced: Tensor = _Reduce.apply(x, rank.tensor)  # type: ignore[no-untyped-call]
+    reduced: Tensor = _Reduce.apply(x, rank)  # type: ignore[no-untyped-call]
     return reduced
 
 
@@ -104,19 +103,19 @@ COPIED = (copied_linear, copied_linears, copied_linear_gelu, copied_split_linear
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
+        ctx.rank = rank
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(_own(gradient)), None
+        return ctx.rank.all_reduce(_own(gradient)), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(_own(x))
+    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
+        return rank.all_reduce(_own(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,7 +21,9 @@ class LastStep:
     the optimizer and the data; `tokens_per_second` is of all replicas (None where no input is one of tokens).
     `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
     it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
-    `exposed_communication_seconds` is the rest of the call: sums of gradients, sends and the loss's broadcast.
+    `exposed_communication_seconds` is what nothing hides: in these the tensor ranks' all-reduces, less what was computed
+    beside them, and the rest of the call: sums of gradients, sends and the loss's broadcast. Of a stage that
+    torch.compile traced (``bind(backend=...)``) it has the rest only.
     `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
     """
 
@@ -45,12 +48,13 @@ def read_last_step(
     norm: torch.Tensor | None,
 ) -> LastStep:
     """What `measured` has of the last whole step; waits for the device. No collective."""
-    spans = [span for span in measured.spans if span[0] in ("F", "B")]
-    marks = [measured.begin, measured.end, *(span[i] for span in spans for i in (3, 4))]
-    begin, end, *times = measured.stopwatch.read(marks)
-    computed = list(zip(times[::2], times[1::2], strict=True))
-    work = sum(stop - start for start, stop in computed)
-    computed_last = max(stop for _, stop in computed)
+    kinds = [span[0] for span in measured.spans]
+    marks = [mark for span in measured.spans for mark in span[3:]]
+    begin, end, *times = measured.stopwatch.read([measured.begin, measured.end, *marks])
+    spans = list(zip(kinds, times[::2], times[1::2], strict=True))
+    work = _sum_spans(spans, "F", "B")
+    computed_last = max(stop for kind, _, stop in spans if kind in ("F", "B"))
+    sums = _sum_spans(spans, "tensor") - _sum_spans(spans, "weights")
     tokens = count_tokens(manifest)
     return LastStep(
         loss=loss.item(),
@@ -58,9 +62,14 @@ def read_last_step(
         step_seconds=end - begin,
         tokens_per_second=None if tokens is None else tokens / (end - begin),
         bubble=(computed_last - begin - work) / work,
-        exposed_communication_seconds=end - computed_last,
+        exposed_communication_seconds=end - computed_last + sums,
         peak_memory_bytes=peak_memory(device),
     )
+
+
+def _sum_spans(spans: Sequence[tuple[str, float, float]], *kinds: str) -> float:
+    """The seconds of all spans (kind, begin, end) of these `kinds`."""
+    return sum(end - begin for kind, begin, end in spans if kind in kinds)
 
 
 def count_tokens(manifest: Manifest) -> int | None:

@@ -23,8 +23,8 @@ class Measured:
     """What this rank did in its last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
 
     A forward or backward begins when what it needs has arrived; "data" is the sum of gradients, from when the first is
-    posted to when the last is there. Inside a backward "tensor" is an all-reduce over the tensor ranks, from when it is
-    posted to when its result is taken, and "weights" the gradients that are computed meanwhile.
+    posted to when the last is there. Inside a forward or backward "tensor" is an all-reduce over the tensor ranks, from
+    when it is posted to when its result is taken, and "weights" the gradients that are computed meanwhile, if any.
     """
 
     stopwatch: Stopwatch
@@ -47,9 +47,13 @@ class Measured:
         """The sum of gradients began at the mark `begin`, and ends now."""
         self._running.append(("data", 0, 0, begin, self.stopwatch.mark()))
 
+    def add_exposed(self, begin: Any) -> None:
+        """An all-reduce over the tensor ranks, with nothing beside it, began at the mark `begin` and ends now."""
+        self._running.append(("tensor", 0, 0, begin, self.stopwatch.mark()))
+
     def add_hidden(self, begin: Any, computed: Any) -> None:
         """An all-reduce was posted at the mark `begin` and ends now, beside gradients that ended at `computed`."""
-        self._running.append(("tensor", 0, 0, begin, self.stopwatch.mark()))
+        self.add_exposed(begin)
         self._running.append(("weights", 0, 0, begin, computed))
 
     def finish(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, ThreadGroup
+from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup, Reduction, ThreadGroup
 from autoptd.runtime.measured import Measured
 from autoptd.runtime.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 class Rank:
     """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live.
 
-    `measured` takes down when collectives inside a backward ran, where there is a step to measure.
+    `measured` takes down when collectives inside a stage ran, where there is a step to measure.
     """
 
     mesh: Mesh
@@ -51,6 +52,16 @@ class Rank:
         groups = {name: ProcessGroup(devices.get_group(name), device) for name in ("dp", "pp", "tp")}
         coordinates = Coordinates(groups["dp"].index, groups["pp"].index, groups["tp"].index)
         return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"], device=device)
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        """Reduce `x` over the tensor ranks, and compute nothing meanwhile. May overwrite `x`."""
+        # What torch.compile traces reads no clock.
+        if self.measured is None or self.tensor.size == 1 or torch.compiler.is_compiling():
+            return self.tensor.all_reduce(x, op)
+        begin = self.measured.stopwatch.mark()
+        result = self.tensor.all_reduce(x, op)
+        self.measured.add_exposed(begin)
+        return result
 
 
 def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:

@@ -32,7 +32,7 @@ class TimelineEntry(NamedTuple):
 class Phase(NamedTuple):
     """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer".
 
-    Or inside a backward: "tensor" (the tensor ranks sum a gradient), and "weights", which it computes meanwhile.
+    Or inside a forward or backward: "tensor" (the tensor ranks sum), and "weights", the gradients it computes meanwhile.
     """
 
     rank: int
@@ -54,7 +54,7 @@ def write_trace(
     """Write a chrome trace, packed where `path` ends in .gz: a process per pipeline rank, with its memory's course.
 
     The ranks' forwards and backwards are on one thread, their messages on one for each rank they go to, and their
-    phases, which may begin while the last backwards run, on one more; so are the tensor ranks' sums in the backwards.
+    phases, which may begin while the last backwards run, on one more; so are the tensor ranks' sums.
     `about` says where the times are from.
     """
     events = list(_number_threads(_trace_events(rows, phases, memory), len(rows)))
@@ -75,7 +75,7 @@ def _trace_events(
         after = {"name": "after the backwards"}
         yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 1, "args": after}
         if any(phase.rank == rank and phase.name == "tensor" for phase in phases):
-            within = {"name": "tensor ranks, in the backwards"}
+            within = {"name": "tensor ranks"}
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 2, "args": within}
     for row in rows:
         for entry in row:

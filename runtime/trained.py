@@ -92,8 +92,8 @@ class Trained(nn.Module):
         """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
 
         Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
-        where its values have arrived; what is sent is not shown. An all-reduce of the tensor ranks beside gradients
-        of weights is shown from when it is posted to when its result is taken, and these gradients with it.
+        where its values have arrived; what is sent is not shown. An all-reduce of the tensor ranks is shown from when
+        it is posted to when its result is taken, and the gradients of weights that are computed beside it, if any.
         Times are by the clocks of the ranks' machines.
         Raises RuntimeError where no step has run, or the last one failed.
         """

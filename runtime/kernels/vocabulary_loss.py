@@ -66,7 +66,7 @@ def cross_entropy(
     statistics, softmax = _statistics(constant, own, trains)
     largest, part = _align(rank, *statistics.unbind())
     aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
-    total, aim = rank.tensor.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
+    total, aim = rank.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
     column = column.masked_fill(~here, -1)
     losses: Tensor = _losses(logits, softmax, column, rows, own)
@@ -109,7 +109,7 @@ def _align(rank: Rank, largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Every row's maximum over all tensor ranks, and its sum of exponentials relative to it, of the own columns."""
     if rank.tensor.size == 1:
         return largest, total
-    everywhere = rank.tensor.all_reduce(largest.clone(), "max")
+    everywhere = rank.all_reduce(largest.clone(), "max")
     # A row that is -inf here adds 0; where it is on all ranks, -inf less -inf makes the sum nan, as torch's.
     return everywhere, total * (largest - everywhere).exp()
 

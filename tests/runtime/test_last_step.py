@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,35 @@ def test_numbers_of_a_step() -> None:
         assert step.peak_memory_bytes > 10 * 2**20
         if rank == 1:  # two forwards, and it waited for one
             assert step.step_seconds * step.bubble / (1 + step.bubble) > SLEEP / 2
+
+
+def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
+    chain = Chain((2, 1, 1), "1f1b", 1, 3, tied=True)
+
+    def body(connection: Connection) -> tuple[float, float, int]:
+        group, seconds = connection.rank.tensor, []
+        reduce = group.all_reduce
+
+        def sleeping(*args: Any) -> Tensor:
+            begin = time.time()
+            time.sleep(SLEEP)
+            result = reduce(*args)
+            seconds.append(time.time() - begin)
+            return result
+
+        parallel = chain.parallel(connection)
+        group.all_reduce = sleeping  # type: ignore[method-assign]
+        parallel(**chain.batch())
+        trained = parallel.last_step.exposed_communication_seconds - sum(seconds[: 2 * chain.m])
+        seconds.clear()
+        with torch.no_grad():
+            parallel(**chain.batch())
+        evaluated = parallel.last_step.exposed_communication_seconds - sum(seconds[: chain.m])
+        return trained, evaluated, parallel.last_step.step_seconds
+
+    for trained, evaluated, step in run_threads(chain.manifest, body):
+        assert 0 < trained < step, "a sum forward and one backward for each microbatch, and what follows"
+        assert 0 < evaluated < step
 
 
 def test_tokens_are_those_of_all_replicas() -> None:

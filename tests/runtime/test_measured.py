@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.runtime import collectives
+from autoptd.runtime import collectives, kernels
 from autoptd.runtime.measured import Measured, gather_measured
 from autoptd.runtime.mesh import Mesh
 from autoptd.runtime.rank import Rank
@@ -51,6 +51,10 @@ def read_spans(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return trace, [event for event in trace["traceEvents"] if event["ph"] == "X"]
 
 
+def lies_in(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return bool(outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1)
+
+
 def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     program = compile_small()
     run_ranks(take_steps, 4, program, tmp_path)
@@ -76,7 +80,7 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
             assert begins[f"{stage + 1}F{microbatch}"] >= ends[f"{stage}F{microbatch}"] - 1
             assert begins[f"{stage}B{microbatch}"] >= ends[f"{stage + 1}B{microbatch}"] - 1
     _, forwards = read_spans(tmp_path / "forwards.json")
-    assert {span["cat"] for span in forwards} == {"forward"}
+    assert {span["cat"] for span in forwards} == {"forward", "tensor"}
     assert not (tmp_path / "none.json").exists()
 
 
@@ -107,19 +111,22 @@ def test_the_tensor_ranks_sums_are_shown_beside_gradients_of_weights(tmp_path: P
         own = [span for span in spans if span["pid"] == rank]
         backwards = [span for span in own if span["cat"] == "backward"]
         sums, weights = ([span for span in own if span["cat"] == name] for name in ("tensor", "weights"))
-        stages = program.stages[rank::2]
-        hidden = sum(n.target in collectives.COPIED for stage in stages for n in stage.graph.nodes)
-        assert len(sums) == len(weights) == 4 * hidden > 0  # 4 microbatches; the last rank has the head's too
+        targets = [node.target for stage in program.stages[rank::2] for node in stage.graph.nodes]
+        hidden = sum(target in collectives.COPIED for target in targets)
+        forwards = [span for span in own if span["cat"] == "forward"]
+        inside = [one for one in sums if any(lies_in(one, forward) for forward in forwards)]
+        summed = targets.count(collectives.reduce_from_tensor) + 2 * targets.count(kernels.cross_entropy)
+        assert len(inside) == 4 * summed > 0  # 4 microbatches
+        sums = [one for one in sums if one not in inside]
+        assert len(sums) == len(weights) == 4 * hidden > 0  # the last rank has the head's too
         for one, beside in zip(sums, weights, strict=True):
-            assert threads[rank, one["tid"]] == "tensor ranks, in the backwards"
+            assert threads[rank, one["tid"]] == "tensor ranks"
             assert threads[rank, beside["tid"]] == "compute"
             assert one["ts"] == beside["ts"]
             assert 0 < beside["dur"] <= one["dur"]
-            assert any(
-                b["ts"] <= one["ts"] and one["ts"] + one["dur"] <= b["ts"] + b["dur"] + 1 for b in backwards
-            )
+            assert any(lies_in(one, backward) for backward in backwards)
     _, forwards = read_spans(tmp_path / "forwards.json")
-    assert {span["cat"] for span in forwards} == {"forward"}
+    assert {span["cat"] for span in forwards} == {"forward", "tensor"}
 
 
 def test_a_broken_step_is_not_shown(tmp_path: Path) -> None:
