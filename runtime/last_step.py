@@ -21,9 +21,9 @@ class LastStep:
     the optimizer and the data; `tokens_per_second` is of all replicas (None where no input is one of tokens).
     `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
     it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
-    `exposed_communication_seconds` is what nothing hides: in these the tensor ranks' all-reduces, less what was computed
-    beside them, and the rest of the call: sums of gradients, sends and the loss's broadcast. Of a stage that
-    torch.compile traced (``bind(backend=...)``) it has the rest only.
+    `exposed_communication_seconds` is what nothing hides: the tensor ranks' all-reduces in these, less what is computed
+    beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast). Of stages that torch.compile
+    traced, ``bind(backend=...)``, it has the rest only.
     `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
     """
 

@@ -32,7 +32,7 @@ class TimelineEntry(NamedTuple):
 class Phase(NamedTuple):
     """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer".
 
-    Or inside a forward or backward: "tensor" (the tensor ranks sum), and "weights", the gradients it computes meanwhile.
+    Or inside a forward or backward: "tensor" (the tensor ranks sum), and "weights", gradients it computes meanwhile.
     """
 
     rank: int

@@ -1,10 +1,11 @@
-"""The README's code is what the program does."""
+"""The code in the README and its pages is what the program does, and what they link to is there."""
 
 from __future__ import annotations
 
 import re
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,15 @@ from samples import corpus, train
 from samples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE, SHAPES, EXCERPT, RECOMPUTED, SIMULATED = re.findall(
-    r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "samples").rglob("*.md"))]
+
+
+def read_code(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+EXAMPLE, EXCERPT, RECOMPUTED, SIMULATED = read_code("README.md")
+LOOP, SHAPES = read_code("samples/training.md")
 
 
 def test_ten_lines_train() -> None:
@@ -27,6 +34,26 @@ def test_ten_lines_train() -> None:
     scope = {"batches": islice(corpus.batches(tokens, 8, 128, seed=0), 2)}
     exec(EXAMPLE.replace("mesh=(2, 2, 2)", "mesh=(1, 1, 1)"), scope)
     assert scope["loss"].item() == pytest.approx(np.log(4096), rel=0.1)  # type: ignore[attr-defined]
+
+
+def test_a_loop_of_whole_steps_trains() -> None:
+    tokens = np.arange(4096, dtype=np.uint16)
+    program = autoptd.compile(GPT(GPTConfig()), mesh=(1, 1, 1), num_microbatches=2)
+    parallel, logged = program.bind("cpu"), list[dict[str, float]]()
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=3e-4)
+    scope = {
+        "loader": [
+            dict(zip(("idx", "targets"), batch, strict=True))
+            for batch in islice(corpus.batches(tokens, 2, 128, seed=0), 2)
+        ],
+        "logger": SimpleNamespace(log=logged.append),
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "parallel": parallel,
+        "optimizer": optimizer,
+    }
+    exec(LOOP, scope)
+    assert [step["loss"] for step in logged] == pytest.approx([np.log(4096)] * 2, rel=0.1)
+    assert all(step["gradient_norm"] > 0 for step in logged)
 
 
 def test_both_shapes_train() -> None:
@@ -52,6 +79,12 @@ def test_recomputed_excerpt_is_in_the_demos_program() -> None:
     before, after = RECOMPUTED.split("        …\n")
     assert before in program.rank(0).code
     assert after in program.rank(0).code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_commands_exist() -> None:

@@ -63,7 +63,7 @@ def test_numbers_of_a_step() -> None:
 def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
     chain = Chain((2, 1, 1), "1f1b", 1, 3, tied=True)
 
-    def body(connection: Connection) -> tuple[float, float, int]:
+    def body(connection: Connection) -> tuple[float, float, float]:
         group, seconds = connection.rank.tensor, []
         reduce = group.all_reduce
 
@@ -75,7 +75,7 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
             return result
 
         parallel = chain.parallel(connection)
-        group.all_reduce = sleeping  # type: ignore[method-assign]
+        group.all_reduce = sleeping  # type: ignore[method-assign,assignment]
         parallel(**chain.batch())
         trained = parallel.last_step.exposed_communication_seconds - sum(seconds[: 2 * chain.m])
         seconds.clear()
