@@ -109,13 +109,8 @@ def _(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tenso
 
 
 @_bias_dropout_add_backward.register_fake
-def _(
-    gradient: Tensor,
-    p: float,
-    key: Sequence[int],
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, x_dtype, bias_dtype = others
     of_bias = gradient.new_empty(gradient.shape[-1:], dtype=bias_dtype)
     return torch.empty_like(gradient, dtype=x_dtype), of_bias
 

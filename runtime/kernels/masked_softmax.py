@@ -144,15 +144,7 @@ def _scaled_softmax_backward(
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)
 
 
-def _allocate_gradient(
-    gradient: Tensor,
-    softmax: Tensor,
-    weights: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    p: float,
-    key: list[int],
-) -> Tensor:
+def _allocate_gradient(gradient: Tensor, softmax: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(softmax)
 
 

@@ -8,7 +8,6 @@ between them, a value and its gradient, is rounded to its dtype. (In Triton but 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator
 from autoptd.runtime.kernels.masking import find_key
 from autoptd.runtime.kernels.operands import sum_rows
 from autoptd.runtime.kernels.plain_norm import center_rows, differentiate_rms, scale_rows
-from autoptd.runtime.kernels.precision import cast_widely, widen
+from autoptd.runtime.kernels.precision import cast_widely, promote, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
 from autoptd.runtime.rank import Rank
@@ -129,11 +128,6 @@ def _check_other(name: str, x: Tensor, argument: str, tensor: Tensor, shape: tor
         raise ValueError(f"{name} was given x on {x.device} and {argument} on {tensor.device}")
 
 
-def _promote(*tensors: Tensor | None) -> torch.dtype:
-    dtypes = [tensor.dtype for tensor in tensors if tensor is not None]
-    return reduce(torch.promote_types, dtypes)
-
-
 _EXACT = ({torch.float32}, {torch.float64})  # dtypes in which torch's own norm rounds as ours
 
 
@@ -170,7 +164,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _allocate_rms(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (
-        x.new_empty(x.shape, dtype=_promote(x, weight)),
+        x.new_empty(x.shape, dtype=promote(x, weight)),
         x.new_empty((*x.shape[:-1], 1), dtype=widen(x.dtype)),
     )
 
@@ -189,21 +183,15 @@ def _add_rms_norm(
     if kernels is None:
         added = _add(x, bias, residual, p, key)
         return added, *scale_rows(added, weight, eps)
-    added, normed, scales = _allocate_added_rms(x, weight, eps, bias, residual, p, key)
+    added, normed, scales = _allocate_added_rms(x, weight, eps, bias, residual)
     kernels.normalize_rows(x, weight, None, eps, bias, residual, p, key, (added, normed, None, scales))
     return added, normed, scales
 
 
 def _allocate_added_rms(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: list[int],
+    x: Tensor, weight: Tensor, eps: float, bias: Tensor | None, residual: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    added = x.new_empty(x.shape, dtype=_promote(x, bias, residual))
+    added = x.new_empty(x.shape, dtype=promote(x, bias, residual))
     return added, *_allocate_rms(added, weight, eps)
 
 
@@ -222,22 +210,16 @@ def _add_layer_norm(
     if kernels is None:
         added = _add(x, bias, residual, p, key)
         return added, *center_rows(added, weight, norm_bias, eps)
-    results = _allocate_added_layer(x, weight, norm_bias, eps, bias, residual, p, key)
+    results = _allocate_added_layer(x, weight, norm_bias, eps, bias, residual)
     kernels.normalize_rows(x, weight, norm_bias, eps, bias, residual, p, key, results)
     return results
 
 
 def _allocate_added_layer(
-    x: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: list[int],
+    x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    added = x.new_empty(x.shape, dtype=_promote(x, bias, residual))
+    bias, residual = others[:2]
+    added = x.new_empty(x.shape, dtype=promote(x, bias, residual))
     return added, *_allocate_layer(added, weight, norm_bias, eps)
 
 
@@ -277,17 +259,8 @@ def _add_norm_backward(
     ]
 
 
-def _allocate_gradients(
-    d_normed: Tensor,
-    d_added: Tensor | None,
-    added: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    scale: Tensor,
-    p: float,
-    key: list[int],
-    wanted: list[bool],
-) -> list[Tensor]:
+def _allocate_gradients(*arguments: Any) -> list[Tensor]:
+    _, _, added, weight, _, scale, _, _, wanted = arguments
     shapes = [added.shape] * 2 + [weight.shape] * 3
     dtypes = [added.dtype] * 2 + [scale.dtype] * 3
     return [
