@@ -218,33 +218,49 @@ def is_shaped(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def lay_out_shards(
+def fill_groups(
     optimizer: optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     dtypes: Mapping[str, torch.dtype],
     rows: Sequence[Sequence[str]],
-    group: Group,
-) -> list[Shard]:
-    """Shards of all trained parameters of `optimizer`, which steps these from now on, its states moved with them.
+) -> list[list[list[str]]]:
+    """For each parameter group of `optimizer` what it trains of `parameters`, in buckets for a shard each.
 
-    A shard's parameters are of one of the `rows`, whose gradients are whole together, of one parameter group and one of
-    `dtypes`, in which the stages compute. ValueError, with nothing changed, for parameters that are not among the
-    model's `parameters`, and for states that cannot be joined.
+    A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
+    the stages compute. ValueError for parameters that are not among the model's `parameters`.
     """
     check_elementwise(optimizer)
     names = {parameter: name for name, parameter in parameters.items()}
     _check_known(optimizer, names)
-    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    groups = []
     for settings in optimizer.param_groups:
         own = {names[p] for p in settings["params"] if p.requires_grad}
+        trained = ([name for name in row if name in own] for row in rows)
+        groups.append([bucket for row in trained for bucket in _fill(row, parameters, dtypes)])
+    return groups
+
+
+def lay_out_shards(
+    optimizer: optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    buckets: Sequence[Sequence[Sequence[str]]],
+    group: Group,
+) -> list[Shard]:
+    """Shards of the `buckets` of each group of `optimizer`, which steps these from now on, its states moved with them.
+
+    ValueError, with nothing changed, for states that cannot be joined.
+    """
+    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    for own in buckets:
         made = []
-        for row in rows:
-            for bucket in _fill([name for name in row if name in own], parameters, dtypes):
-                shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
-                found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
-                states = {name: state for name, state in found.items() if state}
-                made.append((shard, join_states(shard, states)))
+        for bucket in own:
+            shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+            found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
+            states = {name: state for name, state in found.items() if state}
+            made.append((shard, join_states(shard, states)))
         layout.append(made)
+    names = {parameter: name for name, parameter in parameters.items()}
     for settings, made in zip(optimizer.param_groups, layout, strict=True):
         sharded = {name for shard, _ in made for name in shard.names}
         # What is frozen, or used by no stage, never has a gradient, and is not stepped.
