@@ -17,6 +17,8 @@ ELEMENTWISE = (
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
     *(optim.RMSprop, optim.Rprop, optim.SGD, optim.ASGD),
 )
+# Of their states those that are one number for all elements that are stepped together.
+SINGLE = ("step", "mu_product", "eta", "mu")
 
 
 class Shard:
@@ -40,7 +42,7 @@ class Shard:
 
     def part(self, flat: Tensor) -> Tensor:
         """This replica's elements of a row of all, as a view."""
-        return flat.view(self._group.size, -1)[self._group.index]
+        return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The `tensors` of this shard's parameters in a row, padded. ValueError where one is missing."""
@@ -180,19 +182,21 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
 
     ValueError where their steps differ.
     """
+    # What has no elements has no state to speak of, and what has no dimensions states that do not tell what they are.
+    sizes = {name: len(shape) for shape, name in zip(shard.shapes, shard.names, strict=True) if shape.numel()}
+    states = {name: state for name, state in states.items() if name in sizes}
     if not states:
         return {}
-    if len(states) < len(shard.names):
-        missing = next(name for name in shard.names if name not in states)
+    if len(states) < len(sizes):
+        missing = next(name for name in sizes if name not in states)
         raise ValueError(
             f"{missing} has no optimizer state, while {next(iter(states))} has: step both, or none"
         )
     joined = {}
-    # A parameter without dimensions has states that tell nothing of what they are: the largest one does.
-    name = max(zip(shard.shapes, shard.names, strict=True), key=lambda pair: len(pair[0]))[1]
-    for key, first in states[name].items():
+    largest = max(sizes, key=lambda name: sizes[name])
+    for key, first in states[largest].items():
         values = {name: state[key] for name, state in states.items()}
-        if is_shaped(first):
+        if is_shaped(first) or (sizes[largest] == 0 and isinstance(first, Tensor) and key not in SINGLE):
             joined[key] = shard.fill(first.new_zeros(shard.own.shape), values)
             continue
         if any(not torch.equal(torch.as_tensor(v), torch.as_tensor(first)) for v in values.values()):

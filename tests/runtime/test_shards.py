@@ -17,7 +17,7 @@ from autoptd.runtime import data_parallel
 from autoptd.runtime.communicator import LocalGroup, Posted, ProcessGroup
 from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.module import Parallel
-from autoptd.runtime.shards import Shard, join_states
+from autoptd.runtime.shards import SINGLE, Shard, is_shaped, join_states
 from tests.checkpoints import bind_thread
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
@@ -201,6 +201,16 @@ def test_steps_of_one_shard_must_agree() -> None:
         join_states(shard, states)
     with pytest.raises(ValueError, match="second has no optimizer state, while first has"):
         join_states(shard, {"first": states["first"]})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_are_one_number_are_known(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = OPTIMIZERS[name]([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert {key for key, x in optimizer.state[parameter].items() if not is_shaped(x)} <= set(SINGLE)
+    assert not {key for key, x in optimizer.state[parameter].items() if is_shaped(x)} & set(SINGLE)
 
 
 class Lazy:
