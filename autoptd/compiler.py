@@ -20,6 +20,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.emit import emit_texts
 from autoptd.example_inputs import read_arguments
+from autoptd.expanded_positions import mark_expanded
 from autoptd.fitting import choose_fitting, fit_program
 from autoptd.initialization import read_initial
 from autoptd.labels import describe_labels
@@ -168,11 +169,11 @@ class _Job:
         watch.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
         captured = capture(self.model, mesh=self.mesh, **given)
-        if first is not None:
-            captured = guess_batch(captured, first)
+        captured = captured if first is None else guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
             program = run_passes(passes_to_the_division(self.options.layout), program, watch, keep_text)
+            program = mark_expanded(program, self.options.layout, self.model, self.loss_fn)
             program = replace(program, model_flops=count_flops(program.stages[0]))
             return run_passes(passes_to_the_cut(self.options.rules), program, watch, keep_text)
 

@@ -192,7 +192,7 @@ class Estimator:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
         schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
         alive = live_microbatches(schedule, mesh.pipeline * v)
-        memory = row.memory(alive, mesh.data if training.zero else 1, training.wide_gradients)
+        memory = row.memory(alive, mesh.data * training.zero, training.wide_gradients)
 
         def find(besides: Sequence[int]) -> Found:
             return row.fit(mesh, v, replace(memory, besides=besides or [0] * mesh.pipeline), limit)

@@ -196,7 +196,7 @@ class Search:
         The sums of gradients may run beside the last backwards.
         """
         cluster, training = self._space.cluster, self._estimator.training
-        ranks = candidate.tensor * candidate.pipeline * self._shards(candidate)
+        ranks = candidate.tensor * candidate.pipeline * max(self._shards(candidate), 1)
         moved = optimizer_bytes(self._whole.owned, self._whole.precision, ranks, training.wide_gradients)
         return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
 
@@ -220,8 +220,8 @@ class Search:
         return max((static + min(held) * kept) / p, (static / max(held) + kept) / sum(1 / h for h in held))
 
     def _shards(self, candidate: Candidate) -> int:
-        """Replicas that divide the optimizer's states."""
-        return candidate.data if self._estimator.training.zero else 1
+        """Replicas that divide the optimizer's states; 0 where none do."""
+        return candidate.data * self._estimator.training.zero
 
     def _is_too_full(self, candidate: Candidate) -> bool:
         need = self._need(candidate)

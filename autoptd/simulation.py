@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -168,13 +168,9 @@ def simulate_times(
             begin = max(phase.start, pipelined)
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
-    shards, wide = manifest.mesh.data if training.zero else 1, training.wide_gradients
+    shards, wide = manifest.mesh.data * training.zero, training.wide_gradients
     static = [state_bytes(own, precision, shards, wide) for own in owned]
-    courses = [list(trace_memory(*row, times)) for row in zip(schedule, timeline, strict=True)]
-    for phase in phases:
-        count = copied_bytes if phase.name == "optimizer" else scattered_bytes
-        held = count(owned[phase.rank], precision, shards, wide)
-        courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
+    courses = _trace_courses(schedule, timeline, times, owned, phases, (precision, shards, wide))
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [
         {**state, "activations": activations, "buffers": buffers}
@@ -203,6 +199,29 @@ def simulate_times(
         timeline=timeline,
         phases=phases,
     )
+
+
+def _trace_courses(
+    schedule: Schedule,
+    timeline: Sequence[Sequence[TimelineEntry]],
+    times: Sequence[StageTimes],
+    owned: Sequence[Owned],
+    phases: Iterable[Phase],
+    optimizer: tuple[Precision, int, bool],
+) -> list[list[tuple[float, float, float]]]:
+    """What each rank holds beside its states, as `trace_memory` has it, and then in the `phases`."""
+    courses = []
+    for actions, row, own in zip(schedule, timeline, owned, strict=True):
+        scattered = {stage: scattered_bytes(size, *optimizer) for stage, size in own.after.items()}
+        courses.append(list(trace_memory(actions, row, times, scattered)))
+    for phase in phases:
+        own = owned[phase.rank]
+        held = copied_bytes(own, *optimizer)
+        if phase.name != "optimizer":
+            late = (scattered_bytes(size, *optimizer)[1] for size in own.tied.values())
+            held = scattered_bytes(own.trained, *optimizer)[0] + max(late, default=0.0)
+        courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
+    return courses
 
 
 def walk_cluster(
@@ -273,7 +292,7 @@ def _finish(
     mesh, each = manifest.mesh, gradient_bytes(precision, training.wide_gradients)
     crowding = cluster.crowding(range(mesh.size))
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
-    shards = mesh.data if training.zero else 1
+    shards = max(mesh.data * training.zero, 1)
     # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
     overlap = training.overlap_data and cluster.device.multiprocessors > 1 and crowding <= 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.

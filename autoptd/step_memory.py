@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -89,30 +90,39 @@ def gradient_bytes(precision: Precision, wide: bool = True) -> float:
 
 
 def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
-    """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1).
+    """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1), 0: none do.
 
     Adam has two moments of each element. What it steps is a copy of its own of half-precision weights, in float32, and
-    of weights that replicas divide, whose parts all of them have.
+    of weights that replicas divide, whose parts all of them have, also where there is one replica.
     """
     item = ITEM_BYTES[precision.dtype]
     moment = max(MOMENT_BYTES, item)
-    states = (3 if item < moment or shards > 1 else 2) * moment
+    states = (3 if item < moment or shards else 2) * moment
     return {
         "parameters": owned.elements * item + owned.fixed,
         "gradients": owned.trained * gradient_bytes(precision, wide),
-        "optimizer": owned.trained * states / shards,
+        "optimizer": owned.trained * states / max(shards, 1),
     }
 
 
-def scattered_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
-    """Bytes that are held besides while gradients are scattered over the replicas: their sums, and a bucket again."""
-    gradients = owned.trained * gradient_bytes(precision, wide)
-    return gradients / shards + min(gradients, BUCKET_BYTES) if shards > 1 else 0.0
+def scattered_bytes(
+    elements: float, precision: Precision, shards: int, wide: bool = True
+) -> tuple[float, float]:
+    """Bytes besides the gradients of `elements` that are scattered together: their sums, and at first a bucket again.
+
+    One replica has no sums but what it scatters.
+    """
+    gradients = elements * gradient_bytes(precision, wide)
+    return gradients / shards if shards > 1 else 0.0, min(gradients, BUCKET_BYTES) if shards else 0.0
 
 
 def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
     """Bytes that are held besides while the optimizer steps: narrow gradients are made float32 first."""
-    return owned.trained / shards * (MOMENT_BYTES if gradient_bytes(precision, wide) < MOMENT_BYTES else 0)
+    return (
+        owned.trained
+        / max(shards, 1)
+        * (MOMENT_BYTES if gradient_bytes(precision, wide) < MOMENT_BYTES else 0)
+    )
 
 
 def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
@@ -128,17 +138,21 @@ def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool 
         each += gradient + moment
     if item < moment:
         each += moment + item
-    return owned.trained * each / shards
+    return owned.trained * each / max(shards, 1)
 
 
 def trace_memory(
-    actions: Sequence[Action], entries: Sequence[TimelineEntry], times: Sequence[StageTimes]
+    actions: Sequence[Action],
+    entries: Sequence[TimelineEntry],
+    times: Sequence[StageTimes],
+    scattered: Mapping[int, tuple[float, float]],
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (seconds, activation bytes, buffer bytes) at every change of the schedule.
 
     A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
-    backward what it computes again.
+    backward what it computes again. After a stage's last one its gradients are `scattered`, see `scattered_bytes`.
     """
+    left = Counter(stage for stage, kind, _ in actions if kind == "B")
     computed = (entry for entry in entries if entry.action.kind in ("F", "B"))
     activations = buffers = 0.0
     now = 0.0
@@ -157,4 +171,9 @@ def trace_memory(
                 activations -= own.kept
             buffers -= own.arriving[kind]
             now = entry.end
+            left[stage] -= kind == "B"
+            if kind == "B" and not left[stage] and stage in scattered:
+                sums, bucket = scattered[stage]
+                buffers += sums
+                yield now, activations, buffers + bucket
             yield now, activations, buffers

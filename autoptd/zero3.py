@@ -60,7 +60,7 @@ def simulate_zero3(
         "optimizer": crowding * optimizer_bytes(whole, precision, devices, wide=False) / rate,
     }
     step = sum(breakdown.values())
-    static = sum(state_bytes(whole, precision, 1, wide=False).values()) / devices
+    static = sum(state_bytes(whole, precision, 0, wide=False).values()) / devices
     copied = copied_bytes(whole, precision, devices, wide=False)
     return Zero3Step(
         step,

@@ -240,7 +240,7 @@ def _keyed_by(low: Lowering, node: fx.Node, axes: Axes) -> dict[str, Any]:
     shape = [low.extent(f) for f in flat]
     reads_batch = low.analysis.reads_batch(node)
     ones = str(arguments_of(node)[-1].target) in low.filled
-    if low.single and (reads_batch or (ones and any(f.size == 1 for f in flat))):
+    if low.single and (reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))):
         # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.
         if all(f.size != 1 for f in flat):
             flat, shape = [Axis(1), *flat], [1, *shape]

@@ -6,7 +6,8 @@ differ where one rank's h does. So for what else is to be alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -120,6 +121,48 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
         f"{describe_batch(manifests[given[others[0]]])}, where most have {describe_batch(manifests[given[like]])}; "
         f"ranks {others} differ. All ranks, those of other replicas too, take a batch of the same compiled shape in a "
         "step: let the number of the step choose it"
+    )
+
+
+def compare_shards(
+    manifest: Manifest,
+    connection: Connection,
+    rows: Iterable[Sequence[str]],
+    buckets: Iterable[Sequence[str]],
+) -> None:
+    """Raise ValueError on every rank unless all that have a parameter step it in the same one of their `buckets`.
+
+    Every rank must call it. Replicas, and the owners of a tied parameter, add up the gradients of a bucket in a row,
+    bucket by bucket for what is whole together, one of the `rows`.
+    """
+    if connection.world.size == 1:
+        return
+    own = {name: (0, 0, 0) for row in rows for name in row}  # a hash, the bucket's place, how many it has
+    for row in rows:
+        for place, bucket in enumerate(bucket for bucket in buckets if bucket[0] in row):
+            digest = blake2b(f"{place} {list(bucket)}".encode(), digest_size=7).digest()
+            own |= dict.fromkeys(bucket, (int.from_bytes(digest), place, len(bucket)))
+    names, absent = list(manifest.parameters), (_LOWEST, 0, 0)
+    table = torch.tensor([own.get(name, absent) for name in names], device=connection.rank.device)
+    hashes = table[:, 0]
+    ends = torch.stack([hashes, torch.where(hashes == _LOWEST, hashes, ~hashes)])
+    largest, inverse = connection.world.all_reduce(ends, "max")
+    unlike = ((largest != ~inverse) & (largest != _LOWEST)).nonzero().flatten().tolist()
+    if not unlike:
+        return
+    index = min(unlike, key=lambda i: int(inverse[i]) != ~0)  # one that is in a bucket on some ranks only
+    gathered = [tuple(row.tolist()) for row in connection.world.all_gather(table[index])]
+    given = {rank: row for rank, row in enumerate(gathered) if row != absent}
+    others, like = find_others(given)
+    words = [
+        f"in bucket {place}, of {count} parameters" if count else "whole"
+        for _, place, count in (given[others[0]], given[like])
+    ]
+    raise ValueError(
+        f"the parameter {names[index]} would be stepped {words[0]}, on rank {others[0]}, and {words[1]}, on rank "
+        f"{like}; ranks {others} differ from the rest of {list(given)}, which have it together. Before shard_optimizer "
+        "freeze the same parameters on every rank, and give the optimizers the same groups, by the parameters' names, "
+        "in the same order"
     )
 
 

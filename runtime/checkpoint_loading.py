@@ -130,7 +130,9 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
     found = _assemble(training, record, step.path, wanted)
     tensors = {name: tensor for (name, state), tensor in found.items() if not state}
     values = record.optimizer.values if record.optimizer else {}
-    states = {name: _decode(values.get(name, {}), f"{place}: {name}") for name in trained}
+    # No piece is of a tensor without elements: an optimizer makes states of it anew.
+    held = {name: values.get(name, {}) for name in trained if training.slices[name].numel()}
+    states = {name: _decode(held.get(name, {}), f"{place}: {name}") for name in trained}
     for (name, state), tensor in found.items():
         if state:
             states[name][state] = tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from autoptd.runtime.agreement import Batch, compare_ranks, compare_shapes
+from autoptd.runtime.agreement import Batch, compare_ranks, compare_shapes, compare_shards
 from autoptd.runtime.ambient_precision import describe_unheeded
 from autoptd.runtime.call import bind_batch, call_signature, output_builder, split_batch, unequal_counts
 from autoptd.runtime.caller import warn_caller
@@ -36,7 +36,7 @@ from autoptd.runtime.part import Part
 from autoptd.runtime.persistence import Persistent
 from autoptd.runtime.schedule import Schedule
 from autoptd.runtime.shape import BoundShape, ShapeProgram
-from autoptd.runtime.shards import Shard, lay_out_shards
+from autoptd.runtime.shards import Shard, fill_groups, lay_out_shards
 from autoptd.runtime.state_marks import StateMarks
 from autoptd.runtime.step import Step
 from autoptd.runtime.uncompiled import leave_uncompiled
@@ -211,8 +211,8 @@ class Parallel(Persistent):
         the model's parameters is good for torch's norm and clipping. Every rank must call it, with the like optimizer
         of ``parallel.parameters()``, before or between steps.
 
-        Raises ValueError for an optimizer that may not step each element by itself, or has other parameters, and for
-        a parameter of it with a hook.
+        Raises ValueError for an optimizer that may not step each element by itself, or has other parameters, for a
+        parameter of it with a hook, and on every rank where some would divide one otherwise than the rest.
         """
         if self._shards:
             raise ValueError(
@@ -229,7 +229,10 @@ class Parallel(Persistent):
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name], hooks)
         self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
-        self._share_steps(lay_out_shards(optimizer, parameters, dtypes, rows, self._rank.data))
+        buckets = fill_groups(optimizer, parameters, dtypes, rows)
+        with self._connection.position.duty("shard_optimizer"):
+            compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
+        self._share_steps(lay_out_shards(optimizer, parameters, dtypes, buckets, self._rank.data))
         self._marks.mark(optimizer)
         optimizer.register_step_pre_hook(self._prepare_step)
         optimizer.register_step_post_hook(self._post_gathers)

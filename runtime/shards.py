@@ -17,6 +17,8 @@ ELEMENTWISE = (
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
     *(optim.RMSprop, optim.Rprop, optim.SGD, optim.ASGD),
 )
+# Of their states those that are one number for all elements that are stepped together.
+SINGLE = ("step", "mu_product", "eta", "mu")
 
 
 class Shard:
@@ -40,7 +42,7 @@ class Shard:
 
     def part(self, flat: Tensor) -> Tensor:
         """This replica's elements of a row of all, as a view."""
-        return flat.view(self._group.size, -1)[self._group.index]
+        return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The `tensors` of this shard's parameters in a row, padded. ValueError where one is missing."""
@@ -180,19 +182,21 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
 
     ValueError where their steps differ.
     """
+    # What has no elements has no state to speak of, and what has no dimensions states that do not tell what they are.
+    sizes = {name: len(shape) for shape, name in zip(shard.shapes, shard.names, strict=True) if shape.numel()}
+    states = {name: state for name, state in states.items() if name in sizes}
     if not states:
         return {}
-    if len(states) < len(shard.names):
-        missing = next(name for name in shard.names if name not in states)
+    if len(states) < len(sizes):
+        missing = next(name for name in sizes if name not in states)
         raise ValueError(
             f"{missing} has no optimizer state, while {next(iter(states))} has: step both, or none"
         )
     joined = {}
-    # A parameter without dimensions has states that tell nothing of what they are: the largest one does.
-    name = max(zip(shard.shapes, shard.names, strict=True), key=lambda pair: len(pair[0]))[1]
-    for key, first in states[name].items():
+    largest = max(sizes, key=lambda name: sizes[name])
+    for key, first in states[largest].items():
         values = {name: state[key] for name, state in states.items()}
-        if is_shaped(first):
+        if is_shaped(first) or (sizes[largest] == 0 and isinstance(first, Tensor) and key not in SINGLE):
             joined[key] = shard.fill(first.new_zeros(shard.own.shape), values)
             continue
         if any(not torch.equal(torch.as_tensor(v), torch.as_tensor(first)) for v in values.values()):
@@ -218,33 +222,49 @@ def is_shaped(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def lay_out_shards(
+def fill_groups(
     optimizer: optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     dtypes: Mapping[str, torch.dtype],
     rows: Sequence[Sequence[str]],
-    group: Group,
-) -> list[Shard]:
-    """Shards of all trained parameters of `optimizer`, which steps these from now on, its states moved with them.
+) -> list[list[list[str]]]:
+    """For each parameter group of `optimizer` what it trains of `parameters`, in buckets for a shard each.
 
-    A shard's parameters are of one of the `rows`, whose gradients are whole together, of one parameter group and one of
-    `dtypes`, in which the stages compute. ValueError, with nothing changed, for parameters that are not among the
-    model's `parameters`, and for states that cannot be joined.
+    A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
+    the stages compute. ValueError for parameters that are not among the model's `parameters`.
     """
     check_elementwise(optimizer)
     names = {parameter: name for name, parameter in parameters.items()}
     _check_known(optimizer, names)
-    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    groups = []
     for settings in optimizer.param_groups:
         own = {names[p] for p in settings["params"] if p.requires_grad}
+        trained = ([name for name in row if name in own] for row in rows)
+        groups.append([bucket for row in trained for bucket in _fill(row, parameters, dtypes)])
+    return groups
+
+
+def lay_out_shards(
+    optimizer: optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    buckets: Sequence[Sequence[Sequence[str]]],
+    group: Group,
+) -> list[Shard]:
+    """Shards of the `buckets` of each group of `optimizer`, which steps these from now on, its states moved with them.
+
+    ValueError, with nothing changed, for states that cannot be joined.
+    """
+    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    for own in buckets:
         made = []
-        for row in rows:
-            for bucket in _fill([name for name in row if name in own], parameters, dtypes):
-                shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
-                found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
-                states = {name: state for name, state in found.items() if state}
-                made.append((shard, join_states(shard, states)))
+        for bucket in own:
+            shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+            found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
+            states = {name: state for name, state in found.items() if state}
+            made.append((shard, join_states(shard, states)))
         layout.append(made)
+    names = {parameter: name for name, parameter in parameters.items()}
     for settings, made in zip(optimizer.param_groups, layout, strict=True):
         sharded = {name for shard, _ in made for name in shard.names}
         # What is frozen, or used by no stage, never has a gradient, and is not stepped.

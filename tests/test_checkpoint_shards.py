@@ -245,20 +245,52 @@ class Odd(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
-def test_states_of_a_number_are_kept(replicas: int, first: bool, second: bool, tmp_path: Path) -> None:
+class Nothing(nn.Module):
+    """A parameter without elements beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing, self.scale = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (x * self.scale).square().mean() + self.nothing.sum()
+        return loss
+
+
+class Numbers(nn.Module):
+    """Parameters without dimensions alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.offset = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (x * self.scale + self.offset).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "replicas"),
+    [
+        *((Odd, "adam", replicas) for replicas in (1, 2, 3)),
+        *((make, optimizer, 2) for make in (Nothing, Numbers) for optimizer in ("adam", "sgd")),
+    ],
+)
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True), (False, False)])
+def test_states_of_a_number_or_of_nothing_are_kept(
+    make: type[nn.Module], optimizer: str, replicas: int, first: bool, second: bool, tmp_path: Path
+) -> None:
     """A state of one element looks like a count of steps where the optimizer is not sharded."""
     torch.manual_seed(0)
     batch = {"x": torch.randn(12, 3)}
     programs = [
-        autoptd.compile(Odd(), (1, 1, d), example_inputs={"x": torch.randn(1, 3)}, num_microbatches=1)
+        autoptd.compile(make(), (1, 1, d), example_inputs={"x": torch.randn(1, 3)}, num_microbatches=1)
         for d in (2, replicas)
     ]
 
     def work(connection: Connection, shard: bool, load: bool) -> dict[str, Tensor]:
         parallel = bind_thread(programs[load], connection)
-        own = OPTIMIZERS["adam"](list(parallel.parameters()))
+        own = OPTIMIZERS[optimizer](list(parallel.parameters()))
         if shard:
             parallel.shard_optimizer(own)
         if load:

@@ -11,12 +11,16 @@ from tests.ranks import run_ranks
 SIZES = Sizes(hidden=128, layers=8, heads=4, length=128, vocabulary=1024, b=2)
 # The kernels of half precision have float32 rows at a time, which nobody predicts and which count at such sizes.
 FEW_TOKENS = Sizes(hidden=192, layers=8, heads=4, length=64, vocabulary=256, b=4)
+# Most is held while gradients are scattered.
+LARGE_WEIGHTS = Sizes(hidden=256, layers=8, heads=4, length=32, vocabulary=512, b=2)
 
 
 CASES = {
     "nothing recomputed": Case((1, 2, 1)),
     "sharded": Case((1, 1, 2), sharded=True),
     "sharded, half precision": Case((1, 1, 2), dtype=torch.bfloat16, sharded=True),
+    "sharded, one replica": Case((1, 1, 1), sharded=True),
+    "sharded, two chunks": Case((1, 2, 2), num_model_chunks=2, sharded=True),
 }
 
 
@@ -27,6 +31,8 @@ CASES = {
 )
 def test_a_step_holds_what_is_predicted(case: Case) -> None:
     sizes = FEW_TOKENS if case.dtype is torch.bfloat16 else SIZES
+    if case.num_model_chunks > 1:
+        sizes = LARGE_WEIGHTS
     program = case.compile(sizes)
 
     def work(rank: int) -> int:

@@ -313,6 +313,7 @@ def test_a_step_that_is_made_again_is_one_step() -> None:
 
 
 def test_shards_are_of_what_all_ranks_train() -> None:
+    """What is frozen on one rank while the optimizer is sharded, and not later, would be summed otherwise there."""
     chain = Chain((1, 1, 2), "1f1b", 1, 2)
 
     def body(connection: Connection) -> None:
@@ -320,8 +321,12 @@ def test_shards_are_of_what_all_ranks_train() -> None:
         optimizer = torch.optim.AdamW(parallel.parameters())
         parallel.train_step(chain.batch(connection.world.index), optimizer)
         parallel.get_parameter(NAME).requires_grad_(connection.world.index == 0)
-        parallel.shard_optimizer(optimizer)
-        with pytest.raises(ValueError, match=rf"{NAME} is frozen on rank 1 and trained on rank 0"):
-            parallel(**chain.batch(connection.world.index))
+        with pytest.raises(
+            ValueError,
+            match=rf"{NAME} would be stepped whole, on rank 1, and in bucket 0, .* on rank 0; ranks \[1\]",
+        ):
+            parallel.shard_optimizer(optimizer)
+        parallel.get_parameter(NAME).requires_grad_(True)
+        parallel.train_step(chain.batch(connection.world.index), parallel.shard_optimizer(optimizer))
 
     run_threads(chain.manifest, body)

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
+import autoptd
 from autoptd.runtime import data_parallel
 from autoptd.runtime.communicator import LocalGroup, Posted, ProcessGroup
 from autoptd.runtime.connection import Connection, connect, run_threads
 from autoptd.runtime.module import Parallel
-from autoptd.runtime.shards import Shard, join_states
+from autoptd.runtime.shards import SINGLE, Shard, is_shaped, join_states
+from tests.checkpoints import bind_thread
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import alone
@@ -199,6 +201,16 @@ def test_steps_of_one_shard_must_agree() -> None:
         join_states(shard, states)
     with pytest.raises(ValueError, match="second has no optimizer state, while first has"):
         join_states(shard, {"first": states["first"]})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_that_are_one_number_are_known(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = OPTIMIZERS[name]([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert {key for key, x in optimizer.state[parameter].items() if not is_shaped(x)} <= set(SINGLE)
+    assert not {key for key, x in optimizer.state[parameter].items() if is_shaped(x)} & set(SINGLE)
 
 
 class Lazy:
@@ -695,6 +707,55 @@ def test_a_refused_optimizer_is_as_it_was() -> None:
         assert dict(optimizer.state).keys() == states.keys()
 
     run_threads(chain.manifest, refuse)
+
+
+class Repeated(nn.Module):
+    """The first layer is the last one too: two tied parameters, whose gradients are summed over two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.last = nn.Linear(8, 8)
+        self.middle = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.middle(self.first(x))).square().mean()
+        return loss
+
+
+Groups = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "stepped"),
+    [
+        (lambda own: [own], "in bucket 0, of 2 parameters"),
+        (lambda own: [own[1:], own[:1]], "in bucket 1, of 1 parameters"),
+        (lambda own: [own[1:]], "whole"),
+    ],
+)
+def test_owners_of_tied_parameters_step_them_in_the_same_groups(groups: Groups, stepped: str) -> None:
+    torch.manual_seed(0)
+    example = {"x": torch.zeros(1, 8)}
+    program = autoptd.compile(Repeated(), (1, 2, 2), example_inputs=example, num_microbatches=2)
+    assert program.manifest.owners("first.weight") == program.manifest.owners("first.bias") == (0, 1)
+
+    def work(connection: Connection) -> None:
+        parallel = bind_thread(program, connection)
+        tied = [parallel.get_parameter(f"first.{name}") for name in ("weight", "bias")]
+        rest = [p for p in parallel.parameters() if all(p is not each for each in tied)]
+
+        def optimizer(groups: Groups) -> torch.optim.Optimizer:
+            return torch.optim.SGD([{"params": own} for own in (*groups(tied), rest) if own], lr=0.1)
+
+        here = groups if connection.rank.coordinates.pipeline else lambda own: [own[:1], own[1:]]
+        with pytest.raises(
+            ValueError, match=r"the parameter first.weight would be stepped .* on rank 0"
+        ) as refused:
+            parallel.shard_optimizer(optimizer(here))
+        assert stepped in str(refused.value)
+        parallel.train_step({"x": torch.ones(2, 8)}, parallel.shard_optimizer(optimizer(groups)))
+
+    run_threads(program.manifest, work)
 
 
 def test_a_gradient_that_is_elsewhere_is_not_read_as_zero() -> None:
