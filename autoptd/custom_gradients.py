@@ -19,6 +19,7 @@ from autoptd.source_lines import user_line
 
 _TOLERANCE = 1e-6
 _ROUND = "_checkpoint_without_reentrant_generator"
+_ROUND += "_impl" if hasattr(checkpoint, f"{_ROUND}_impl") else ""  # since torch 2.14
 _LIBRARY = (
     "GeneratedBackwardFor_"  # torch.library's own: such an operator stays whole in a trace, gradient included
 )

@@ -1,4 +1,4 @@
-"""The versions of torch and triton that the tests have run with, and a word about others."""
+"""The first and last versions of torch and triton that the tests have run with, and a word about others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from autoptd.runtime.caller import warn_caller
 
 # From the first to the last version, (major, minor).
-TESTED = {"torch": ((2, 13), (2, 13)), "triton": ((3, 9), (3, 9))}
+TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 9))}
 
 
 def read_versions() -> dict[str, str]:

@@ -17,6 +17,9 @@ from autoptd.runtime.kernels import selection
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    # Where the first backward comes after fake tensors, a torch built for CUDA starts threads for the devices that it
+    # lacks, and no backward runs in a forked process any more.
+    torch.ones((), requires_grad=True).backward()
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
 # "bit for bit" is a statement about our graphs. It is read at the first product.
 os.environ["MKL_CBWR"] = "COMPATIBLE"

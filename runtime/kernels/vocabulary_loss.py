@@ -46,7 +46,7 @@ def cross_entropy(
     _check(rank, logits, target, vocabulary, reduction)
     if dtype is None:
         device = logits.device.type
-        autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        autocasts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
         dtype = widen(logits.dtype) if autocasts else logits.dtype
     if leaves_to_torch(rank, logits, vocabulary):
         return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction).to(

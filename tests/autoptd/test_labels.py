@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 import autoptd
 from autoptd.runtime.call import unequal_counts
@@ -325,7 +326,11 @@ def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> No
         ("clamp", lambda x, y, w: torch.stack([mean(x, y), x.square().mean()]).clamp(max=9).sum()),
         ("median", lambda x, y, w: each(x, y).median()),
         ("prod", lambda x, y, w: mean(x, y) + x.sigmoid().prod()),
-        ("quantile", lambda x, y, w: each(x, y).quantile(0.9)),
+        pytest.param(
+            "quantile",
+            lambda x, y, w: each(x, y).quantile(0.9),
+            marks=pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch traces none"),
+        ),
         ("mode", lambda x, y, w: each(x, y).mean(1).mode(0).values),
     ],
 )

@@ -12,18 +12,18 @@ import torch
 from autoptd.versions import read_versions, warn_untested
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234"])
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.1+cu130", "2.14.0a0+git1234"])
 def test_a_tested_version_is_no_news(version: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_untested({"torch": version})
 
 
-@pytest.mark.parametrize("version", ["2.9.1", "2.14.0", "3.0", "nightly"])
+@pytest.mark.parametrize("version", ["2.9.1", "2.10.0", "2.15.0", "3.0", "nightly"])
 def test_another_version_is_warned_of(version: str) -> None:
     message = (
-        rf"torch {version} is not among the versions autoptd is tested with \(2\.13\): "
-        r'install "torch==2\.13\.\*", or run autoptd\'s tests and program\.verify'
+        rf"torch {version} is not among the versions autoptd is tested with \(2\.11 to 2\.14\): "
+        r'install "torch==2\.14\.\*", or run autoptd\'s tests and program\.verify'
     )
     with pytest.warns(UserWarning, match=message):
         warn_untested({"torch": version})
