@@ -326,7 +326,9 @@ def stand_in(shard: Shard, parameters: Mapping[str, nn.Parameter], whole: Whole)
     return [p.register_hook(partial(_refuse_gradient, name)) for name, p in parameters.items()]
 
 
-def _refuse_gradient(name: str, gradient: Tensor) -> None:
+def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    if gradient is None:  # a call's
+        return
     raise ValueError(
         f"a gradient comes to {name} that is not of the call: a sharded optimizer would not see it. Add what it is of "
         "to the loss that the model returns, or train without shard_optimizer"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,15 +73,37 @@ def join(manifest: Manifest, device: torch.device, program: str, compiles: bool)
         yield connection
 
 
+def _open_store(patience: timedelta) -> tuple[Any, int, int]:
+    """torch's own, of ``env://``, this rank and how many there are; where rank 0 serves it that waits for nobody yet.
+
+    It would wait inside torch: `gather_roster` names those that do not come.
+    """
+    given = os.environ
+    serves = given.get("RANK") == "0" and given.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not (serves and {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= given.keys()):
+        found: tuple[Any, int, int] = next(rendezvous("env://", timeout=patience))
+        return found
+    size, place = int(given["WORLD_SIZE"]), (given["MASTER_ADDR"], int(given["MASTER_PORT"]))
+    options: Any = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(*place, size, timeout=patience, **options), 0, size  # type: ignore[attr-defined]
+
+
 def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
     patience = min(PATIENCE * limit, 86_400.0)  # a day
-    if dist.is_initialized():
-        store, own, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    else:
-        store, own, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
     # torchrun starts ranks again with the store that they had.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    roster = gather_roster(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
+    try:
+        if dist.is_initialized():
+            store, own, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+        else:
+            store, own, size = _open_store(timedelta(seconds=patience))
+        roster = gather_roster(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            "the store by which ranks find each other was not reached in bind, or has ended: rank 0 (with torchrun the "
+            f"launcher) serves it at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, and has not come "
+            f"there, or has ended: {str(error).splitlines()[0]}"
+        ) from error
     # A store's calls wait for each other: the thread has a connection of its own.
     messages = None if roster.everybody else roster.store.clone()
     record = Record(Path(tempfile.gettempdir()) / f"{roster.name}.json", messages)

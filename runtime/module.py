@@ -189,7 +189,8 @@ class Parallel(Persistent):
             anchor = torch.zeros((), device=self._device, requires_grad=True)
             leaves = self._trained()
             self._share_gradients(leaves)
-            loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
+            sharded = [parameter for shard in self._shards for parameter in self._named(shard).values()]
+            loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values(), *sharded)  # type: ignore[no-untyped-call]
         else:
             # What is made now is there for later steps, which inference tensors are not.
             with (

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 REASON = (
-    "this tensor (shape {shape}) is one rank's slice out of a parallel model, not the model's: in a file of the model "
-    "it would be taken for the whole. Call parallel.full_state_dict() on every rank and save what rank 0 gets "
+    "this tensor (shape {shape}) is one rank's slice out of a parallel model, not the model's, and is not pickled, "
+    "which copy.copy does too (take a .clone(), or copy.deepcopy): in a file of the model it would be taken for the "
+    "whole. Call parallel.full_state_dict() on every rank and save what rank 0 gets "
     "(Trainer: save_strategy='no', Lightning: enable_checkpointing=False, and save after training); to go on later, "
     "parallel.save_checkpoint. To write every rank's own slices to a file of its own, save x.as_subclass(torch.Tensor)"
 )

@@ -25,6 +25,9 @@ DUTIES = ("bind", "shard_optimizer", "clip_grad_norm_", "save_trace", *STORING)
 EVALUATION = len(DUTIES) + 1
 CALLED = ("a call in training", *DUTIES, "an evaluation")
 LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number: it is read at any time
+CLEARED = (
+    " (torch's clipping asks no rank whose gradients were cleared: clear them on every rank, or on none)"
+)
 MARK = "_autoptd_place"  # of an exception
 CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, HISTORY, SLOTS = range(9)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
@@ -138,7 +141,7 @@ class Position:
                     f"{here} of this rank met {there} of rank {rank}, which is at {read_place(slots)}: every rank "
                     "makes each call of the parallel model alike, in training and evaluation, and calls "
                     "full_state_dict, save_checkpoint and the like; what one rank alone is to do goes without the "
-                    "parallel model"
+                    f"parallel model{CLEARED * ('clip_grad_norm_' in differing)}"
                 )
 
     @contextmanager

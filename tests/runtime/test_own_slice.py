@@ -51,6 +51,12 @@ def test_slices_load_and_copy() -> None:
         parallel = chain.parallel(connection)
         state = copy.deepcopy(parallel.state_dict())
         assert all(type(x) is OwnSlice for x in state.values())
+        for tensor in (*state.values(), *parallel.parameters()):
+            with pytest.raises(
+                ValueError, match=r"not pickled, which copy.copy does too \(take a \.clone\(\)"
+            ):
+                copy.copy(tensor)
+            assert torch.equal(copy.deepcopy(tensor), tensor.clone())
         kept = parallel.state_dict(keep_vars=True)
         assert all(kept[name] is p for name, p in parallel.named_parameters())
         with torch.no_grad():

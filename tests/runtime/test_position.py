@@ -46,6 +46,14 @@ def test_another_call_in_place_of_a_peers_is_refused() -> None:
         assert "which is at begin of an evaluation after step 1" in str(said.value)
 
 
+def test_a_clipping_that_a_rank_does_not_take_part_in_says_why() -> None:
+    first = Position()
+    second = Position(peers={3: first.slots})
+    refused = pytest.raises(RuntimeError, match=r"clip_grad_norm_ of rank 3.* whose gradients were cleared")
+    with first.duty("clip_grad_norm_"), refused:
+        train(second)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 10])
 def test_so_it_is_when_the_peer_has_gone_on(ahead: int) -> None:
     first = Position()

@@ -480,6 +480,35 @@ def test_a_gradient_that_is_not_the_calls_is_refused(form: str) -> None:
     run_threads(chain.manifest, add)
 
 
+def test_gradients_that_autograd_is_asked_for_are_those_of_the_parts() -> None:
+    chain = Chain((1, 1, 2), "1f1b", 1, 2)
+
+    def ask(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        frozen = parallel.get_parameter("layer.0.row.bias").requires_grad_(False)
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        frozen.requires_grad_()
+        batch = chain.batch(connection.rank.coordinates.data)
+        (part,) = (shard.own for shard in parallel._shards)
+        sharded = parallel.get_parameter("layer.0.row.weight")
+        refused = pytest.raises(
+            RuntimeError, match=r"parameters that a sharded optimizer steps.*loss\.backward"
+        )
+        for asked in ([sharded], [frozen, sharded]):
+            loss = parallel(**batch)["loss"]
+            with refused:
+                torch.autograd.grad(loss, asked, allow_unused=True)
+        found = torch.autograd.grad(parallel(**batch)["loss"], [part, frozen])
+        assert part.grad is frozen.grad is None
+        parallel(**batch)["loss"].backward()
+        for parameter, gradient in zip((part, frozen), found, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, gradient)
+        optimizer.step()
+
+    run_threads(chain.manifest, ask)
+
+
 def test_a_large_part_is_looked_at_to_its_end() -> None:
     shard = Shard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, LocalGroup(1, 0))
     assert not shard.is_written()
