@@ -273,7 +273,8 @@ class CompiledProgram:
         """This process's rank of the program as an nn.Module, under torchrun (a mesh of one needs no launcher).
 
         Args:
-            device: default the CUDA device LOCAL_RANK where there is one, else the CPU. NCCL or gloo to match.
+            device: default the CUDA device LOCAL_RANK, of those that this process sees, else the CPU. NCCL or gloo to
+                match.
             weights: whole tensors by the user's names: a module, a state_dict, or a folder or file of safetensors
                 such as ``save_pretrained`` writes; default the compiled model's own. Only this rank's slices are
                 read and copied. Parameters of a model on the meta device are drawn from the program's seed, as
@@ -291,9 +292,9 @@ class CompiledProgram:
             check_backend(backend)
         if weights is None and self.model is not None:
             check_parameters(self.manifest, self.model)
-        placed = _default_device() if device is None else _read_device(device)
-        if placed.type == "cpu":  # Accelerate's is cpu:0, which tensors never say they are on
-            placed = torch.device("cpu")
+        placed = _read_device(_default_device() if device is None else device)
+        if placed.type == "cuda":
+            torch.cuda.set_device(placed)  # where torch.distributed puts objects and barriers
         tensors = [
             program._own_weights() if weights is None else program._given_weights(weights)
             for program in self.shapes
@@ -357,17 +358,17 @@ def _no_constants(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_device(device: str | torch.device) -> torch.device:
     try:
-        placed = torch.device(device)
-        torch.empty(0, device=placed)
+        # As tensors say it: "cuda" has its number there, and Accelerate's "cpu:0" has none.
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:  # the last: a torch without CUDA
         raise ValueError(
             f'device is {device!r}: {str(error).splitlines()[0]}; expected one that this machine has, such as "cpu" '
             'or "cuda:0", or None'
         ) from error
-    return placed
 
 
 def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A launcher may show each process a GPU of its own alone. (NCCL refuses two processes on one.)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from autoptd.runtime.call import check_rows, describe_batch
+from autoptd.runtime.call import check_rows, describe_batch, find_unknown
 from autoptd.runtime.communicator import Group
 from autoptd.runtime.connection import Connection
 from autoptd.runtime.hashing import hash_batch, hash_words, read_words
@@ -55,18 +55,18 @@ def compare_ranks(
             check_rows(manifest, batch)
         return bool(nonfinite), not trains, False
     compared = copies.fingerprint()
-    row = torch.full((2 * mesh.data + 6,), _LOWEST, device=rank.device)
-    row[-6] = changed
-    row[-5] = mode = 2 * rank.randomness.call + rank.randomness.training
-    row[-4] = ~mode
+    row = torch.full((2 * mesh.data,), _LOWEST, device=rank.device)
+    mode = 2 * rank.randomness.call + rank.randomness.training
     if mesh.tensor * mesh.pipeline > 1:
         own = hash_batch(batch, rank.device)
         row[2 * rank.coordinates.data] = own
         row[2 * rank.coordinates.data + 1] = ~own
-    row[-3] = unknown
-    row[-2] = nonfinite
-    row[-1] = not trains
-    found = connection.world.all_reduce(torch.cat([compared, row]), "max").tolist()
+    # A number that is made a tensor, or set as an element, is copied, and each copy waits for the GPU.
+    flags = [
+        flag.to(torch.int64) if isinstance(flag, Tensor) else torch.full((), int(flag), device=rank.device)
+        for flag in (changed, mode, ~mode, unknown, nonfinite, not trains)
+    ]
+    found = connection.world.all_reduce(torch.cat([compared, row, torch.stack(flags)]), "max").tolist()
     found, rest = found[: len(compared)], found[len(compared) :]
     *hashes, moved, mode, inverse, unknown, nonfinite, lacking = rest
     if (replica := find_unlike(hashes)) is not None:
@@ -187,8 +187,7 @@ def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
     for expected in manifest.inputs:
         values = batch[expected.name]
         if expected.rows is not None and not values.is_cpu:
-            wrong = (values < 0) | (values >= expected.rows)
-            found = found | (wrong & (values != expected.exempt)).any()
+            found = found | find_unknown(expected, values).any()
     return found
 
 

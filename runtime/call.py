@@ -196,7 +196,7 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
         low, high = values.aminmax()
         if high < rows and low >= 0:
             continue
-        wrong = ((values < 0) | (values >= rows)) & (values != expected.exempt)
+        wrong = find_unknown(expected, values)
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
             largest = values[wrong].max().item()
@@ -207,6 +207,12 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
             )
 
 
+def find_unknown(expected: Input, values: Tensor) -> Tensor:
+    """Which of an input's `values` are no rows of its table, or its loss."""
+    assert expected.rows is not None
+    return ((values < 0) | (values >= expected.rows)) & (values != expected.exempt)
+
+
 def split_batch(
     manifest: Manifest, batch: Mapping[str, Tensor], names: Sequence[str]
 ) -> list[tuple[Tensor, ...]]:
@@ -215,6 +221,9 @@ def split_batch(
     for name in names:
         (expected,) = (i for i in manifest.inputs if i.name == name)
         value = batch[name]
+        if expected.rows is not None and not value.is_cpu:
+            # To look such a row up would end the process before `check_rows` can name it after the step.
+            value = value.masked_fill(find_unknown(expected, value), 0)
         if expected.batch_dim is None:
             columns.append([value.contiguous()] * manifest.num_microbatches)
         else:

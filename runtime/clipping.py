@@ -81,7 +81,9 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]
         counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
         for rows in _own_rows(manifest, rank, name, counted):
             rows.fill_(True)
-        yield gradient[inside][counted.reshape(-1)[part]]
+        own, counts = gradient[inside], counted.reshape(-1)[part]
+        # To choose elements would wait for a GPU; zeros add nothing.
+        yield own[counts] if own.is_cpu else own.masked_fill(~counts, 0)
 
 
 def _own_rows(manifest: Manifest, rank: Rank, name: str, gradient: Tensor) -> list[Tensor]:

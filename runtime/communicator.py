@@ -134,6 +134,10 @@ class ProcessGroup(_Counted):
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
         self.group = group
         self._memory = share_memory(group, device)
+        if device.type == "cuda" and self.size > 1:
+            # NCCL connects a group at its first call. Inside a schedule that may wait for the device, and so for
+            # messages that a peer sends only once it has connected too.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         if not self._counts("all_reduce", x):
@@ -152,14 +156,15 @@ class ProcessGroup(_Counted):
         if (memory := self._memory_for(x, "all_gather")) is not None:
             memory.post("all_gather", [own], partial(torch.cat, out=gathered), own.nbytes).wait()
         else:
-            all_gather_single(gathered, own, group=self.group)
+            # Bytes, since NCCL does not know all dtypes; below too.
+            all_gather_single(gathered.view(torch.uint8), own.view(torch.uint8), group=self.group)
         return list(gathered.view(self.size, *x.shape).unbind())
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         if not self._counts("broadcast", x):
             return x
         x = x.contiguous()
-        dist.broadcast(x, group=self.group, group_src=source)
+        dist.broadcast(x.view(-1).view(torch.uint8), group=self.group, group_src=source)
         return x
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:

@@ -54,7 +54,7 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
         ]
         total = reduce(torch.add, shares)
         pair[0] = rank.data.all_reduce(total.to(torch.float64)) / rank.data.size
-        pair[1] = DTYPES.index(total.dtype)
+        pair[1:].fill_(DTYPES.index(total.dtype))  # set as an element it would wait for the GPU
     return rank.pipeline.broadcast(pair, rank.pipeline.size - 1)
 
 

@@ -169,7 +169,7 @@ def _keep_runs(
     Of runs of whole matrices only the blocks that are `seen` are drawn, where they begin at their elements.
     """
     device = samples.device
-    first = torch.tensor(starts, device=device)[:, None]
+    first = torch.arange(starts.start, starts.stop, starts.step, device=device)[:, None]
     aligned = all(start % BLOCK == 0 for start in (starts[0], starts.step if len(starts) > 1 else 0))
     # A run that starts inside a block reaches into one more.
     blocks_per_run = (run + BLOCK - 1) // BLOCK if aligned else (run + BLOCK - 2) // BLOCK + 1

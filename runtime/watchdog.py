@@ -115,7 +115,8 @@ class Watchdog:
         slots, computed = self.position.slots, time.clock_gettime_ns(self._clock)
         if slots[SINCE] != self._seen[0]:
             self._seen = slots[SINCE], computed
-        slots[BUSY] = computed - self._seen[1]
+        # A thread that waits for a GPU computes without end: by that nobody is told from those who wait for it.
+        slots[BUSY] = 0 if torch.cuda.is_initialized() else computed - self._seen[1]
         slots[HEARTBEAT] = time.monotonic_ns()
 
     def _find_failure(self, interval: float) -> Failure | None:

@@ -18,7 +18,7 @@ PROGRAMS = 1024  # enough to fill a large GPU, where a program sums over many ro
 
 def as_rows(x: Tensor) -> Tensor:
     """`x` as [rows, width] with its elements side by side; a copy only where the strides demand one."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

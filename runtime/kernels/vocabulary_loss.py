@@ -151,7 +151,8 @@ def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]
         maximum.copy_(x.amax(1))
     total.reciprocal_()
     impossible = largest == -torch.inf  # where softmax and sum are nan
-    if impossible.any():  # rare, and a pass over all of them
+    # Rare, and a pass over all of them; but on a GPU to look is to wait.
+    if not logits.is_cpu or impossible.any():
         total.masked_fill_(impossible, 0)
         if kept:
             softmax.masked_fill_(impossible[:, None], 0)

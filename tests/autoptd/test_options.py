@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoptd import compiled
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.options import read_mesh
@@ -142,6 +143,17 @@ def test_a_wrong_option_of_a_plan_is_refused(
     given: Any = {"model": GPT(SMALL), "world_size": 1, "global_batch": 1, "cluster": "dgx-a100", **options}
     with pytest.raises(error, match=message):
         plan(**given)
+
+
+@pytest.mark.parametrize(("local_rank", "seen", "device"), [("1", 2, 1), ("1", 1, 0), ("5", 4, 1)])
+def test_a_process_takes_a_gpu_that_it_sees(
+    local_rank: str, seen: int, device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may show each process one of its own, whatever its number is."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    assert compiled._default_device() == torch.device("cuda", device)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.communicator import Group, LocalGroup
+from autoptd.runtime import communicator
+from autoptd.runtime.communicator import Group, LocalGroup, ProcessGroup
 from autoptd.runtime.mesh import Coordinates, Mesh
 from autoptd.runtime.rank import Rank, thread_ranks
+from autoptd.runtime.shared_memory import SLOT_BYTES
 from autoptd.runtime.threads import ThreadWorld
 from tests.ranks import run_ranks
 
@@ -80,6 +83,35 @@ def test_gloo_reduces_every_dtype_in_use(dtype: torch.dtype) -> None:
     for result in on_processes(Mesh(2, 1, 1), reduce):
         assert result.dtype == dtype
         assert result.tolist() == [3, 3, 3]
+
+
+def test_what_is_only_moved_may_have_any_dtype() -> None:
+    """NCCL knows neither int16 nor unsigned integers but bytes; of these gloo does not know uint16."""
+
+    def move(rank: Rank) -> Any:
+        x = torch.full((SLOT_BYTES,), 5 + rank.tensor.index, dtype=torch.uint16)  # too much for shared memory
+        gathered = rank.tensor.all_gather(x)
+        return [x.dtype for x in gathered], [int(x[5]) for x in gathered], int(rank.tensor.broadcast(x, 1)[5])
+
+    for dtypes, numbers, second in on_processes(Mesh(2, 1, 1), move):
+        assert dtypes == [torch.uint16, torch.uint16]
+        assert (numbers, second) == ([5, 6], 6)
+
+
+@pytest.mark.parametrize(("device", "size", "calls"), [("cuda", 2, 1), ("cuda", 1, 0), ("cpu", 2, 0)])
+def test_a_group_of_gpus_is_connected_when_it_is_made(
+    device: str, size: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects at the first call, which may wait for what a peer sends once it has connected too."""
+    made: list[object] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: made.append(group))
+    monkeypatch.setattr(communicator, "share_memory", lambda group, device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
+    group: Any = object()
+    ProcessGroup(group, torch.device(device))
+    assert made == [group] * calls
 
 
 def test_a_group_of_one_never_communicates() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.precision import HALF
-from tests.runtime.elementwise_cases import CASES, Case, scatter
+from tests.masks import keep_mask
+from tests.runtime.elementwise_cases import CASES, OPERATOR, Case, make_rank, scatter
 
 CPU = torch.device("cpu")
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -123,3 +124,16 @@ def test_a_single_row_has_no_other_dimension(name: str, kernel_device: torch.dev
         torch.testing.assert_close(found, wanted)
     plain = [operand.detach().double().requires_grad_() for operand in operands]
     assert torch.autograd.gradcheck(CASES[name].kernel, plain)
+
+
+def test_a_single_number_is_dropped_or_kept(kernel_device: torch.device) -> None:
+    for index in range(8):
+        rank = make_rank()
+        rank.randomness.sample = index
+        x = torch.tensor(2.0, device=kernel_device, requires_grad=True)
+        found = kernels.dropout(rank, x, 0.5, OPERATOR, sample=None)
+        mask = keep_mask(rank.randomness, 0.5, OPERATOR, (), CPU, sample=None)
+        assert found.shape == ()
+        assert float(found.detach()) == 4.0 * float(mask)
+        found.backward()
+        assert float(x.grad) == 2.0 * float(mask)  # type: ignore[arg-type]
