@@ -23,6 +23,7 @@ from autoptd.runtime.roster import find_others
 from autoptd.runtime.weight_agreement import Copies
 
 _LOWEST = torch.iinfo(torch.int64).min
+_ABSENT = (_LOWEST, 0, 0)  # a parameter that a rank has not
 PIECES = 64  # that a tensor is cut into to find where two differ
 
 Batch = Mapping[str, Tensor]
@@ -130,36 +131,46 @@ def compare_shards(
     rows: Iterable[Sequence[str]],
     buckets: Iterable[Sequence[str]],
 ) -> None:
-    """Raise ValueError on every rank unless all that have a parameter step it in the same one of their `buckets`.
+    """Raise ValueError unless those that add up a parameter's gradients step it in the same one of their `buckets`.
 
-    Every rank must call it. Replicas, and the owners of a tied parameter, add up the gradients of a bucket in a row,
-    bucket by bucket for what is whole together, one of the `rows`.
+    Replicas, and the owners of a tied parameter, add up the gradients of a bucket in a row, bucket by bucket for what
+    is whole together, one of the `rows`: these must call it alike. A rank without parameters has no optimizer to shard.
     """
-    if connection.world.size == 1:
-        return
+    mesh, at, rank = manifest.mesh, connection.rank.coordinates, connection.rank
     own = {name: (0, 0, 0) for row in rows for name in row}  # a hash, the bucket's place, how many it has
     for row in rows:
         for place, bucket in enumerate(bucket for bucket in buckets if bucket[0] in row):
             digest = blake2b(f"{place} {list(bucket)}".encode(), digest_size=7).digest()
             own |= dict.fromkeys(bucket, (int.from_bytes(digest), place, len(bucket)))
-    names, absent = list(manifest.parameters), (_LOWEST, 0, 0)
-    table = torch.tensor([own.get(name, absent) for name in names], device=connection.rank.device)
+    table = [own.get(name, _ABSENT) for name in manifest.parameters]
+    members = mesh.data_group(mesh.rank_of(at.data, at.pipeline, at.tensor))
+    _compare_buckets(manifest, rank.data, members, torch.tensor(table, device=rank.device))
+    for owners, group in sorted(connection.tied.items()):
+        members = tuple(mesh.rank_of(at.data, pipeline, at.tensor) for pipeline in owners)
+        _compare_buckets(manifest, group, members, torch.tensor(table, device=rank.device))
+
+
+def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], table: Tensor) -> None:
+    """Raise ValueError unless the ranks `members` of `group` have one `table` [parameters, 3], of what both have."""
+    if group.size == 1:
+        return
     hashes = table[:, 0]
     ends = torch.stack([hashes, torch.where(hashes == _LOWEST, hashes, ~hashes)])
-    largest, inverse = connection.world.all_reduce(ends, "max")
+    largest, inverse = group.all_reduce(ends, "max")
     unlike = ((largest != ~inverse) & (largest != _LOWEST)).nonzero().flatten().tolist()
     if not unlike:
         return
     index = min(unlike, key=lambda i: int(inverse[i]) != ~0)  # one that is in a bucket on some ranks only
-    gathered = [tuple(row.tolist()) for row in connection.world.all_gather(table[index])]
-    given = {rank: row for rank, row in enumerate(gathered) if row != absent}
+    gathered = [tuple(row.tolist()) for row in group.all_gather(table[index])]
+    name = list(manifest.parameters)[index]
+    given = {rank: row for rank, row in zip(members, gathered, strict=True) if row != _ABSENT}
     others, like = find_others(given)
     words = [
         f"in bucket {place}, of {count} parameters" if count else "whole"
         for _, place, count in (given[others[0]], given[like])
     ]
     raise ValueError(
-        f"the parameter {names[index]} would be stepped {words[0]}, on rank {others[0]}, and {words[1]}, on rank "
+        f"the parameter {name} would be stepped {words[0]}, on rank {others[0]}, and {words[1]}, on rank "
         f"{like}; ranks {others} differ from the rest of {list(given)}, which have it together. Before shard_optimizer "
         "freeze the same parameters on every rank, and give the optimizers the same groups, by the parameters' names, "
         "in the same order"

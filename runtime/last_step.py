@@ -23,7 +23,7 @@ class LastStep:
     it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
     `exposed_communication_seconds` is what nothing hides: the tensor ranks' all-reduces in these, less what is computed
     beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast). Of stages that torch.compile
-    traced, ``bind(backend=...)``, it has the rest only.
+    traced, ``bind(backend=...)``, the sums of the forwards are missing.
     `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
     """
 

@@ -209,11 +209,11 @@ class Parallel(Persistent):
         Each replica then sums only its part of the gradients, steps it, and sends the new weights to the others while
         the next step begins; in half precision the float32 weights are divided too. The parameter groups stay, their
         parameters become flat parts of this replica's own, and only these have gradients with values: the ``.grad`` of
-        the model's parameters is good for torch's norm and clipping. Every rank must call it, with the like optimizer
-        of ``parallel.parameters()``, before or between steps.
+        the model's parameters is good for torch's norm and clipping. Every rank that has parameters must call it, with
+        the like optimizer of ``parallel.parameters()``, before or between steps.
 
         Raises ValueError for an optimizer that may not step each element by itself, or has other parameters, for a
-        parameter of it with a hook, and on every rank where some would divide one otherwise than the rest.
+        parameter of it with a hook, and where one would be divided otherwise than by those that sum its gradients.
         """
         if self._shards:
             raise ValueError(
@@ -231,7 +231,7 @@ class Parallel(Persistent):
             refuse_hooks(name, parameters[name], hooks)
         self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
         buckets = fill_groups(optimizer, parameters, dtypes, rows)
-        with self._connection.position.duty("shard_optimizer"):
+        with self._connection.position.during("comparison of what is sharded"):
             compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
         self._share_steps(lay_out_shards(optimizer, parameters, dtypes, buckets, self._rank.data))
         self._marks.mark(optimizer)

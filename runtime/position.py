@@ -18,10 +18,11 @@ PHASES = (
     "agreement",
     "norm of the gradient",
     "search for the first operator",
+    "comparison of what is sharded",
 )
 # Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
 STORING = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
-DUTIES = ("bind", "shard_optimizer", "clip_grad_norm_", "save_trace", *STORING)
+DUTIES = ("bind", "clip_grad_norm_", "save_trace", *STORING)
 EVALUATION = len(DUTIES) + 1
 CALLED = ("a call in training", *DUTIES, "an evaluation")
 LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number: it is read at any time

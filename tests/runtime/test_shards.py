@@ -777,14 +777,49 @@ def test_owners_of_tied_parameters_step_them_in_the_same_groups(groups: Groups, 
             return torch.optim.SGD([{"params": own} for own in (*groups(tied), rest) if own], lr=0.1)
 
         here = groups if connection.rank.coordinates.pipeline else lambda own: [own[:1], own[1:]]
+        first = 2 * connection.rank.coordinates.data
         with pytest.raises(
-            ValueError, match=r"the parameter first.weight would be stepped .* on rank 0"
+            ValueError, match=rf"the parameter first.weight would be stepped .* on rank {first}"
         ) as refused:
             parallel.shard_optimizer(optimizer(here))
         assert stepped in str(refused.value)
         parallel.train_step({"x": torch.ones(2, 8)}, parallel.shard_optimizer(optimizer(groups)))
 
     run_threads(program.manifest, work)
+
+
+def test_a_rank_without_parameters_shards_nothing() -> None:
+    """For which torch makes no optimizer."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for _ in range(40):
+                x = x.tanh() * x.cos()
+            return x.square().mean()
+
+    example = {"x": torch.zeros(1, 8)}
+    program = autoptd.compile(
+        Bare(), (1, 2, 2), example_inputs=example, num_microbatches=2, num_model_chunks=1
+    )
+
+    def work(connection: Connection) -> int:
+        parallel = bind_thread(program, connection)
+        own = list(parallel.parameters())
+        optimizer = parallel.shard_optimizer(torch.optim.SGD(own, lr=0.1)) if own else None
+        parallel({"x": torch.ones(2, 8)}["x"]).backward()
+        if optimizer is not None:
+            before = own[0].detach().clone()
+            optimizer.step()
+            parallel.state_dict()
+            assert not torch.equal(before, next(iter(parallel.parameters())))
+        return len(own)
+
+    assert run_threads(program.manifest, work) == [2, 0, 2, 0]
 
 
 def test_a_gradient_that_is_elsewhere_is_not_read_as_zero() -> None:
