@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.torch_version import TorchVersion
 
 from autoptd.passes.recompute import MODES
 from autoptd.runtime.mesh import Mesh
@@ -18,7 +17,6 @@ from autoptd.runtime.schedule import SCHEDULES
 
 LAYOUTS = ("sbh", "bsh")
 AXES = ("tensor", "pipeline", "data")
-COMPILES_SINCE = "2.13"  # the first torch whose compiled stages were found right
 DEVICE_MESH_DIMS = ("dp", "pp", "tp")
 
 
@@ -97,15 +95,7 @@ def check_seed(seed: object) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that ``torch.compile`` does not know, with the nearest that it does.
-
-    And for a torch whose compiler gives wrong gradients where collectives stand between compiled parts: 2.11 does.
-    """
-    if TorchVersion(torch.__version__) < f"{COMPILES_SINCE}.0a0":  # its pre-releases count
-        raise ValueError(
-            f"backend={backend!r}: torch.compile of torch {torch.__version__} gives stages with collectives wrong "
-            f"gradients; install torch {COMPILES_SINCE} or newer, or leave backend out"
-        )
+    """Raise ValueError for a backend that ``torch.compile`` does not know, with the nearest that it does."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ValueError(

@@ -91,8 +91,12 @@ _COMPOSED: dict[str, dict[Policy, str]] = {
 
 
 def _index(device: str) -> dict[str, Policy]:
-    tables = (KERNELS[device], _COMPOSED[device])
-    return {name: policy for table in tables for policy, names in table.items() for name in names.split()}
+    """The policy of each operator that this version of torch has an autocast kernel of, or makes of some."""
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
+    kernels = {name.removeprefix("aten::") for name in found}
+    policies = {name: policy for policy, names in KERNELS[device].items() for name in names.split()}
+    composed = {name: policy for policy, names in _COMPOSED[device].items() for name in names.split()}
+    return {name: policy for name, policy in policies.items() if name in kernels} | composed
 
 
 POLICIES: dict[str, dict[str, Policy]] = {device: _index(device) for device in KERNELS}

@@ -26,7 +26,9 @@ def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
     """g: sum the partial `x` of a divided region over the tensor ranks. Backward is the identity."""
     if rank.tensor.size == 1:
         return x
-    reduced: Tensor = _Reduce.apply(x, rank)  # type: ignore[no-untyped-call]
+    # Summed out here: torch.compile of torch 2.11 makes each value inside a Function's forward an output of it, one
+    # tensor several times after an all-reduce in place, and gives its backward zeros.
+    reduced: Tensor = _Reduced.apply(x, rank.all_reduce(_own(x.detach())))  # type: ignore[no-untyped-call]
     return reduced
 
 
@@ -112,10 +114,10 @@ class _Copy(torch.autograd.Function):
         return ctx.rank.all_reduce(_own(gradient)), None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
-        return rank.all_reduce(_own(x))
+    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -7,18 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.torch_version import TorchVersion
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.options import COMPILES_SINCE
 from samples.benchmarks.activation_memory import SavedTensors
 from samples.gpt import GPT, GPTConfig
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < COMPILES_SINCE, reason="refused: this torch compiles stages wrongly"
-)
 
 
 def make_program(dropout: float, recompute: str = "none", mesh: Any = (1, 1, 1)) -> CompiledProgram:
@@ -99,15 +93,6 @@ def test_an_unknown_backend_is_refused() -> None:
     program = autoptd.compile(GPT(GPTConfig(n_layer=1)), mesh=(1, 1, 1), num_microbatches=1)
     with pytest.raises(ValueError, match=r"no torch\.compile backend 'inductr'; did you mean 'inductor'"):
         program.bind(backend="inductr")
-
-
-def test_a_torch_that_compiles_stages_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = autoptd.compile(GPT(GPTConfig(n_layer=1)), mesh=(1, 1, 1), num_microbatches=1)
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    with pytest.raises(
-        ValueError, match=r"torch 2\.11\.0\+cu130 gives stages .* install torch 2\.13 or newer"
-    ):
-        program.bind(backend="inductor")
 
 
 @pytest.mark.parametrize("stages", [None, "aot_eager"])
