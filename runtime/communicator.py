@@ -152,7 +152,7 @@ class ProcessGroup(_Counted):
         if not self._counts("all_gather", x):
             return [x]
         gathered = x.new_empty((self.size * x.numel(),))
-        own = x.detach().reshape(-1)
+        own = x.detach().resolve_conj().contiguous().view(-1)
         if (memory := self._memory_for(x, "all_gather")) is not None:
             memory.post("all_gather", [own], partial(torch.cat, out=gathered), own.nbytes).wait()
         else:

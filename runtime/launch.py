@@ -85,6 +85,7 @@ def _open_store(patience: timedelta) -> tuple[Any, int, int]:
         return found
     size, place = int(given["WORLD_SIZE"]), (given["MASTER_ADDR"], int(given["MASTER_PORT"]))
     options: Any = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+    options["use_libuv"] = given.get("USE_LIBUV", "1") == "1"
     return dist.TCPStore(*place, size, timeout=patience, **options), 0, size  # type: ignore[attr-defined]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime import communicator
@@ -96,6 +97,25 @@ def test_what_is_only_moved_may_have_any_dtype() -> None:
     for dtypes, numbers, second in on_processes(Mesh(2, 1, 1), move):
         assert dtypes == [torch.uint16, torch.uint16]
         assert (numbers, second) == ([5, 6], 6)
+
+
+def test_what_is_gathered_may_lie_in_any_way() -> None:
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        "strided": lambda x: x.real,
+        "conjugate": lambda x: x.conj(),
+        "negative": lambda x: x.conj().imag,
+    }
+
+    def gather(rank: Rank) -> list[bool]:
+        start = torch.arange(SLOT_BYTES) + 1j  # too much for shared memory
+        given = [[kind(start * (index + 1)) for index in range(2)] for kind in kinds.values()]
+        return [
+            torch.equal(one, two)
+            for each in given
+            for one, two in zip(rank.tensor.all_gather(each[rank.tensor.index]), each, strict=True)
+        ]
+
+    assert on_processes(Mesh(2, 1, 1), gather) == [[True] * 6] * 2
 
 
 @pytest.mark.parametrize(("device", "size", "calls"), [("cuda", 2, 1), ("cuda", 1, 0), ("cpu", 2, 0)])

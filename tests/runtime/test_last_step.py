@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.last_step import LastStep, count_tokens
+from autoptd.runtime.last_step import LastStep, count_tokens, read_last_step
+from autoptd.runtime.measured import Measured
+from autoptd.runtime.stopwatch import Stopwatch
 from tests.runtime.chain import Chain
 from tests.runtime.test_module import alone
 
@@ -87,6 +89,24 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
     for trained, evaluated, step in run_threads(chain.manifest, body):
         assert 0 < trained < step, "a sum forward and one backward for each microbatch, and what follows"
         assert 0 < evaluated < step
+
+
+def test_what_is_computed_beside_sums_hides_them() -> None:
+    manifest = Chain((2, 1, 1), "1f1b", 1, 2, tied=True).manifest
+    spans = [
+        ("F", 0, 0, 101.0, 105.0),
+        ("tensor", 0, 0, 102.0, 104.0),  # with nothing beside it
+        ("B", 0, 0, 106.0, 114.0),
+        ("tensor", 0, 0, 107.0, 112.0),
+        ("weights", 0, 0, 107.0, 110.0),  # beside it
+        ("data", 0, 0, 113.0, 119.0),
+    ]
+    measured = Measured(Stopwatch(torch.device("cpu")), tuple(spans), 100.0, 120.0)
+    step = read_last_step(manifest, measured, torch.device("cpu"), torch.tensor(3.0), None)
+    assert step.step_seconds == 20
+    assert step.bubble == (14 - 12) / 12
+    assert step.exposed_communication_seconds == 2 + (5 - 3) + (120 - 114)
+    assert step.tokens_per_second == pytest.approx(2 * 2 / 20)
 
 
 def test_tokens_are_those_of_all_replicas() -> None:
