@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -48,11 +49,13 @@ def run_training(
     """Run the training sample in processes of its own; show a bar, or its lines without a terminal."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
     command = [sys.executable, *(launcher if num_processes > 1 else []), "-m", "samples.train", *arguments]
-    threads = {"OMP_NUM_THREADS": "1"} if num_processes > 1 else {}
+    environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if num_processes > 1 else {})}
+    if torch.cuda.device_count() < math.prod(MESH):  # all on the CPU: a GPU serves one rank
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **threads}) as run,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as run,
     ):
         task = progress.add_task(name, total=steps)
         assert run.stdout is not None

@@ -113,6 +113,7 @@ def train(args: argparse.Namespace) -> Iterator[tuple[float, float]]:
     model = make_model(args)
     if args.plain:
         num_sequences *= args.mesh[2]
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
         clip_gradients: Callable[[float], Tensor] = partial(
             nn.utils.clip_grad_norm_, list(model.parameters())
         )

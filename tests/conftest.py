@@ -15,14 +15,20 @@ import torch
 
 from autoptd.runtime.kernels import selection
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    # Where the first backward comes after fake tensors, a torch built for CUDA starts threads for the devices that it
-    # lacks, and no backward runs in a forked process any more.
-    torch.ones((), requires_grad=True).backward()
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
 # "bit for bit" is a statement about our graphs. It is read at the first product.
 os.environ["MKL_CBWR"] = "COMPATIBLE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without ``-m gpu`` no test sees a GPU: what they say of the CPU they say on any machine."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+        # Where the first backward comes after fake tensors, a torch built for CUDA starts threads for the devices that
+        # it lacks, and no backward runs in a forked process any more.
+        torch.ones((), requires_grad=True).backward()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from samples import corpus, train
-from samples.benchmarks import kernels, memory_traffic
+from samples.benchmarks import kernels, memory_traffic, utilisation
 from samples.benchmarks.hand_written import train_by_hand
 from samples.benchmarks.kernel_cases import CASES, Maker, Sizes
 from samples.benchmarks.pinned import own_cores
@@ -238,3 +238,16 @@ def test_another_meaning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "CASES", (changed,))
     with pytest.raises(SystemExit, match="not what plain torch computes: gated_product"):
         kernels.main([])
+
+
+@pytest.mark.slow
+def test_a_way_that_fails_is_a_row_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(utilisation, "WAYS", ["eager", "no such way", utilisation.OURS])
+    utilisation.main(["--steps", "1"])
+    printed = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed]
+    eager, failed, ours = (row for row in rows if row and row[0] in utilisation.WAYS)
+    assert failed == ["no such way", "failed", *["-"] * 4]
+    assert float(ours[-1]) == pytest.approx(float(eager[-1]), rel=0.01)  # the same tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import math
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from samples import corpus
 from tests.ranks import run_ranks
@@ -100,6 +102,32 @@ def test_pairs_train_alike(name: str, folder: Path) -> None:
     assert after == pytest.approx(before, rel=2e-3 if name == "trainer" else 1e-4)
     (saved,) = (file for file in (folder / "out" / name).iterdir() if file.suffix in (".pt", ".safetensors"))
     assert saved.stat().st_size > 1_000_000
+
+
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("device", "mesh"),
+    [("cpu", (1, 2, 1)), *(pytest.param("cuda", mesh, marks=pytest.mark.gpu) for mesh in MESHES)],
+)
+def test_ranks_on_one_card_train_as_the_plain_model(
+    device: str, mesh: tuple[int, int, int], folder: Path
+) -> None:
+    """Over NCCL on a GPU, and over gloo without one; beside the plain model there, and on the CPU."""
+    if torch.cuda.is_available() != (device == "cuda"):
+        pytest.skip("with a GPU over NCCL, without one over gloo")
+    script = str(ROOT / "samples" / "launch" / "ranks_on_one_gpu.sh")
+    sizes = ["--layers", "4", "--hidden", "128", "--heads", "4", "--length", "32", "--warm-up", "1"]
+    sizes += ["--mesh", ",".join(map(str, mesh)), "--steps", str(STEPS)]
+    parallel = run(folder, script, str(math.prod(mesh)), *sizes, MASTER_PORT=free_port())
+    plain = [sys.executable, "-m", "samples.train", "--plain", *sizes]
+    losses = numbers(run(folder, *plain))
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    assert numbers(parallel) == pytest.approx(losses, rel=1e-4)
+    if device == "cuda":
+        assert numbers(run(folder, *plain, CUDA_VISIBLE_DEVICES="")) == pytest.approx(losses, rel=1e-3)
 
 
 def free_port() -> str:

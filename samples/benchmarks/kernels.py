@@ -127,7 +127,7 @@ def measure(cases: Sequence[Case], write: bool) -> None:
     bandwidth = measure_bandwidth(flushed)
     rows = [row for case in cases for row in measure_case(case, rank, bandwidth, flushed)]
     publish(
-        "kernels",
+        "kernels_gpu",
         f"Kernels on {torch.cuda.get_device_name(device)}, bfloat16",
         ["kernel", "MB that must move", "ours, us", "of copy bandwidth", "eager, us", "torch.compile, us"],
         rows,
@@ -137,6 +137,7 @@ def measure(cases: Sequence[Case], write: bool) -> None:
             f"(!): slower than torch.compile, or under {SHARE:.0%} of the copy bandwidth.",
         ],
         write,
+        script="kernels",
     )
 
 

@@ -177,7 +177,7 @@ def main() -> None:
     numbers = [number for number, case in enumerate(CASES) if (given.only or "") in case.name]
     rows = [compare(number, given.steps, not given.no_fuse) for number in numbers]
     publish(
-        "one_device",
+        "one_device_gpu" if torch.cuda.is_available() else "one_device",
         "One device: compiled for mesh (1, 1, 1) beside eager",
         [
             "model",

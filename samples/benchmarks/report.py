@@ -20,9 +20,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> str:
-    """Date, processor, cores and versions, in one line."""
+    """Date, processor, cores, GPU and versions, in one line."""
+    card = f"{torch.cuda.get_device_name()}; " if torch.cuda.is_available() else ""
     return (
-        f"{datetime.now(UTC):%d %B %Y}; {describe_processor()}, {os.cpu_count()} cores; "
+        f"{datetime.now(UTC):%d %B %Y}; {describe_processor()}, {os.cpu_count()} cores; {card}"
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
 
