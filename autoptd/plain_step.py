@@ -52,7 +52,7 @@ def run_plain(
         leave_autocast(),
         Functions().watch(),  # what a checkpoint computes again in the backward would have its dropout
         Undropped(),
-        Promotion() as promotion,
+        Promotion(_find_rounding(manifest)) as promotion,
     ):
         for part in objective.children():
             set_training(part)
@@ -74,6 +74,17 @@ def run_plain(
                     sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
                     leaf.grad = None
     return total, sums, promotion.count
+
+
+def _find_rounding(manifest: Manifest) -> torch.dtype | None:
+    """What the program's literals of its activations' dtype were rounded to, where all parameters have one.
+
+    None where it has constants of float64: then the model may have meant literals of that.
+    """
+    tensors = manifest.parameters.values()
+    trained = {p.dtype for p in tensors if p.kind == "parameter"}
+    exact = any(p.kind == "constant" and p.dtype is torch.float64 for p in tensors)
+    return None if exact or len(trained) != 1 else trained.pop()
 
 
 def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:

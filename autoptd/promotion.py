@@ -29,19 +29,25 @@ class Promotion(TorchDispatchMode):
     """While it is entered, this thread's operators that ask for a float of fewer bits get float64.
 
     That holds for casts, for reductions with a dtype, and for new tensors, backward included; parameters and
-    inputs are the caller's to promote. `count` is how many casts were promoted so far.
+    inputs are the caller's to promote. `count` is how many casts were promoted so far. A model that makes a literal in
+    the dtype of its activations makes it of float64 here: with `literals` it is rounded to that dtype all the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, literals: torch.dtype | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
+        self._literals = literals
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         position, makes = _signature(func)
         if position is None:
             result = func(*args, **options)
-            return result.to(promote(result.dtype)) if func in LITERALS else result
+            if func not in LITERALS:
+                return result
+            if result.dtype is torch.float64 and self._literals is not None:
+                result = result.to(self._literals)
+            return result.to(promote(result.dtype))
         given = args[position] if position < len(args) else options.get("dtype")
         if given in LOW:
             self.count += not makes

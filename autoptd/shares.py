@@ -75,7 +75,9 @@ def share_of(placement: Placement, tensor: int) -> Share:
 
 def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
     """The share of a tensor of local shape `old` that is viewed as `new`."""
-    if share.dim is None or tuple(old) == tuple(new):
+    if share.dim is None:
+        return share
+    if tuple(old) == tuple(new) and not any(part.divided and part.size == 1 for part in share.parts):
         return share
     size, stride = old[share.dim], prod(old[share.dim + 1 :])
     steps = [(dim, prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
@@ -83,7 +85,9 @@ def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
     # A rank's only row may be counted to either neighbour; and of several dimensions of size 1 in its place there is
     # no telling which it is.
     edges = {stride * part.inner for part in share.parts if part.divided and part.size == 1}
-    if size > 1:
+    if tuple(old) == tuple(new):  # which counts it to a neighbour, if it does anything
+        clear = False
+    elif size > 1:
         clear = bool(share.parts) and not any(extent == 1 and step in edges for _, step, extent in steps)
     else:
         after = [(step, extent) for _, step, extent in steps]

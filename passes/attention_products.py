@@ -63,11 +63,12 @@ def read_product(node: fx.Node) -> Product | None:
         steps: tuple[Step, ...] = ()
     elif name == "aten.baddbmm":
         bias, first, second = node.args[:3]
-        frame = shape_of(node)
+        frame, beta = shape_of(node), argument(node, 3, "beta", 1)
         steps = (Step(node, "scale", frame, float(argument(node, 4, "alpha", 1))),)
-        if argument(node, 3, "beta", 1) != 1 or not isinstance(bias, fx.Node) or steps[0].factor <= 0:
+        if beta not in (0, 1) or not isinstance(bias, fx.Node) or steps[0].factor <= 0:
             return None
-        steps += (Step(node, "add", frame, mask=bias),)
+        if beta:  # with 0 what `bias` has does not count, not even a nan
+            steps += (Step(node, "add", frame, mask=bias),)
     elif name == "aten.einsum":
         return _read_einsum(node)
     else:

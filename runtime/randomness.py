@@ -96,6 +96,9 @@ def mask_key(
     """
     if not 0 <= operator < 1 << OPERATOR_BITS:
         raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
+    for name, dim in (("sample", sample), ("divided", divided)):
+        if dim is not None and shape and not -len(shape) <= dim < len(shape):
+            raise ValueError(f"{name} is {dim}, expected a dimension of {list(shape)}")
     batch_dim = sample % len(shape) if sample is not None and shape else None
     first = 0 if batch_dim is None else randomness.sample
     batch = 1 if batch_dim is None else shape[batch_dim]

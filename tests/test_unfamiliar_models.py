@@ -357,6 +357,38 @@ def test_positions_may_be_the_first_rows_of_a_parameter(batched: bool, tied: boo
     assert placement.dim is None
 
 
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("packed", ["by head", "by kind"])
+def test_heads_may_be_merged_with_the_sequences(packed: str, tensor: int) -> None:
+    """Megatron's own form. A rank's only head may then be counted to either, in a shape that stays."""
+
+    class Merged(Model):
+        def __init__(self) -> None:
+            super().__init__([])
+            self.packed, self.output = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            x = self.tokens(idx).transpose(0, 1)
+            rows, batch = x.shape[:2]
+            merged = batch * HEADS
+            if packed == "by head":
+                q, k, v = self.packed(x).view(rows, merged, 3 * SIZE).transpose(0, 1).chunk(3, -1)
+            else:
+                q, k, v = (y.reshape(rows, merged, SIZE).transpose(0, 1) for y in self.packed(x).chunk(3, -1))
+            buffer = torch.empty(merged, rows, rows)
+            scores = torch.baddbmm(buffer, q, k.transpose(1, 2), beta=0, alpha=SIZE**-0.5)
+            seen = torch.ones(rows, rows, dtype=torch.bool).tril()
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            y = torch.bmm(weights, v).transpose(0, 1).reshape(rows, batch, HIDDEN)
+            x = (x + self.output(y)).transpose(0, 1)
+            return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = Merged()
+    check(model, (tensor, 1, 1))
+    assert compile_model(model, (tensor, 1, 1)).manifest.parameters["output.weight"].placement.dim == 1
+
+
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)])
 def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
     mesh: tuple[int, int, int],

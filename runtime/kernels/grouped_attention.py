@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoptd.runtime.kernels.operands import check_operands
 from autoptd.runtime.kernels.precision import HALF
 
 
@@ -15,8 +16,10 @@ def grouped_attention(
     """torch's fused attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
 
     On a GPU only flash attention, in half precision, takes fewer heads: there the others are repeated first, where
-    torch would write the scores out. Raises ValueError where g does not divide a.
+    torch would write the scores out. Raises ValueError where g does not divide a, and for other dtypes and
+    several devices.
     """
+    check_operands("grouped_attention", q, q=q, k=k, v=v)
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[1] > 0
     if not fits or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise ValueError(

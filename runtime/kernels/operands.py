@@ -10,7 +10,7 @@ from autoptd.runtime.kernels.selection import KERNEL_DTYPES
 
 def check_operands(kernel: str, x: Tensor, **others: Tensor | None) -> None:
     """Raise ValueError unless all are floating-point tensors on the device of `x`."""
-    for name, tensor in {"x": x, **others}.items():
+    for name, tensor in {**others, "x": x}.items():
         if tensor is None:
             continue
         if tensor.dtype not in (torch.float64, *KERNEL_DTYPES):

@@ -71,7 +71,9 @@ def main() -> None:
         ["model", "as captured", "after layout and fusion", "fewer"],
         rows,
         [
-            f"{BATCH} sequences, one device. With dropout, attention is a product, a softmax kernel and a product."
+            f"{BATCH} sequences, one device. With dropout, attention is a product, a softmax kernel and a product.",
+            "Before there were these passes, without dropout, GPT-2 was captured with 20, the sample GPT with 13; "
+            "wanted are 50 % and 35 % fewer than these.",
         ],
         given.write,
     )

@@ -449,3 +449,24 @@ def test_a_report_says_what_is_wrong() -> None:
     )
     assert Report(2.0, 2.0, {"a": 1e-9}, (), 1, 0.0).ok(tolerance=1e-8)
     assert not Report(2.0, 2.0, {"a": 0.0}, ("ranks differ",), 1, 0.0).passed
+
+
+@pytest.mark.parametrize("literal", [None, torch.float64], ids=["the activations' dtype", "float64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_literals_are_the_programs(dtype: torch.dtype, literal: torch.dtype | None) -> None:
+    """In float64 the plain model would have one of its activations' dtype exactly; what is meant so stays exact."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            factors = torch.tensor([0.3, 0.7], dtype=literal or x.dtype).repeat(4)
+            loss: Tensor = (self.linear(x).to(factors.dtype) * factors).square().mean()
+            return loss
+
+    torch.manual_seed(0)
+    example = {"x": torch.ones(2, 8, dtype=dtype)}
+    program = autoptd.compile(Scaled().to(dtype), (1, 1, 1), example_inputs=example, num_microbatches=2)
+    assert program.verify().passed

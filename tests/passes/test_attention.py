@@ -374,6 +374,19 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         .view(-1, S, S),
         v.reshape(-1, S, SIZE),
     ).view(2, HEADS, S, SIZE),
+    "into a buffer": lambda m, q, k, v, i: (
+        causal_fill(
+            m,
+            torch.baddbmm(
+                torch.empty(2 * HEADS, S, S).double(),
+                q.reshape(-1, S, SIZE),
+                k.reshape(-1, S, SIZE).transpose(1, 2),
+                beta=0,
+                alpha=0.3,
+            ).view(2, HEADS, S, S),
+        ).softmax(-1)
+        @ v
+    ),
 }
 
 

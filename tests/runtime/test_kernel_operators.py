@@ -320,6 +320,18 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
             r"\[2, 8\] cannot be seen as \[2, 2, 2\]",
         ),
         (lambda x, v: kernels.dropout(RANK, x.int(), 0.5, 1), "x of torch.int32"),
+        (
+            lambda x, v: kernels.dropout(RANK, x, 0.5, 1, sample=2),
+            r"sample is 2, expected a dimension of \[2, 8\]",
+        ),
+        (
+            lambda x, v: kernels.dropout(RANK, x, 0.5, 1, divided=-3),
+            r"divided is -3, expected a dimension of",
+        ),
+        (
+            lambda x, v: kernels.grouped_attention(*[x.view(1, 2, 1, 8).int()] * 3),
+            "grouped_attention was given q of torch.int32",
+        ),
         (lambda x, v: kernels.rotary_embedding(x, v[:3], v[:3]), r"cos \[3\] and sin \[3\], expected"),
         (lambda x, v: kernels.rotary_embedding(x, v, v[:4]), r"cos \[8\] and sin \[4\], expected"),
         (lambda x, v: kernels.rotary_embedding(x, x[None], x[None]), r"cos \[1, 2, 8\]"),
