@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import autoptd
-from samples import corpus, train
+from samples import attention_coverage, corpus, train
 from samples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -101,3 +101,16 @@ def test_a_step_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     scope = {"program": train.compile_program(train.make_model(args), args)}
     exec(SIMULATED, scope)
     assert (tmp_path / "step.json.gz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table_of_attentions_is_that_of_this_version() -> None:
+    """But for the errors, which are rounding."""
+    transformers = pytest.importorskip("transformers")
+    text = (ROOT / "samples" / "attention_coverage.md").read_text()
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the table is of another version of transformers")
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"]
+    written = [(*row[:3], row[4]) for row in rows[2:]]
+    assert written == [(*row[:3], row[4]) for row in attention_coverage.list_rows()]
