@@ -79,11 +79,11 @@ def run_plain(
 def _find_rounding(manifest: Manifest) -> torch.dtype | None:
     """What the program's literals of its activations' dtype were rounded to, where all parameters have one.
 
-    None where it has constants of float64: then the model may have meant literals of that.
+    None where it keeps others in float64: then the model may have meant literals of that.
     """
     tensors = manifest.parameters.values()
     trained = {p.dtype for p in tensors if p.kind == "parameter"}
-    exact = any(p.kind == "constant" and p.dtype is torch.float64 for p in tensors)
+    exact = any(p.kind != "parameter" and p.dtype is torch.float64 for p in tensors)
     return None if exact or len(trained) != 1 else trained.pop()
 
 

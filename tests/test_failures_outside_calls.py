@@ -235,3 +235,22 @@ def test_a_rank_that_compiles_ends_with_torchrun(launched: bool, tmp_path: Path)
     finally:
         if is_running(child):
             os.kill(child, signal.SIGKILL)
+
+
+def test_who_goes_on_without_sharding_its_optimizer_is_waited_for_no_longer_than_the_limit(
+    tmp_path: Path,
+) -> None:
+    program = build((1, 1, 2))
+
+    def work(rank: int) -> None:
+        parallel = program.bind("cpu")
+        mark(tmp_path)
+        if rank != VICTIM:
+            parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
+        idx = torch.zeros(4, 8, dtype=torch.long)
+        parallel(idx, idx)
+
+    ended = run_job(work, 2, tmp_path, {"AUTOPTD_TIMEOUT": str(LIMIT)})
+    assert all(ended.statuses.values())
+    assert max(ended.seconds.values()) < 2 * LIMIT + 5
+    assert "in comparison of what is sharded of step 0" in "\n".join(ended.lines)

@@ -451,9 +451,14 @@ def test_a_report_says_what_is_wrong() -> None:
     assert not Report(2.0, 2.0, {"a": 0.0}, ("ranks differ",), 1, 0.0).passed
 
 
+@pytest.mark.parametrize(
+    "values", [0.3, [0.3, 0.7, 0.1, 0.2, 0.6, 0.4, 0.9, 0.8]], ids=["one number", "several"]
+)
 @pytest.mark.parametrize("literal", [None, torch.float64], ids=["the activations' dtype", "float64"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_literals_are_the_programs(dtype: torch.dtype, literal: torch.dtype | None) -> None:
+def test_literals_are_the_programs(
+    dtype: torch.dtype, literal: torch.dtype | None, values: float | list[float]
+) -> None:
     """In float64 the plain model would have one of its activations' dtype exactly; what is meant so stays exact."""
 
     class Scaled(nn.Module):
@@ -462,7 +467,7 @@ def test_literals_are_the_programs(dtype: torch.dtype, literal: torch.dtype | No
             self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            factors = torch.tensor([0.3, 0.7], dtype=literal or x.dtype).repeat(4)
+            factors = torch.tensor(values, dtype=literal or x.dtype)
             loss: Tensor = (self.linear(x).to(factors.dtype) * factors).square().mean()
             return loss
 
