@@ -122,7 +122,7 @@ def find_mixed(program: Program, counted: bool = False) -> fx.Node | None:
             continue
         known = not reduced.isdisjoint(sources)
         normalized = "batch_norm" in aten_name(node.target) and argument(node, 5, "training", True)
-        meets = normalized or _is_along_batch(node, MEETING)
+        meets = normalized or _is_along_batch(node, MEETING, alone)
         several = (len(parts[node]) > 1 and _sizes(node)) or _count_batches(node, alone) > 1
         if meets or several or (known and _has_batch(node)):
             return node
@@ -203,12 +203,17 @@ def _has_batch(node: fx.Node) -> bool:
 
 
 def _count_batches(node: fx.Node, alone: bool = False) -> int:
-    """How many dimensions are the batch, or made of it.
+    """How many dimensions are the batch, or made of it."""
+    return sum(_is_batch(size, alone) for size in _sizes(node))
 
-    Where a sequence is `alone`, those that are the batch: its length may be taken for the number of all tokens.
+
+def _is_batch(size: Any, alone: bool) -> bool:
+    """Whether `size` is the batch, or made of it.
+
+    Where a sequence is `alone`, only the batch: its length may be taken for the number of all tokens.
     """
     b = letter("b")
-    return sum(size == b if alone else b in getattr(size, "free_symbols", ()) for size in _sizes(node))
+    return bool(size == b) if alone else b in getattr(size, "free_symbols", ())
 
 
 def _sizes(node: fx.Node) -> Sequence[Any]:
@@ -217,12 +222,12 @@ def _sizes(node: fx.Node) -> Sequence[Any]:
     return sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
 
 
-def _is_along_batch(node: fx.Node, places: Mapping[str, int]) -> bool:
+def _is_along_batch(node: fx.Node, places: Mapping[str, int], alone: bool = False) -> bool:
     """Whether `node` is one of the operators with these `places`, and what it names there is of the batch."""
     place, default = places.get(aten_name(node.target), 0), -1 if places is MEETING else 0
     sizes, dims = _sizes(node.all_input_nodes[0]) if place else (), argument(node, place, "dim", default)
     named = [sizes[d] for d in ([dims] if isinstance(dims, int) else dims)] if sizes else []
-    return any(letter("b") in getattr(size, "free_symbols", ()) for size in named)
+    return any(_is_batch(size, alone) for size in named)
 
 
 def _find_parts(node: fx.Node, parts: Mapping[fx.Node, set[Any]]) -> set[Any]:

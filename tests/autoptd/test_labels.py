@@ -506,10 +506,19 @@ def normalize(x: Tensor, y: Tensor) -> Tensor:
     return functional.batch_norm(x.mean(1) * y.mean(1), None, None, training=True).square().mean()
 
 
+def attend(x: Tensor, y: Tensor) -> Tensor:
+    """Weights of two heads, merged with the sequences as Megatron-LM has them."""
+    size, length, width = x.shape
+    q, k = (z.transpose(0, 1).reshape(length, size * 2, width // 2).transpose(0, 1) for z in (x, y))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(size, 2, length, length)
+    return scores.softmax(-1).square().mean()
+
+
 COMPARISONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "contrast": (contrast, "matmul"),
     "correlate": (correlate, "sub"),
     "normalize": (normalize, "batch_norm"),
+    "attend": (attend, ""),
     "tokens": (lambda x, y: torch.matmul(x, y.transpose(1, 2)).logsumexp(-1).mean(), ""),
     "sequences": (
         lambda x, y: (functional.normalize(x - x.mean(1, keepdim=True), dim=-1) * y).sum(2).mean(),
