@@ -208,10 +208,7 @@ def _count_batches(node: fx.Node, alone: bool = False) -> int:
 
 
 def _is_batch(size: Any, alone: bool) -> bool:
-    """Whether `size` is the batch, or made of it.
-
-    Where a sequence is `alone`, only the batch: its length may be taken for the number of all tokens.
-    """
+    """Whether `size` is the batch, or made of it; of a sequence `alone`, positions may be taken for all tokens."""
     b = letter("b")
     return bool(size == b) if alone else b in getattr(size, "free_symbols", ())
 

@@ -184,16 +184,23 @@ def save(
         return run_threads(program.manifest, work)
 
 
-@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+WAYS = [(True, True), (True, False), (False, True)]
+MOVES: list[tuple[str, MeshShape, MeshShape, str]] = [
+    ("packed", (1, 1, 4), (2, 1, 4), "adamw"),
+    ("packed", (2, 1, 2), (1, 2, 2), "adam"),
+    ("tied", (1, 2, 2), (1, 1, 4), "nadam"),
+    ("tied", (4, 1, 1), (2, 2, 2), "sgd"),
+    ("grouped", (2, 2, 2), (1, 1, 1), "rmsprop"),
+    ("grouped", (1, 1, 2), (1, 1, 2), "adamw"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "saved", "loaded", "optimizer"),
+    ("kind", "saved", "loaded", "optimizer", "first", "second"),
     [
-        ("packed", (1, 1, 4), (2, 1, 4), "adamw"),
-        ("packed", (2, 1, 2), (1, 2, 2), "adam"),
-        ("tied", (1, 2, 2), (1, 1, 4), "nadam"),
-        ("tied", (4, 1, 1), (2, 2, 2), "sgd"),
-        ("grouped", (2, 2, 2), (1, 1, 1), "rmsprop"),
-        ("grouped", (1, 1, 2), (1, 1, 2), "adamw"),
+        pytest.param(*move, *way, marks=[pytest.mark.slow] * ((i + j) % len(WAYS) > 0))
+        for i, move in enumerate(MOVES)
+        for j, way in enumerate(WAYS)
     ],
 )
 def test_a_sharded_checkpoint_moves(

@@ -96,7 +96,7 @@ def test_processes(name: str, mesh: Any, dtype: torch.dtype, recompute: str | in
     check_same(found, train_keeping(name, dtype, mesh))
 
 
-@pytest.mark.parametrize("recompute", ["full", 2])
+@pytest.mark.parametrize("recompute", ["full", pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(name: str, dtype: torch.dtype, recompute: str | int) -> None:

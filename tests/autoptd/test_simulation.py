@@ -173,7 +173,7 @@ def test_scatter_gather_sends_less() -> None:
     assert longest(True) == pytest.approx(size / 4 / SELENE.network.message_rate + latency)
 
 
-@pytest.mark.parametrize("nodes", [3, 5])
+@pytest.mark.parametrize("nodes", [3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (4, 1, 2), (2, 1, 4), (1, 2, 4)], ids=str)
 def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: int) -> None:
     """Where groups part over nodes some do and others not: whichever replica, or tensor rank, is named first."""

@@ -265,7 +265,7 @@ def more(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", [*HUGGING_FACE, "StableLm", "Olmo2", *PLAIN])
 def test_known_models_mean_the_same(name: str, batch: int) -> None:
     torch.manual_seed(0)

@@ -145,7 +145,7 @@ def test_a_part_that_would_save_nothing_is_kept() -> None:
             assert count_bytes(saved - taken) > count_bytes(taken - saved)
 
 
-@pytest.mark.parametrize(("layers", "size"), [(2, 1), (12, 1), (40, 2)])
+@pytest.mark.parametrize(("layers", "size"), [(2, 1), (12, 1), pytest.param(40, 2, marks=pytest.mark.slow)])
 def test_optimal_is_the_papers(layers: int, size: int) -> None:
     """c * A_in + (l / c) * A_int, in whole numbers, by the bytes of the ledger."""
     program = compile_sample("optimal", layers=layers)
