@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.calls import argument, dim_place, shape_of
+from autoptd.passes.calls import argument, reduced_dims, shape_of
 from autoptd.runtime import collectives
 from autoptd.share_movement import aligned, describe, merge, read, spread, take
 from autoptd.shares import PARTIAL, UNKNOWN, WHOLE, Found, Rule, Share, ShareError, Shares
@@ -241,9 +241,7 @@ def extreme(node: fx.Node, shares: Shares) -> Found:
 def _reduce(node: fx.Node, shares: Shares, partial: bool) -> Share:
     own: Any = node.args[0]
     share, rank = read(own, shares), len(shape_of(own))
-    given: Any = argument(node, dim_place(node), "dim")
-    listed = range(rank) if given in (None, []) else [given] if isinstance(given, int) else given
-    dims = [d % rank for d in listed]
+    dims = reduced_dims(node, rank)
     if share.dim is None:
         return UNKNOWN
     if share.dim in dims:

@@ -18,6 +18,22 @@ def dim_place(node: fx.Node) -> int:
     return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
 
 
+def named_dims(node: fx.Node) -> Any:
+    """The dimensions that a reduction names, as it does; None where it is over all."""
+    given = argument(node, dim_place(node), "dim")
+    return None if given == [] or isinstance(given, bool) else given  # var(x, unbiased)
+
+
+def reduced_dims(node: fx.Node, rank: int) -> list[int]:
+    """The dimensions that a reduction of `rank` dimensions is over."""
+    given = named_dims(node) if rank else None
+    return (
+        list(range(rank))
+        if given is None
+        else [d % rank for d in ([given] if isinstance(given, int) else given)]
+    )
+
+
 def refuse_random(node: fx.Node, target: Any) -> None:
     """Raise ValueError where the operator that `node` calls draws numbers."""
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:

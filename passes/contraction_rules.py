@@ -8,7 +8,7 @@ from torch import fx
 
 from autoptd.passes import axes as ax
 from autoptd.passes.axes import Axes, Axis
-from autoptd.passes.calls import argument, called, dim_place, shape_of
+from autoptd.passes.calls import argument, called, reduced_dims, shape_of
 from autoptd.passes.shape_rules import broadcast, opaque_tensor
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def einsum(analysis: Analysis, node: fx.Node) -> Axes:
 def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:
     """A sum over one divided axis is a partial sum; other reductions block what they reduce."""
     own = analysis.of(node.args[0])
-    dims = _dims(node, own)
+    dims = reduced_dims(node, len(own))
     if len(dims) == 1:
         analysis.sum_over(node, own[dims[0]])
     else:
@@ -212,19 +212,12 @@ def reduce_sum(analysis: Analysis, node: fx.Node) -> Axes:
 def reduce_whole(analysis: Analysis, node: fx.Node) -> Any:
     """Mean, maximum and the like need the whole dimension; some say where it is too."""
     own = analysis.of(node.args[0])
-    dims = _dims(node, own)
+    dims = reduced_dims(node, len(own))
     for d in dims:
         ax.block(own[d], f"{called(node)} reduces over it")
     reduced = _reduced(node, own, dims)
     value = node.meta["val"]
     return (reduced,) * len(value) if isinstance(value, (tuple, list)) else reduced
-
-
-def _dims(node: fx.Node, own: Axes) -> list[int]:
-    dims = argument(node, dim_place(node), "dim")
-    if dims is None or dims == []:
-        return list(range(len(own)))
-    return [d % len(own) for d in ([dims] if isinstance(dims, int) else dims)]
 
 
 def _reduced(node: fx.Node, own: Axes, dims: list[int]) -> Axes:

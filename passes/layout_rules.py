@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from autoptd.passes import layout_views as views
-from autoptd.passes.calls import argument, dim_place, shape_of
+from autoptd.passes.calls import dim_place, named_dims, reduced_dims, shape_of
 from autoptd.passes.forms import Form, broadcast, plain_dim, plain_form, size_of
 from autoptd.passes.layout_views import Rule, Written
 
@@ -129,16 +129,16 @@ def reduce(m: Mover, node: fx.Node) -> Written:
     """Sums and the like over named dimensions, or all."""
     source = node.args[0]
     form = m.form(source)
-    given = argument(node, place := dim_place(node), "dim")
     rank = len(form.dims)
-    listed = given is not None and given != [] and not isinstance(given, bool)  # var(x, unbiased)
-    dims = [d % rank for d in ([given] if isinstance(given, int) else given)] if listed else list(range(rank))
+    given, dims = named_dims(node), reduced_dims(node, rank)
     kept = bool(rank) and len(shape_of(node)) == rank
     halved = not form.merged and sum(map(form.holds, dims)) == 1
     placed: Any = [form.place(d) for d in dims]
     args, kwargs = node.args, dict(node.kwargs)
-    if listed and form.moved:
-        args, kwargs = views.replace_dim(node, place, "dim", placed[0] if isinstance(given, int) else placed)
+    if given is not None and form.moved:
+        args, kwargs = views.replace_dim(
+            node, dim_place(node), "dim", placed[0] if isinstance(given, int) else placed
+        )
     new = m.write((m.value(source), *args[1:]), kwargs)
     if not kept:
         return new, views.settled(replace(form.without(dims), moved=form.moved and not halved))
@@ -204,7 +204,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], views.resize(2)
     ),
-    "aten.repeat_interleave": views.resize(2),
+    "aten.repeat_interleave": views.resize(2, default=None),
     **dict.fromkeys(["aten.cat", "aten.concat", "aten.concatenate"], views.concatenate),
     "aten.stack": views.stack,
     **dict.fromkeys(["aten.pad", "aten.constant_pad_nd"], views.pad),

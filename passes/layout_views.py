@@ -118,7 +118,7 @@ def unbind(m: Mover, node: fx.Node) -> Written:
     return m.write((m.value(source), form.place(dim))), (out,) * len(node.meta["val"])
 
 
-def resize(position: int, name: str = "dim", default: int = 0) -> Rule:
+def resize(position: int, name: str = "dim", default: int | None = 0) -> Rule:
     """Operators that cut or stretch one dimension, which their argument `position` names: ``slice``."""
 
     def rule(m: Mover, node: fx.Node) -> Written:

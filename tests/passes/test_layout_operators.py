@@ -184,6 +184,8 @@ STEPS: list[Step] = [
     lambda m, x: x[torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])[None]],
     lambda m, x: x.narrow(1, 0, x.shape[1] - 1 or 1).sum(1, keepdim=True) + x,
     lambda m, x: x.std(),
+    lambda m, x: x.std(unbiased=False) + x,
+    lambda m, x: x.flatten().var(True) + x.repeat_interleave(2).view(*x.shape[:2], 2, -1)[:, :, 0, :1],
     lambda m, x: x.new_ones(x.shape) * x,
     lambda m, x: torch.zeros_like(x) + x,
     lambda m, x: torch.full((x.shape[0], x.shape[1], 1), 2.0).double() * x,
