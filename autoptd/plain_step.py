@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,18 @@ from autoptd.runtime.weighting import count_valid
 from autoptd.skeleton import set_training
 from autoptd.undropped import Undropped
 
+ROUNDING = 1e-9  # of a loss in float64, beyond which two are not one
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """The loss over all microbatches, its gradients, how many casts were promoted, and what is to say of the loss."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    promoted: int
+    notes: tuple[str, ...]
+
 
 def run_plain(
     manifest: Manifest,
@@ -26,11 +40,8 @@ def run_plain(
     loss_fn: Callable[..., Tensor] | None,
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
-) -> tuple[float, dict[str, Tensor], int]:
-    """The loss over all microbatches, its gradients, and how many casts were promoted.
-
-    Microbatches count by their valid labels where the program weighs them so, else alike.
-    """
+) -> PlainStep:
+    """One step; microbatches count by their valid labels where the program weighs them so, else alike."""
     examples = read_examples(model, make_example(manifest), loss_fn, None)
     names = [i.name for i in manifest.inputs]
     objective = Objective(model, names, examples.constants, loss_fn, examples.targets)
@@ -43,7 +54,7 @@ def run_plain(
     count = manifest.num_microbatches * manifest.mesh.data
     labels = manifest.weighing_labels
     valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
-    total = 0.0
+    losses: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
     with (
         keeping_attributes(objective),
@@ -57,23 +68,53 @@ def run_plain(
         for part in objective.children():
             set_training(part)
         for index in range(count):
-            values = tuple(
-                batch[i.name]
-                if i.batch_dim is None
-                else batch[i.name].chunk(count, i.batch_dim)[index].contiguous()
-                for i in manifest.inputs
-            )
             if valid.any() and not valid[index]:
                 continue  # the mean over none of its labels counts nothing
-            loss = objective(*values)
-            loss = loss / float(valid.sum() / valid[index])
-            loss.backward()
-            total += float(loss.detach())
+            loss = objective(*_take(manifest, batch, index))
+            losses[index] = float(loss.detach())
+            (loss / float(valid.sum() / valid[index])).backward()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:  # not in place: two parameters' may be in one memory
                     sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
                     leaf.grad = None
-    return total, sums, promotion.count
+        promoted, pair = promotion.count, list(losses)[:2]
+        apart = _average({index: losses[index] for index in pair}, valid)
+        notes = tuple(_compare_losses(apart, lambda: objective(*_take(manifest, batch, *pair))))
+    return PlainStep(_average(losses, valid), sums, promoted, notes if count > 1 else ())
+
+
+def _take(manifest: Manifest, batch: Mapping[str, Tensor], *indices: int) -> list[Tensor]:
+    """The microbatches of `indices` as one."""
+    count = manifest.num_microbatches * manifest.mesh.data
+    return [
+        batch[i.name]
+        if i.batch_dim is None
+        else torch.cat([batch[i.name].chunk(count, i.batch_dim)[index] for index in indices], i.batch_dim)
+        for i in manifest.inputs
+    ]
+
+
+def _average(losses: Mapping[int, float], valid: Tensor) -> float:
+    """Of microbatches' `losses` by index, as the `valid` labels of each weigh them; nan without any."""
+    counts = {index: float(valid[index]) for index in losses}
+    return sum(losses[index] * n for index, n in counts.items()) / (sum(counts.values()) or math.nan)
+
+
+def _compare_losses(apart: float, run: Callable[[], Tensor]) -> Iterator[str]:
+    """What is said where microbatches that `run` joins have another loss than, `apart`, their mean."""
+    try:
+        joined = float(run().detach())
+    except Exception as error:  # of the model's own code, with a batch of another size
+        yield (
+            "whether the whole batch's loss is the mean of the microbatches' was not seen: the plain model does not "
+            f"take two at once ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+        )
+        return
+    if abs(joined - apart) > ROUNDING * abs(apart):
+        yield (
+            f"two microbatches at once have loss {joined:.6g}, and {apart:.6g} is the mean of theirs, which a step "
+            "takes: over the whole batch the loss is another one"
+        )
 
 
 def _find_rounding(manifest: Manifest) -> torch.dtype | None:

@@ -72,18 +72,21 @@ def verify_program(
     wide = widen(manifest)
     # The plain model first: what it takes, the texts must take.
     with _explain_rows("the plain model", "pass batch= with values that it takes", values):
-        loss, gradients, promoted = run_plain(manifest, model, loss_fn, tensors, values)
+        plain = run_plain(manifest, model, loss_fn, tensors, values)
     with _explain_rows("the program", "the plain model takes it: correct the lookup in the text", values):
         found = _run_ranks(texts, wide, tensors, values)
     own, disagreements = join_gradients(wide, found)
     return Report(
         loss=found[0].loss,
-        reference_loss=loss,
-        gradient_errors=compare_gradients(own, gradients),
+        reference_loss=plain.loss,
+        gradient_errors=compare_gradients(own, plain.gradients),
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=tuple(_notes(program, manifest, promoted, sum(rank.promoted for rank in found))),
+        notes=(
+            *plain.notes,
+            *_notes(program, manifest, plain.promoted, sum(rank.promoted for rank in found)),
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -475,3 +475,57 @@ def test_literals_are_the_programs(
     example = {"x": torch.ones(2, 8, dtype=dtype)}
     program = autoptd.compile(Scaled().to(dtype), (1, 1, 1), example_inputs=example, num_microbatches=2)
     assert program.verify().passed
+
+
+# The loss of several microbatches
+
+
+class Lost(nn.Module):
+    """A loss of the tokens' losses [b, s]."""
+
+    def __init__(self, lose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.head, self.lose = nn.Embedding(67, 16), nn.Linear(16, 67), lose
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.table(idx)).transpose(1, 2)
+        return self.lose(functional.cross_entropy(logits, targets, reduction="none"))
+
+
+def fixed(x: Tensor) -> Tensor:
+    assert len(x) == 2, "for two"
+    return x.mean()
+
+
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lambda x: x.mean(), ""),
+        (lambda x: x.mean(1).amax(0), "two microbatches at once have loss "),
+        (lambda x: x[:1].mean(), "two microbatches at once have loss "),
+        (lambda x: x.mean() * len(x), "two microbatches at once have loss "),
+        (fixed, "the plain model does not take two at once (AssertionError: for two)"),
+    ],
+    ids=["mean", "largest", "first", "grown", "fixed"],
+)
+@pytest.mark.filterwarnings("ignore:.*another one than over the whole batch")
+def test_a_loss_that_is_not_the_mean_over_microbatches_is_said(
+    lose: Callable[[Tensor], Tensor], said: str
+) -> None:
+    ids = torch.randint(0, 67, (2, 8))
+    examples = {"idx": ids, "targets": ids}
+    program = autoptd.compile(Lost(lose), (1, 1, 2), example_inputs=examples, num_microbatches=2)
+    report = program.verify()
+    assert report.passed, report
+    assert [said in note for note in report.notes] == [True] * bool(said)
+
+
+def test_microbatches_that_labels_weigh_are_joined_as_they_weigh() -> None:
+    """Of unequal counts, of which one has none."""
+    program = autoptd.compile(gpt(), (1, 1, 1), microbatch_size=2, num_microbatches=4)
+    ids = torch.randint(0, 67, (8, 16))
+    targets = ids.clone()
+    targets[0, :9] = targets[2:4] = -100
+    report = program.verify(batch={"idx": ids, "targets": targets})
+    assert report.passed, report
+    assert report.notes == ()
