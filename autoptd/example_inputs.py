@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
+from autoptd.runtime.caller import warn_caller
 from autoptd.runtime.manifest import Fixed, Input, Manifest
 from autoptd.runtime.tagged_json import decode_value, encode_value
 
@@ -80,6 +81,8 @@ def read_examples(
             )
     if "use_cache" in forward and "use_cache" not in given:
         constants["use_cache"] = False  # a training step has no use for the key/value cache
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            _warn_of_packing(given)
     tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
     order = {name: place for place, name in enumerate((*forward, *targets))}
     names = sorted(tensors, key=lambda name: order.get(name, len(order)))
@@ -96,6 +99,17 @@ def read_examples(
         Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names
     )
     return Examples(inputs, constants, targets)
+
+
+def _warn_of_packing(given: Mapping[str, Any]) -> None:
+    """Where a cache that is not made says whether transformers takes a sequence for several."""
+    if given.get("position_ids") is not None and given.get("attention_mask") is None:
+        warn_caller(
+            "position_ids come without attention_mask: transformers takes positions that start anew for several "
+            "sequences packed into one, which do not attend to each other, but only where it makes no key/value cache. "
+            "A step makes none, and this plain model does. For packed sequences set model.config.use_cache = False, "
+            "that both are the same; for a single one give use_cache=True among example_inputs, or an attention_mask"
+        )
 
 
 def make_example(manifest: Manifest) -> dict[str, Any]:

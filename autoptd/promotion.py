@@ -54,10 +54,11 @@ class Promotion(TorchDispatchMode):
         elif given is not None or not makes:
             return func(*args, **options)
         else:
-            result = func(*args, **options)
-            if not isinstance(result, Tensor) or result.dtype not in LOW:
-                return result
-            given = result.dtype
+            # Without values, of which the least of float64 is none of the dtype that is promoted.
+            shown = func(*args, **{**options, "device": "meta"})
+            if not isinstance(shown, Tensor) or shown.dtype not in LOW:
+                return func(*args, **options)
+            given = shown.dtype
         if position < len(args):
             args = (*args[:position], promote(given), *args[position + 1 :])
         else:

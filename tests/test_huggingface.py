@@ -9,6 +9,7 @@ stays of float32 are values, not arithmetic: weights and rotary frequencies are 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -220,3 +221,31 @@ def test_five_steps_of_gpt2() -> None:
 
     fresh = MODELS["gpt2"]()
     fresh.load_state_dict(found.state, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("cached", "given", "said"),
+    [
+        (True, {}, True),
+        (True, {"use_cache": True}, False),
+        (True, {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}, False),
+        (False, {}, False),
+    ],
+    ids=["cached", "cache given", "mask given", "packed"],
+)
+def test_packed_sequences(cached: bool, given: dict[str, Any], said: bool) -> None:
+    """Positions that start anew: what the plain model makes of them, or a warning that it makes something else."""
+    torch.manual_seed(0)
+    model = HUGGING_FACE["llama"]().double()
+    model.config.use_cache = cached  # type: ignore[union-attr]
+    ids, half = torch.randint(0, VOCABULARY, (2, LENGTH)), LENGTH // 2
+    positions = torch.arange(half).repeat(2)[None].expand(2, -1)
+    tensors = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    plain = float(model(**tensors, **given).loss.detach())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = autoptd.compile(model, (1, 1, 1), example_inputs=tensors | given, num_microbatches=1)
+    assert any("packed" in str(entry.message) for entry in caught) == said
+    parallel = program.bind()
+    loss = parallel(**tensors, **{k: x for k, x in given.items() if isinstance(x, Tensor)}).loss
+    assert (abs(float(loss) - plain) < 1e-6 * plain) != said

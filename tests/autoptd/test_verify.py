@@ -404,6 +404,8 @@ def test_promotion_leaves_whole_numbers_alone() -> None:
         assert torch.arange(3).dtype is torch.int64
         assert torch.arange(3).float().dtype is torch.float64
         assert torch.zeros(3).dtype is torch.float64
+        least = torch.finfo(torch.float64).min  # as a model makes it of its activations' dtype
+        assert torch.full((), least).item() == least
         assert torch.linspace(0, 1, 4)[1].item() == torch.linspace(0, 1, 4, dtype=torch.float64)[1].item()
         assert torch.tensor([0.5]).dtype is torch.float64
         assert x.long().dtype is torch.int64
