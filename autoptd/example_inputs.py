@@ -105,10 +105,10 @@ def _warn_of_packing(given: Mapping[str, Any]) -> None:
     """Where a cache that is not made says whether transformers takes a sequence for several."""
     if given.get("position_ids") is not None and given.get("attention_mask") is None:
         warn_caller(
-            "position_ids come without attention_mask: transformers takes positions that start anew for several "
-            "sequences packed into one, which do not attend to each other, but only where it makes no key/value cache. "
-            "A step makes none, and this plain model does. For packed sequences set model.config.use_cache = False, "
-            "that both are the same; for a single one give use_cache=True among example_inputs, or an attention_mask"
+            "position_ids come without attention_mask: transformers takes positions that start anew for packed "
+            "sequences, which do not attend to each other, but only where it makes no key/value cache. A step makes "
+            "none, and this plain model does. For packed sequences set model.config.use_cache = False; for a single "
+            "one give use_cache=True among example_inputs, or an attention_mask"
         )
 
 

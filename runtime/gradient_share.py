@@ -348,10 +348,11 @@ def check_elsewhere(parameters: Mapping[str, nn.Parameter]) -> None:
 def clear_with(own: nn.Parameter, parameters: Mapping[str, nn.Parameter]) -> None:
     """Clear the gradient of `own` where that of each of `parameters`, which have it elsewhere, was cleared.
 
-    Raises ValueError where it was of some only: the others' are in `own` with it.
+    One that the caller gave `own`, who had it of torch.autograd.grad, stays. Raises ValueError where it was of some
+    only: the others' are in `own` with it.
     """
     cleared = [name for name, parameter in parameters.items() if parameter.grad is None]
-    if own.grad is None or not cleared:
+    if not cleared or not isinstance(own.grad, GradientShare) or not own.grad.kept:
         return
     if len(cleared) < len(parameters):
         raise ValueError(

@@ -19,7 +19,7 @@ import autoptd
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("runtime", "passes", "autoptd", "samples")  # from the ground up
-FILE_LINES, FUNCTION_LINES, HOUSE_LINES = 400, 70, 33_400
+FILE_LINES, FUNCTION_LINES, HOUSE_LINES = 400, 70, 33_420
 BANNED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "base", "abstract", "data2"}
 
 

@@ -509,6 +509,29 @@ def test_gradients_that_autograd_is_asked_for_are_those_of_the_parts() -> None:
     run_threads(chain.manifest, ask)
 
 
+def test_gradients_that_autograd_was_asked_for_are_stepped_by() -> None:
+    """The parameters have none then, which does not clear what the caller gave the parts."""
+    chain = Chain((1, 1, 2))
+
+    def step(connection: Connection, ask: bool) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.shard_optimizer(OPTIMIZERS["SGD"](list(parallel.parameters())))
+        loss = parallel(**chain.batch(connection.rank.coordinates.data))["loss"]
+        if ask:
+            parts = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            given = torch.autograd.grad(loss, parts, allow_unused=True)
+            for part, gradient in zip(parts, given, strict=True):
+                part.grad = gradient
+        else:
+            loss.backward()
+        optimizer.step()
+        return {name: p.detach().clone() for name, p in parallel.named_parameters()}
+
+    own, whole = (run_threads(chain.manifest, partial(step, ask=ask)) for ask in (True, False))
+    for found, expected in zip(own, whole, strict=True):
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
 def test_a_large_part_is_looked_at_to_its_end() -> None:
     shard = Shard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, LocalGroup(1, 0))
     assert not shard.is_written()
