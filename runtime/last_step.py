@@ -18,7 +18,7 @@ class LastStep:
     """The last call of the parallel model, as THIS rank saw it; `loss` and `gradient_norm` are the whole model's.
 
     `gradient_norm` is None unless the gradients of this call were clipped: by the parallel model, or by torch's own
-    function where ranks have shares of them, as with tensor or pipeline ranks. `step_seconds` is the call alone, without
+    function where ranks have shares of them, as tensor and pipeline ranks do. `step_seconds` is the call alone, without
     the optimizer and the data; `tokens_per_second` is of all replicas (None where no input is one of tokens).
     `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
     it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
