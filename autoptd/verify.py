@@ -34,6 +34,7 @@ from autoptd.trial import draw_batch, draw_weights
 from autoptd.weights import check_parameters
 
 COPIES = 3  # of each tensor while a step runs: itself, its gradient, and a sum on its way
+PLAIN = "the plain model"
 MARGIN = 256 * 2**20  # bytes for activations and the rest
 
 
@@ -71,7 +72,7 @@ def verify_program(
     values = draw_batch(program, manifest, batch, seed)
     wide = widen(manifest)
     # The plain model first: what it takes, the texts must take.
-    with _explain_rows("the plain model", "pass batch= with values that it takes", values):
+    with _explain_rows(PLAIN, "pass batch= with values that it takes", values):
         plain = run_plain(manifest, model, loss_fn, tensors, values)
     with _explain_rows("the program", "the plain model takes it: correct the lookup in the text", values):
         found = _run_ranks(texts, wide, tensors, values)
@@ -200,7 +201,9 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
                 "model with another one; of transformers' experts: model.set_experts_implementation('batched_mm')"
             ) from error
         if not isinstance(error, IndexError) and "out of bounds" not in str(error):
-            raise
+            raise ValueError(
+                f"verify computes in float64, and {who} fails there, at {line}: {error}"
+            ) from error
         held = (
             f"{name} from {int(x.min())} to {int(x.max())}"
             for name, x in batch.items()

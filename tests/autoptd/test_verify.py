@@ -531,3 +531,19 @@ def test_microbatches_that_labels_weigh_are_joined_as_they_weigh() -> None:
     report = program.verify(batch={"idx": ids, "targets": targets})
     assert report.passed, report
     assert report.notes == ()
+
+
+def test_a_model_that_takes_no_float64_is_named_with_its_line() -> None:
+    def lose(x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise RuntimeError("not in float32")
+        return x.mean()
+
+    ids = torch.randint(0, 67, (2, 8))
+    examples = {"idx": ids, "targets": ids}
+    program = autoptd.compile(Lost(lose), (1, 1, 1), example_inputs=examples, num_microbatches=2)
+    with pytest.raises(
+        ValueError,
+        match=r"computes in float64, and the plain model fails there, at .*test_verify\.py:\d+: .*: not in float32",
+    ):
+        program.verify()
