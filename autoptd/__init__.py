@@ -7,33 +7,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoptd.calibration import calibrate
-    from autoptd.check import ProgramError
+    from autoptd.calibration.fit import calibrate
+    from autoptd.check.program import ProgramError
     from autoptd.compiled import CompiledProgram
     from autoptd.compiler import compile, load
     from autoptd.difference import diff
-    from autoptd.passes.cluster import Cluster
-    from autoptd.planner import plan
-    from autoptd.ranking import Plan
-    from autoptd.runtime.checkpoint_error import CheckpointError
-    from autoptd.safetensors_folder import SafetensorsFolder
-    from autoptd.simulation import Simulation
-    from autoptd.simulator import simulate_schedule
+    from autoptd.passes.cost.cluster import Cluster
+    from autoptd.planning.plan import Plan
+    from autoptd.planning.search import plan
+    from autoptd.runtime.checkpoint.error import CheckpointError
+    from autoptd.simulate.schedule import simulate_schedule
+    from autoptd.simulate.step import Simulation
+    from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 _HOMES = {
-    "CheckpointError": "autoptd.runtime.checkpoint_error",
-    "Cluster": "autoptd.passes.cluster",
-    "Plan": "autoptd.ranking",
-    "calibrate": "autoptd.calibration",
+    "CheckpointError": "autoptd.runtime.checkpoint.error",
+    "Cluster": "autoptd.passes.cost.cluster",
+    "Plan": "autoptd.planning.plan",
+    "calibrate": "autoptd.calibration.fit",
     "diff": "autoptd.difference",
-    "plan": "autoptd.planner",
+    "plan": "autoptd.planning.search",
     "CompiledProgram": "autoptd.compiled",
-    "ProgramError": "autoptd.check",
-    "SafetensorsFolder": "autoptd.safetensors_folder",
-    "Simulation": "autoptd.simulation",
+    "ProgramError": "autoptd.check.program",
+    "SafetensorsFolder": "autoptd.weights.safetensors_folder",
+    "Simulation": "autoptd.simulate.step",
     "compile": "autoptd.compiler",
     "load": "autoptd.compiler",
-    "simulate_schedule": "autoptd.simulator",
+    "simulate_schedule": "autoptd.simulate.schedule",
 }
 
 __all__ = [

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from autoptd.cli import main
+from autoptd.cli.main import main
 
 sys.exit(main())

@@ -12,38 +12,38 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from autoptd.archive import program_hash, save_folder
-from autoptd.capture import check_model
-from autoptd.check import ProgramError, check_program
-from autoptd.collector import paused_collector
-from autoptd.cost import Cost
-from autoptd.explanation import Explanation, explain_program
+from autoptd.capture.export import check_model
+from autoptd.check.program import ProgramError, check_program
+from autoptd.gc_pause import paused_collector
+from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
 from autoptd.options import Options, check_backend, check_known, check_seed
-from autoptd.overview import Overview
-from autoptd.page import write_page
-from autoptd.passes.cluster import Cluster
-from autoptd.passes.program import Stage
-from autoptd.rank_program import RankProgram
-from autoptd.report import Report
-from autoptd.runtime.call import find_shape
-from autoptd.runtime.heap import keep_heap
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.ir.program import Stage
+from autoptd.reports.explanation import Explanation, explain_program
+from autoptd.reports.overview import Overview
+from autoptd.reports.page import write_page
+from autoptd.reports.summary import summarize
+from autoptd.runtime.engine.batch import find_shape
+from autoptd.runtime.engine.bound_shape import ShapeProgram
+from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
+from autoptd.runtime.guards.weight_agreement import compare_weights
+from autoptd.runtime.health.malloc import keep_heap
 from autoptd.runtime.launch import join
-from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.module import Parallel, signed
-from autoptd.runtime.optimizer_watch import refuse_forgotten
-from autoptd.runtime.program_text import compile_stages, read_program
-from autoptd.runtime.schedule import Action
-from autoptd.runtime.shape import ShapeProgram
-from autoptd.runtime.weight_agreement import compare_weights
-from autoptd.runtime.weights import Stored, check_proved
-from autoptd.shapes import describe_shape, find_disagreement, naming_program
-from autoptd.simulation import Simulation, Training, simulate_program
-from autoptd.summary import summarize
-from autoptd.tracing import shape_folder, text_filename, trace_program
-from autoptd.verify import verify_program
-from autoptd.weights import check_given, check_parameters, check_values, read_weights
-from autoptd.zero3 import Zero3Step, simulate_zero3
+from autoptd.runtime.module.parallel import Parallel, signed
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.program_text import compile_stages, read_program
+from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.weights.slices import Stored, check_proved
+from autoptd.simulate.step import Simulation, Training, simulate_program
+from autoptd.simulate.symbolic_cost import Cost
+from autoptd.simulate.zero3 import Zero3Step, simulate_zero3
+from autoptd.text.folder import program_hash, save_folder
+from autoptd.text.rank_program import RankProgram
+from autoptd.text.reader import shape_folder, text_filename, trace_program
+from autoptd.verification.report import Report
+from autoptd.verification.step import verify_program
+from autoptd.weights.sources import check_given, check_parameters, check_values, read_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class CompiledProgram:
 
         What is judged is traced from the texts, which are what runs. Gives a line for each operator, of an edited
         text or by `rules`, that the proof does not cover: run `verify` for these. Raises `ProgramError` naming the
-        first contradiction (autoptd/check.py lists what is proved), ValueError for a text that does not trace.
+        first contradiction (autoptd/check/program.py lists what is proved), ValueError for a text that does not trace.
         """
         uncovered: list[str] = []
         for program in self.shapes:
@@ -145,7 +145,7 @@ class CompiledProgram:
 
         Of several input shapes each is verified, with a given `batch` the one that it has.
 
-        See `autoptd.verify.verify_program` for the arguments and what is raised.
+        See `autoptd.verification.step.verify_program` for the arguments and what is raised.
         """
         check_known(CompiledProgram.verify, unknown)
         check_seed(seed)

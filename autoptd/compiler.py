@@ -10,20 +10,27 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoptd.ambient import leave_autocast
-from autoptd.archive import load_folder
-from autoptd.batch_mean import describe_means
-from autoptd.capture import capture
-from autoptd.check import check_program
-from autoptd.collector import paused_collector
+from autoptd.capture.autocast_state import leave_autocast
+from autoptd.capture.broadcast_dropout import mark_expanded
+from autoptd.capture.example_inputs import read_arguments
+from autoptd.capture.export import capture
+from autoptd.check.program import check_program
 from autoptd.compiled import CompiledProgram
-from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
-from autoptd.emit import emit_texts
-from autoptd.example_inputs import read_arguments
-from autoptd.expanded_positions import mark_expanded
-from autoptd.fitting import choose_fitting, fit_program
-from autoptd.initialization import read_initial
-from autoptd.labels import describe_labels
+from autoptd.gc_pause import paused_collector
+from autoptd.input_shapes import (
+    check_examples,
+    find_disagreement,
+    guess_batch,
+    keep_whole,
+    list_examples,
+    naming_program,
+    naming_shape,
+    rename_own,
+)
+from autoptd.loss.class_ranges import describe_rows
+from autoptd.loss.labels import describe_labels
+from autoptd.loss.mean_warnings import describe_means
+from autoptd.memory_fit import choose_fitting, fit_program
 from autoptd.options import (
     Options,
     check_flags,
@@ -34,37 +41,30 @@ from autoptd.options import (
     check_seed,
     read_mesh,
 )
-from autoptd.pass_texts import keep_text
-from autoptd.passes.alignment import align_cut
-from autoptd.passes.cluster import Cluster
-from autoptd.passes.program import Program
-from autoptd.passes.stages import Found, boundaries, cut_at, find_cut
-from autoptd.passes.uncut import Uncut, passes_from_the_cut
-from autoptd.passes.work import forward_work
-from autoptd.planner import plan
-from autoptd.row_numbers import describe_rows
-from autoptd.runtime.caller import warn_caller
+from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.work import forward_work
+from autoptd.passes.ir.program import Program
+from autoptd.passes.stages.align_shapes import align_cut
+from autoptd.passes.stages.cut import Found, boundaries, cut_at, find_cut
+from autoptd.passes.stages.fused_order import Uncut, passes_from_the_cut
+from autoptd.planning.search import plan
+from autoptd.progress import Watch
 from autoptd.runtime.launch import end_with_launcher
-from autoptd.runtime.manifest import Manifest, Proved, StageInterface
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.part import name_layers
-from autoptd.runtime.placement import Parameter
-from autoptd.runtime.schedule import Schedule, make_schedule
-from autoptd.runtime.weights import hash_values
-from autoptd.shapes import (
-    check_examples,
-    find_disagreement,
-    guess_batch,
-    keep_whole,
-    list_examples,
-    naming_program,
-    naming_shape,
-    rename_own,
-)
-from autoptd.stage_times import count_flops
-from autoptd.tracing import shape_folder, trace_program
+from autoptd.runtime.program.manifest import Manifest, Proved, StageInterface
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.schedule import Schedule, make_schedule
+from autoptd.runtime.user_warnings import warn_caller
+from autoptd.runtime.weights.slices import hash_values
+from autoptd.runtime.weights.submodules import name_layers
+from autoptd.simulate.stage_times import count_flops
+from autoptd.text.folder import load_folder
+from autoptd.text.pass_dump import keep_text
+from autoptd.text.reader import shape_folder, trace_program
+from autoptd.text.writer import emit_texts
 from autoptd.versions import read_versions, warn_untested
-from autoptd.watch import Watch
+from autoptd.weights.deferred_init import read_initial
 
 warn_untested(read_versions())
 
@@ -108,9 +108,9 @@ def compile(
         num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
         scatter_gather: send 1/t of a replicated boundary tensor per tensor rank, all-gather on arrival (SC21 §4.1).
         recompute: "none" (default), "selective", "full", every k layers, or "optimal" (SC21 §3.5; passes/recompute.py).
-        fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion.py).
+        fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion/rules.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
-        rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (passes/axis_rules.py).
+        rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `axis_rules`).
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
         world_size, global_batch: devices, and sequences a step, for mesh="auto".

@@ -8,8 +8,8 @@ from itertools import zip_longest
 from math import prod
 
 from autoptd.compiled import CompiledProgram
-from autoptd.ranking import Plan
-from autoptd.runtime.weights import hash_values
+from autoptd.planning.plan import Plan
+from autoptd.runtime.weights.slices import hash_values
 
 TEXT = "text of pipeline rank"
 

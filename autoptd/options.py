@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.passes.recompute import MODES
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.schedule import SCHEDULES
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule import SCHEDULES
 
 LAYOUTS = ("sbh", "bsh")
 AXES = ("tensor", "pipeline", "data")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from autoptd.runtime.caller import warn_caller
+from autoptd.runtime.user_warnings import warn_caller
 
 # From the first to the last version, (major, minor).
 TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 9))}

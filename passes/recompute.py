@@ -16,13 +16,13 @@ from math import ceil
 import torch
 from torch import fx
 
-from autoptd.passes.calls import operator_name, values_taken, walk
-from autoptd.passes.layers import Layer, find_stacks
-from autoptd.passes.ledger import Ledger, count_bytes
-from autoptd.passes.naming import find_containers, short_path
-from autoptd.passes.product_work import find_factors
-from autoptd.passes.program import Program
-from autoptd.passes.work import forward_work
+from autoptd.passes.cost.product_work import find_factors
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.cost.work import forward_work
+from autoptd.passes.ir.names import find_containers, short_path
+from autoptd.passes.ir.nodes import operator_name, values_taken, walk
+from autoptd.passes.ir.program import Program
+from autoptd.passes.structure.layers import Layer, find_stacks
 from autoptd.runtime import aten, collectives
 
 MODES = ("none", "selective", "full", "optimal")

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autoptd.runtime.copied_products import Linear, SplitLinear, multiply_copied
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import activate_linear
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.overlapped_linears import Linear, SplitLinear, multiply_copied
 
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from autoptd.runtime.connection import Connection, check_world_size, connect
-from autoptd.runtime.failure import Record
-from autoptd.runtime.journal import Journal, TracedPosition
-from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.position import Position
-from autoptd.runtime.roster import gather_roster
-from autoptd.runtime.watchdog import PATIENCE, Watchdog
+from autoptd.runtime.comm.connection import Connection, check_world_size, connect
+from autoptd.runtime.comm.journal import Journal, TracedPosition
+from autoptd.runtime.health.activity import Position
+from autoptd.runtime.health.failure_record import Record
+from autoptd.runtime.health.local_ranks import gather_roster
+from autoptd.runtime.health.watchdog import PATIENCE, Watchdog
+from autoptd.runtime.program.manifest import Manifest
 
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 

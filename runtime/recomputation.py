@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.comm.rank import Rank
 
 
 def recompute(rank: Rank, function: Callable[..., Any], *values: Tensor) -> Any:

@@ -16,14 +16,14 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from autoptd.capture import capture
-from autoptd.passes.attention import Finding, find_attentions, recognize_attention
-from autoptd.passes.constants import fold_constants
-from autoptd.passes.normalize import normalize
-from autoptd.passes.program import Program, copy_graph
-from autoptd.promotion import Promotion, promote
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.rank import Rank
+from autoptd.capture.export import capture
+from autoptd.passes.attention.recognition import Finding, find_attentions, recognize_attention
+from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.passes.normal_form.constants import fold_constants
+from autoptd.passes.normal_form.normalize import normalize
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.verification.float64 import Promotion, promote
 
 VOCABULARY, LENGTH = 61, 16
 IMPLEMENTATIONS = ("eager", "sdpa")

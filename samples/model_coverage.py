@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import read_program
-from autoptd.tracing import program_filename
-from autoptd.weights import read_weights
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.program_text import read_program
+from autoptd.text.reader import program_filename
+from autoptd.weights.sources import read_weights
 from samples.attention_coverage import (
     CLASSES,
     EXPERTS,

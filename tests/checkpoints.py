@@ -13,9 +13,9 @@ from torch import Tensor
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import read_program
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.program_text import read_program
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import Batch, one_thread, split_batch
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.program import Program, Stage
-from autoptd.passes.propagation import Propagation
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.manifest import Output
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.placement import Parameter
+from autoptd.runtime.program.manifest import Output
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter
 
 B, S, HEADS, SIZE = 2, 3, 2, 4
 H = HEADS * SIZE

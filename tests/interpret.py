@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.program import Program
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.rank import Rank
+from autoptd.passes.ir.program import Program
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.mesh import Mesh
 
 
 def run_graph(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.data_parallel import split_rows
-from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.placement import Parameter
+from autoptd.runtime.optimizer.gradient_buckets import split_rows
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.placement import Parameter
 from tests.ranks import run_ranks
 
 Batch = Mapping[str, Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime import aten
-from autoptd.runtime.manifest_json import from_json, to_json
+from autoptd.runtime.program.manifest_json import from_json, to_json
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import Batch, Run, Step, train_compiled, train_plain

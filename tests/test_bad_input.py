@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoptd
-from autoptd.runtime.module import Parallel
+from autoptd.runtime.module.parallel import Parallel
 from tests.generated_models import GeneratedGPT, ModelConfig, make_batch, make_model
 from tests.ranks import run_ranks
 

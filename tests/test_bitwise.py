@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import autoptd
-from autoptd.runtime.program_text import read_program
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.program_text import read_program
 from tests.generated_models import GeneratedGPT, ModelConfig, make_batch, make_model
 from tests.parity import (
     Batch,

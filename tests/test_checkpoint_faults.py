@@ -21,12 +21,12 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.runtime import checkpoint_files
-from autoptd.runtime.checkpoint_files import RECORD, find_step
-from autoptd.runtime.checkpoint_loading import read_step
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.piece_file import check_header
+from autoptd.runtime.checkpoint import files
+from autoptd.runtime.checkpoint.files import RECORD, find_step
+from autoptd.runtime.checkpoint.loading import read_step
+from autoptd.runtime.checkpoint.safetensors_stream import check_header
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.module.parallel import Parallel
 from samples.benchmarks.process_memory import begin_peak, read_memory
 from tests.checkpoints import CONFIGS, assert_same, bind_thread, compile_config, run_mesh, train_steps
 from tests.generated_models import make_batch
@@ -357,7 +357,7 @@ def fuzz_records(step: Path, times: int, draw: random.Random) -> int:
         if name != RECORD:
             old, new = (sha256(of[name]).hexdigest().encode() for of in (texts, changed))
             changed[RECORD] = texts[RECORD].replace(old, new)
-        changed["COMMIT"] = checkpoint_files._write_commit(1, sha256(changed[RECORD]).hexdigest())
+        changed["COMMIT"] = files._write_commit(1, sha256(changed[RECORD]).hexdigest())
         for file, text in changed.items():
             (step / file).write_bytes(text)
         try:
@@ -399,7 +399,7 @@ def test_twenty_thousand_hostile_files(tmp_path: Path) -> None:
 def test_a_long_text_takes_bounded_memory(unit: str, tmp_path: Path) -> None:
     """What JSON of the greatest length becomes in memory."""
     before = begin_peak()
-    count = (checkpoint_files._TEXT_LIMIT - 2) // (len(unit) + 1)
+    count = (files._TEXT_LIMIT - 2) // (len(unit) + 1)
     text = b"[" + b",".join([unit.encode()] * count) + b"]"
     with pytest.raises(autoptd.CheckpointError, match="expected an object"):
         check_header(text, 10, "file")

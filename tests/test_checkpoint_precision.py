@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.module.parallel import Parallel
 from tests.checkpoints import assert_same
 from tests.runtime.chain import Chain
 

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime import boxes, data_parallel
-from autoptd.runtime.checkpoint_error import own_number
-from autoptd.runtime.communicator import ThreadGroup
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.piece_file import DTYPES, PieceFile
+from autoptd.runtime.checkpoint import regions
+from autoptd.runtime.checkpoint.error import own_number
+from autoptd.runtime.checkpoint.safetensors_stream import DTYPES, PieceFile
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.comm.groups import ThreadGroup
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.optimizer import gradient_buckets
 from tests.checkpoints import (
     CONFIGS,
     OPTIMIZERS,
@@ -66,8 +67,8 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 @pytest.fixture(autouse=True)
 def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of a few parameters each, whose bounds fall elsewhere on each mesh."""
-    monkeypatch.setattr(data_parallel, "BUCKET_BYTES", 20_000)
-    monkeypatch.setattr(boxes, "PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(regions, "PIECE_ELEMENTS", PIECE)
 
 
 def read_logical(folder: Path) -> tuple[dict[str, Tensor], Any]:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime import checkpoint_files, checkpoint_saving
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.piece_file import write_pieces
+from autoptd.runtime.checkpoint import files, saving
+from autoptd.runtime.checkpoint.safetensors_stream import write_pieces
+from autoptd.runtime.module.parallel import Parallel
 from tests.checkpoints import CONFIGS, assert_same, compile_config, run_mesh
 from tests.generated_models import make_batch
 from tests.plain_models import LENGTH, PLAIN
@@ -89,7 +89,7 @@ def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path, monkeypatch: pyte
         time.sleep(0.2)
         return write(*args)
 
-    monkeypatch.setattr(checkpoint_saving, "write_pieces", write_late)
+    monkeypatch.setattr(saving, "write_pieces", write_late)
     parallel.save_checkpoint(tmp_path, optimizer, asynchronous=True)
     assert not list(tmp_path.glob("*/COMMIT"))
     with torch.no_grad():
@@ -354,6 +354,6 @@ def test_a_damaged_file_on_one_rank_is_every_ranks_error(tmp_path: Path) -> None
 
 
 def test_a_text_is_not_longer_than_a_reader_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_TEXT_LIMIT", 1000)
+    monkeypatch.setattr(files, "_TEXT_LIMIT", 1000)
     with pytest.raises(autoptd.CheckpointError, match="longer than 1000 bytes"):
         bind()[0].save_checkpoint(tmp_path)

@@ -19,12 +19,12 @@ import torch
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.passes.ledger import find_repeated
-from autoptd.passes.program import recomputed_groups
+from autoptd.passes.cost.saved_tensors import find_repeated
+from autoptd.passes.ir.program import recomputed_groups
+from autoptd.reports.summary import format_bytes
 from autoptd.runtime import collectives, kernels
-from autoptd.runtime.communicator import Group
-from autoptd.runtime.transfer import is_scattered
-from autoptd.summary import format_bytes
+from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.comm.transfer import is_scattered
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model

@@ -20,11 +20,11 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
-from autoptd.runtime.communicator import LocalGroup
-from autoptd.runtime.journal import Journal, TracedGroup, TracedPosition
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.position import PHASES, Position
-from autoptd.runtime.schedule import Action
+from autoptd.runtime.comm.groups import LocalGroup
+from autoptd.runtime.comm.journal import Journal, TracedGroup, TracedPosition
+from autoptd.runtime.health.activity import PHASES, Position
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.schedule import Action
 from samples.gpt import GPT, GPTConfig
 from tests.jobs import Ended, mark, run_job
 

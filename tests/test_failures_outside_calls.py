@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.runtime import launch
-from autoptd.runtime.module import Parallel
+from autoptd.runtime.module.parallel import Parallel
 from tests.jobs import Ended, mark, run_job
 from tests.test_failures import KILLED, LINES, build, is_running, strike, wait_for_ends
 

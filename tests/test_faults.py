@@ -19,15 +19,17 @@ from torch import Tensor
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime import clipping, launch, module
-from autoptd.runtime.communicator import Done, Posted, ProcessGroup
-from autoptd.runtime.connection import Connection
-from autoptd.runtime.executor import StageRun
-from autoptd.runtime.placement import Placement, Segment
-from autoptd.runtime.program_text import read_program
-from autoptd.runtime.schedule import Action
-from autoptd.runtime.schedule_text import format_schedule
-from autoptd.runtime.transfer import Departure
+from autoptd.runtime import launch
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Done, Posted, ProcessGroup
+from autoptd.runtime.comm.transfer import Departure
+from autoptd.runtime.engine.executor import StageRun
+from autoptd.runtime.module import parallel
+from autoptd.runtime.optimizer import clipping
+from autoptd.runtime.program.placement import Placement, Segment
+from autoptd.runtime.program.program_text import read_program
+from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule_text import format_schedule
 from samples.benchmarks.uniform_cut import uniform_cuts
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import Batch, ParityError, Run, Training, compare, train_compiled, train_plain
@@ -210,13 +212,13 @@ def differentiate_another_microbatch() -> None:
 
 
 def shift_the_targets() -> None:
-    split_batch: Callable[..., list[tuple[Tensor, ...]]] = vars(module)["split_batch"]
+    split_batch: Callable[..., list[tuple[Tensor, ...]]] = vars(parallel)["split_batch"]
 
     def shifted(manifest: Any, batch: Batch, names: Sequence[str]) -> list[tuple[Tensor, ...]]:
         rows = split_batch(manifest, batch, names)
         return rows[1:] + rows[:1] if tuple(names) == ("targets",) else rows
 
-    forked.setattr(module, "split_batch", shifted)
+    forked.setattr(parallel, "split_batch", shifted)
 
 
 def change_all_reduce(skip: Callable[[Tensor, str], bool]) -> None:

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import autoptd
-from autoptd import promotion
-from autoptd.verify import widen
+from autoptd.verification import float64
+from autoptd.verification.step import widen
 from tests.parity import (
     GRADIENT_TOLERANCE,
     Batch,
@@ -123,7 +123,7 @@ def check_against_exact(found: Run, plain: Run, reference: Run) -> None:
 
 def promote_casts() -> None:
     """In a rank's own process, to its end."""
-    promotion.Promotion().__enter__()  # type: ignore[no-untyped-call]
+    float64.Promotion().__enter__()  # type: ignore[no-untyped-call]
 
 
 def compile_interleaved(name: str, model: nn.Module, batches: Sequence[Batch]) -> autoptd.CompiledProgram:
@@ -164,7 +164,7 @@ def test_three_steps_of_every_model_in_float64(name: str) -> None:
     program.check()
     wide = replace(program, manifest=widen(program.manifest), model=copy.deepcopy(model).double())
     doubled = [promote_batch(batch) for batch in batches]
-    with promotion.Promotion():
+    with float64.Promotion():
         plain = train_plain(copy.deepcopy(model).double(), doubled, MICROBATCHES, training)
     found = train_compiled(wide, doubled, training, prepare=promote_casts)
     for own, true in zip(found.steps, plain.steps, strict=True):

@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import autoptd
-from autoptd import safetensors_folder
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.heap import M_MMAP_THRESHOLD
-from autoptd.runtime.manifest import Manifest
-from autoptd.runtime.pretrained import INDEX, WHOLE, read_size
-from autoptd.runtime.program_text import read_program
-from autoptd.runtime.rank import Rank
-from autoptd.runtime.weights import take_slices
-from autoptd.tracing import program_filename
-from autoptd.weights import read_weights
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.health.malloc import M_MMAP_THRESHOLD
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.program_text import read_program
+from autoptd.runtime.weights.pretrained import INDEX, WHOLE, read_size
+from autoptd.runtime.weights.slices import take_slices
+from autoptd.text.reader import program_filename
+from autoptd.weights import safetensors_folder
+from autoptd.weights.sources import read_weights
 from samples.benchmarks.process_memory import begin_peak, read_memory
 from samples.huggingface import read_names
 from tests.plain_models import FURTHER, HUGGING_FACE, LENGTH, PLAIN, VOCABULARY

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.promotion import Promotion
 from autoptd.runtime import kernels
-from autoptd.runtime.communicator import LocalGroup
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.mesh import Coordinates, Mesh
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import read_program
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.comm.groups import LocalGroup
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.mesh import Coordinates, Mesh
+from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.randomness import Randomness
-from autoptd.runtime.rank import Rank
+from autoptd.verification.float64 import Promotion
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.parity import Batch, Training, loss_of, train_compiled

@@ -13,9 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import read_program
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.program_text import read_program
 from samples.gpt import GPT, GPTConfig
 from tests.parity import Batch, Run, Training, loss_of, one_thread, train_compiled
 from tests.plain_models import LENGTH, VOCABULARY, _llama_like

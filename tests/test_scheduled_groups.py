@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import autoptd
-from autoptd.runtime.checkpoint_error import CheckpointError
+from autoptd.runtime.checkpoint.error import CheckpointError
 from samples.gpt import GPT, GPTConfig
 from tests.parity import loss_of
 from tests.ranks import run_ranks

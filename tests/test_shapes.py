@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoptd
-from autoptd.check import ProgramError
-from autoptd.cli import main
+from autoptd.check.program import ProgramError
+from autoptd.cli.main import main
 from autoptd.compiled import CompiledProgram
 from tests.parity import (
     Batch,

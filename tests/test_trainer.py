@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import autoptd
-from autoptd.runtime.connection import connect
-from autoptd.runtime.label_count import read_items, weigh_items
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.comm.connection import connect
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.engine.label_count import read_items, weigh_items
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
-from tests.runtime.test_module import CPU
+from tests.runtime.module.test_parallel import CPU
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

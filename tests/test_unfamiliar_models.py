@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import autoptd
+from autoptd.check.shares import ShareError
+from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.placement import Placement, Segment
-from autoptd.shares import ShareError
-from autoptd.tensor_proof import prove_tensor_parallel
+from autoptd.runtime.program.placement import Placement, Segment
 
 VOCABULARY, LENGTH, HIDDEN, HEADS, SIZE = 64, 16, 32, 4, 8
 Attend = Callable[[Any, Tensor], Tensor]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoptd
-from autoptd.runtime.module import Parallel
+from autoptd.runtime.module.parallel import Parallel
 from samples.gpt import GPT, GPTConfig
 from tests.ranks import run_ranks
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.program import Program, Stage
-from autoptd.passes.propagation import Propagation
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, collectives, kernels
-from autoptd.runtime.manifest import Boundary, Input, Manifest, Output, StageInterface
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.placement import Parameter, Placement, Segment
-from autoptd.runtime.schedule import Schedule, make_schedule
+from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.schedule import Schedule, make_schedule
 
 HIDDEN, HEADS, LENGTH, VOCABULARY = 16, 4, 8, 30
 META = torch.device("meta")

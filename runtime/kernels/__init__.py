@@ -4,9 +4,9 @@ A kernel <name>.py holds, from the top: the function that rank programs call, wh
 turns a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below it the operators
 ``torch.ops.autoptd.<name>`` and ``<name>_backward``, made by `registration.define_operator`, with a fake
 implementation, an autograd formula and, where promotion of dtypes is not all, an autocast rule; and their meaning in
-plain torch. Their Triton form is in triton_<name>.py; where it can run the operator is it, if both take the same
+plain torch. Their Triton form is in triton/<name>.py; where it can run the operator is it, if both take the same
 arguments, or asks `selection.find_kernels` for it. A mask is not saved but drawn again in backward, by
-`randomness.draw_mask` or inside a Triton kernel by `triton_philox.keep`. What comes out has the strides of
+`randomness.draw_mask` or inside a Triton kernel by `triton.philox.keep`. What comes out has the strides of
 ``torch.empty_like(x)``, or is contiguous where rows are reduced.
 """
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.operands import check_operands, sum_rows
 from autoptd.runtime.kernels.precision import promote
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import runs_plainly
-from autoptd.runtime.rank import Rank
 
 
 def dropout(

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.precision import cast_widely, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels
-from autoptd.runtime.rank import Rank
 
 
 def scaled_softmax(

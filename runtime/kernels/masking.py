@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.randomness import draw_mask, mask_key
-from autoptd.runtime.rank import Rank
 
 
 def find_key(

@@ -85,7 +85,7 @@ def define_operator(name: str, triton: str | None = None) -> Callable[[Callable[
     """Make the decorated function, which changes none of its arguments, the operator autoptd::`name`.
 
     As ``torch.library.custom_op`` does, but that imports torch._dynamo at the first call: 2 s in every process.
-    Where the module triton_<triton> can run, its function of this `name` is called instead, with the same arguments.
+    Where the module triton/<triton>.py can run, its function of this `name` is called instead, with the same arguments.
     """
 
     def define(function: Callable[..., Any]) -> Operator:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator
 from autoptd.runtime.kernels.masking import find_key
 from autoptd.runtime.kernels.operands import sum_rows
@@ -21,7 +22,6 @@ from autoptd.runtime.kernels.plain_norm import center_rows, differentiate_rms, s
 from autoptd.runtime.kernels.precision import cast_widely, promote, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
-from autoptd.runtime.rank import Rank
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:

@@ -28,7 +28,7 @@ def runs_plainly(x: Tensor) -> bool:
 
 
 def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
-    """The module triton_<name> of this folder where it takes these tensors, else None.
+    """The module triton/<name>.py where it takes these tensors, else None.
 
     It takes non-empty float32, float16 and bfloat16 tensors (integer and bool ones beside them) on the current
     GPU, where Triton launches; Triton is an extra and may not be installed.
@@ -44,4 +44,4 @@ def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
 @cache
 def _load(name: str) -> Any:
     """None where Triton is not installed."""
-    return import_module(f"autoptd.runtime.kernels.triton_{name}") if find_spec("triton") else None
+    return import_module(f"autoptd.runtime.kernels.triton.{name}") if find_spec("triton") else None

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.precision import HALF, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
-from autoptd.runtime.rank import Rank
 
 # Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.
 CPU_CHUNK = 1 << 18

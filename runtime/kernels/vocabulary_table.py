@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.comm.rank import Rank
 
 
 def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_idx: int = -1) -> Tensor:

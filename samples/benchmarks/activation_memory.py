@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
 
 import autoptd
-from autoptd.passes.ledger import Ledger, count_bytes
-from autoptd.runtime.connection import Connection, run_threads
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.program_text import read_program
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.report import publish
 
 MODES = ("none", "selective", "full")

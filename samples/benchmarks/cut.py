@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoptd.capture import capture
-from autoptd.corridor import passes_to_the_cut, passes_to_the_division, run_passes
-from autoptd.passes.candidates import Pipeline, choose_cut
-from autoptd.passes.cluster import Cluster
-from autoptd.passes.cutting import cut_sequence
-from autoptd.passes.program import Program
-from autoptd.passes.stages import cut_stages
-from autoptd.passes.uncut import Uncut
-from autoptd.runtime.mesh import Mesh
-from autoptd.watch import Watch
+from autoptd.capture.export import capture
+from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.ir.program import Program
+from autoptd.passes.stages.cut import cut_stages
+from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.stages.partition import cut_sequence
+from autoptd.passes.stages.search import Pipeline, choose_cut
+from autoptd.progress import Watch
+from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.heavy_models import CASES, Case
 from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.paper_rows import CLUSTER, TABLE_1, PaperRow

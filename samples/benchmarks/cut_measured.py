@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 import autoptd
-from autoptd.passes.cluster import Cluster
-from autoptd.passes.durations import Precision
-from autoptd.stage_times import time_stages
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import Precision
+from autoptd.simulate.stage_times import time_stages
 from samples.benchmarks.heavy_models import CASES, Case
 from samples.benchmarks.report import publish
 from samples.benchmarks.uniform_cut import uniform_cuts

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 import autoptd
-from autoptd.passes.durations import Precision
-from autoptd.stage_times import time_stages
+from autoptd.passes.cost.durations import Precision
+from autoptd.simulate.stage_times import time_stages
 from samples import corpus, train
 from samples.benchmarks.activation_memory import SavedTensors
 from samples.benchmarks.report import publish

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoptd.runtime import kernels
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.comm.rank import Rank
 
 HEAD = 128
 EPS = 1e-5

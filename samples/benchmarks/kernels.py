@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels import selection
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.rank import Rank
+from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.kernel_cases import CASES, Case, Maker, Sizes
 from samples.benchmarks.memory_traffic import InterpreterChangedError, count_traffic
 from samples.benchmarks.report import publish
@@ -148,7 +148,7 @@ def measure(cases: Sequence[Case], write: bool) -> None:
 def interpret(rows: int) -> Iterator[None]:
     """CPU tensors go to the Triton kernels, under the interpreter; sums over `rows` are split as on a GPU."""
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    tiles = import_module("autoptd.runtime.kernels.triton_tiles")
+    tiles = import_module("autoptd.runtime.kernels.triton.tiles")
     devices, programs = selection.kernel_devices, tiles.PROGRAMS
     selection.kernel_devices, tiles.PROGRAMS = {"cpu"}, max(1, programs * rows // GPU_SIZES.rows)  # type: ignore[attr-defined]
     try:

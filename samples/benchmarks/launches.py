@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import autoptd
-from autoptd.passes.copies import count_launches
+from autoptd.passes.layout.copies import count_launches
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autoptd.passes.cluster import Cluster
+from autoptd.passes.cost.cluster import Cluster
 from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.paper_rows import CLUSTER, PaperRow, compile_row, simulate_row
 from samples.benchmarks.report import publish

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from torch import nn
 
 import autoptd
-from autoptd.passes.cluster import Cluster
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.schedule import make_schedule
-from autoptd.simulation import Simulation, Training, simulate_program
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule import make_schedule
+from autoptd.simulate.step import Simulation, Training, simulate_program
 from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.uniform_cut import uniform_cuts
 

@@ -3,8 +3,8 @@
     python -m samples.benchmarks.paper_tables [--write] [1] [2]
 
 Two shares that no data sheet has, of the peak in GEMMs and of the bandwidth in elementwise kernels, were calibrated on
-three rows of table 1 and frozen in passes/clusters/dgx-a100.toml; all other values are public. Compiles 18 programs:
-some minutes.
+three rows of table 1 and frozen in passes/cost/clusters/dgx-a100.toml; all other values are public. Compiles 18
+programs: some minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import autoptd
-from autoptd.passes.cluster import Cluster
+from autoptd.passes.cost.cluster import Cluster
 from samples.benchmarks.paper_rows import (
     CALIBRATED_ON,
     CLUSTER,
@@ -75,7 +75,7 @@ def publish_table_2(cluster: Cluster, write: bool) -> None:
         [
             "v, which the paper does not state, is taken to be 1.",
             "ZeRO-3: parameters gathered one by one, nothing overlapped; one number, the share of a ring's rate, is "
-            "fitted on these rows (autoptd/zero3.py).",
+            "fitted on these rows (autoptd/simulate/zero3.py).",
         ],
         write,
         script="paper_tables",

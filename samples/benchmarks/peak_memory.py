@@ -29,9 +29,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
-from autoptd.runtime.heap import M_MMAP_THRESHOLD
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.shared_channel import SharedChannel
+from autoptd.runtime.comm.shared_channel import SharedChannel
+from autoptd.runtime.health.malloc import M_MMAP_THRESHOLD
+from autoptd.runtime.module.parallel import Parallel
 from samples.benchmarks.process_memory import begin_peak, read_memory
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig

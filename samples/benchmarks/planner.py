@@ -14,10 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 import autoptd
-from autoptd.estimation import Candidate, Estimate, Estimator
-from autoptd.passes.cluster import Cluster
-from autoptd.ranking import Plan
-from autoptd.space import Space
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.planning.estimator import Candidate, Estimate, Estimator
+from autoptd.planning.plan import Plan
+from autoptd.planning.space import Space
 from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.paper_rows import CLUSTER, MEGATRON, TABLE_1, PaperRow
 from samples.benchmarks.report import publish

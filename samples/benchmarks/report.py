@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoptd.calibration import describe_processor
+from autoptd.calibration.fit import describe_processor
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from autoptd.runtime.connection import connect
-from autoptd.runtime.executor import Executor
-from autoptd.runtime.manifest import Boundary, Input, Manifest, Output, StageInterface
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.placement import Parameter
-from autoptd.runtime.schedule import make_schedule
+from autoptd.runtime.comm.connection import connect
+from autoptd.runtime.engine.executor import Executor
+from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.schedule import make_schedule
 
 CPU = torch.device("cpu")
 

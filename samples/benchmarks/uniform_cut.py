@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from autoptd import compiler
-from autoptd.passes.row import Row
-from autoptd.passes.stages import Found
-from autoptd.passes.uncut import Uncut
+from autoptd.passes.stages.cut import Found
+from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.structure.linear_order import Row
 
 
 def uniform_positions(row: Row, num_stages: int) -> list[int]:

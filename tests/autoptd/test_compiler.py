@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.weights import read_weights
+from autoptd.weights.sources import read_weights
 from samples.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=4, n_embd=32)

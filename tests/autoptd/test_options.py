@@ -15,8 +15,8 @@ from autoptd import compiled
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.options import read_mesh
-from autoptd.planner import plan
-from autoptd.runtime.mesh import Mesh
+from autoptd.planning.search import plan
+from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=16)

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes.calls import values_given, values_taken
-from autoptd.passes.ledger import Ledger, count_bytes
-from autoptd.passes.program import Program, recomputed_groups
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.ir.nodes import values_given, values_taken
+from autoptd.passes.ir.program import Program, recomputed_groups
 from autoptd.passes.recompute import find_cores, recompute_activations
-from autoptd.summary import format_bytes
-from autoptd.tracing import trace_program
+from autoptd.reports.summary import format_bytes
+from autoptd.text.reader import trace_program
 from samples.gpt import GPT, GPTConfig
 from tests.interpret import run_graph
-from tests.passes.test_layers import Stack, cut, cut_model, t5
+from tests.passes.structure.test_layers import Stack, cut, cut_model, t5
 from tests.plain_models import HUGGING_FACE, LENGTH, VOCABULARY
 
 

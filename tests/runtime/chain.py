@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoptd.runtime import collectives
-from autoptd.runtime.connection import Connection
-from autoptd.runtime.manifest import Boundary, Input, Manifest, Output, StageInterface
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.module import Parallel
-from autoptd.runtime.placement import Parameter, Placement, Segment
-from autoptd.runtime.rank import Rank
-from autoptd.runtime.schedule import make_schedule
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.schedule import make_schedule
 
 WIDTH = 8
 HIDDEN = 12

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime import collectives
-from autoptd.runtime.mesh import Mesh
-from autoptd.runtime.rank import Rank, thread_ranks
-from autoptd.runtime.threads import ThreadWorld
+from autoptd.runtime.comm.rank import Rank, thread_ranks
+from autoptd.runtime.comm.threads import ThreadWorld
+from autoptd.runtime.program.mesh import Mesh
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime import collectives, kernels
-from autoptd.runtime.mesh import Mesh
+from autoptd.runtime.comm.rank import Rank, thread_ranks
+from autoptd.runtime.comm.threads import ThreadWorld
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.randomness import Randomness
-from autoptd.runtime.rank import Rank, thread_ranks
 from autoptd.runtime.recomputation import recompute
-from autoptd.runtime.threads import ThreadWorld
 from samples.benchmarks.activation_memory import SavedTensors
 
 Block = Callable[[Rank, Tensor], Tensor]

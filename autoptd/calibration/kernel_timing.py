@@ -1,0 +1,177 @@
+"""Time products, copies, and steps of small compiled transformers on one device; see `machine_timing`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoptd.calibration.timer import Timer, say, start
+from autoptd.compiled import CompiledProgram
+from autoptd.compiler import compile
+from autoptd.runtime.module.parallel import Parallel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# Rows, columns, inner dimension; those that no power of two divides show what tiles waste.
+SHAPES = (
+    (256, 512, 384),
+    (512, 512, 512),
+    (1024, 768, 768),
+    (200, 1000, 300),
+    (72, 520, 520),
+    (1000, 136, 712),
+)
+COPIES = tuple(4**power for power in range(9, 13))  # elements
+STEP_BYTES = 2**26  # that a step goes through, and more: no core keeps them in caches of its own
+MICROBATCHES = 4
+
+
+def main_dtype(device: torch.device) -> str:
+    """What programs mostly compute in there."""
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a transformer: sequences, tokens, hidden, heads, vocabulary; two layers."""
+
+    b: int
+    s: int
+    h: int
+    a: int
+    vocabulary: int
+
+
+# One in which launches are all, and one in which kernels beside the products are much.
+BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(8, 128, 128, 4, 1024))
+DIVIDED = Sizes(2, 128, 192, 6, 1024)  # over two tensor ranks
+
+
+class Transformer(nn.Module):
+    """A plain decoder: what programs consist of."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        h, self.a = sizes.h, sizes.a
+        self.table = nn.Embedding(sizes.vocabulary, h)
+        linears = {"packed": (h, 3 * h), "joined": (h, h), "up": (h, 4 * h), "down": (4 * h, h)}
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {name: nn.Linear(*size) for name, size in linears.items()}
+                | {name: nn.LayerNorm(h) for name in ("first", "second")}
+            )
+            for _ in range(2)
+        )
+        self.last = nn.LayerNorm(h)
+        self.head = nn.Linear(h, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            b, s, h = x.shape
+            q, k, v = (
+                y.view(b, s, self.a, h // self.a).transpose(1, 2)
+                for y in layer["packed"](layer["first"](x)).split(h, dim=2)
+            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer["joined"](mixed.transpose(1, 2).reshape(b, s, h))
+            x = x + layer["down"](F.gelu(layer["up"](layer["second"](x)), approximate="tanh"))
+        logits = self.head(self.last(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+@lru_cache
+def compile_block(sizes: Sizes, dtype: str, tensor: int = 1) -> CompiledProgram:
+    """The program of a small transformer."""
+    with torch.device("meta"):
+        model = Transformer(sizes).to(DTYPES[dtype])
+    tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.long)
+    inputs = {"tokens": tokens, "labels": tokens.clone()}
+    return compile(model, (tensor, 1, 1), example_inputs=inputs, num_microbatches=MICROBATCHES)
+
+
+def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callable[[], None]:
+    """A step of such a program without an optimizer."""
+    tokens = torch.zeros(sizes.b * MICROBATCHES, sizes.s, dtype=torch.long, device=device)
+
+    def step() -> None:
+        parallel(tokens, tokens).backward()
+        parallel.zero_grad()
+
+    return step
+
+
+def plain_step(device: torch.device) -> Callable[[], None]:
+    """A forward and a backward of a transformer of one device, as its user wrote it."""
+    model = Transformer(DIVIDED).to(device, DTYPES[main_dtype(device)])
+    tokens = torch.zeros(DIVIDED.b, DIVIDED.s, dtype=torch.long, device=device)
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        model.zero_grad()
+
+    return step
+
+
+def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """The mean of the three products that training has: x wᵀ forward, g w and gᵀ x backward.
+
+    Each call has other factors and another result: a step comes back to a layer when it has been through all others.
+    """
+    m, n, k = shape
+    size = dtype.itemsize * (m * k + n * k + m * n)
+    turns = itertools.cycle(
+        [
+            [
+                torch.randn(rows, columns, device=timer.device).to(dtype)
+                for rows, columns in 2 * ((m, k), (n, k), (m, n))
+            ]
+            for _ in range(ceil(STEP_BYTES / size / 2))
+        ]
+    )
+
+    def forward() -> None:
+        x, w, *_, y = next(turns)
+        torch.mm(x, w.t(), out=y)
+
+    def backward() -> None:
+        _, w, g, y, *_ = next(turns)
+        torch.mm(g, w, out=y)
+
+    def differentiate() -> None:
+        x, _, g, _, y, _ = next(turns)
+        torch.mm(g.t(), x, out=y)
+
+    return statistics.mean(timer.time(call, 3) for call in (forward, backward, differentiate))
+
+
+def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
+    """Yield ("products", [dtype, rows, columns, inner, seconds]), ("copies", [bytes, seconds]), ("blocks", seconds).
+
+    Last ("plain", seconds), what `plain_step` takes.
+    """
+    main = main_dtype(timer.device)
+    for name, dtype in DTYPES.items():
+        for shape in SHAPES if name == main else SHAPES[:1]:
+            yield "products", [name, *shape, time_product(timer, shape, dtype)]
+    for count in COPIES:
+        source = torch.zeros(count, device=timer.device)
+        copied = torch.empty_like(source)
+        yield "copies", [2 * source.nbytes, timer.time(lambda: copied.copy_(source))]  # noqa: B023
+    for sizes in BLOCKS:
+        parallel = compile_block(sizes, main).bind(timer.device)
+        yield "blocks", timer.time(block_step(parallel, sizes, timer.device))
+    yield "plain", timer.time(plain_step(timer.device))
+
+
+if __name__ == "__main__":
+    say(time_kernels(start(one_core=True)[1]))

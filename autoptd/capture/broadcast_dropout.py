@@ -1,0 +1,74 @@
+"""Dropout of what no sequence decides: whether each has a mask of its own, which a batch of one does not show."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoptd.capture.autocast_state import leave_autocast
+from autoptd.capture.export import capture
+from autoptd.pass_list import passes_to_the_division
+from autoptd.passes.ir.nodes import argument, where
+from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.runtime import kernels
+from autoptd.runtime.program.tagged_json import decode_value
+from autoptd.runtime.user_warnings import warn_caller
+
+
+def mark_expanded(
+    program: Program, layout: str, model: nn.Module, loss_fn: Callable[..., Tensor] | None
+) -> Program:
+    """The `program` of one sequence, undivided, with dropouts marked of which a batch of two would have two masks.
+
+    As of positions that were expanded to the batch; those that all sequences share, [1, s], look alike here.
+    """
+    found = _list_dropouts(program)
+    if not found or all(i.batch_dim is None or i.shape[i.batch_dim] > 1 for i in program.inputs):
+        return program
+    example: dict[str, Any] = {i.name: decode_value(i.value, i.name) for i in program.fixed}
+    for i in program.inputs:
+        shape = [2 * n if d == i.batch_dim else n for d, n in enumerate(i.shape)]
+        example[i.name] = torch.empty(shape, dtype=i.dtype, device="meta")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the batch of one was warned of
+            two = capture(
+                model, mesh=program.mesh, example_inputs=example, loss_fn=loss_fn, microbatch_size=2
+            )
+            with leave_autocast():
+                for _, step in passes_to_the_division(layout):
+                    two = step(two)
+    except (TypeError, ValueError) as error:
+        place = where(next(iter(found.values())))
+        warn_caller(
+            f"dropout at {place} has one mask for all sequences, being of what no sequence decides: that is right "
+            f"unless the model expands it to its batch, which two would show, and it cannot be traced with two "
+            f"({error}). If it does, drop once the tokens are added, or write the model for any batch"
+        )
+        return program
+    sizes = {number: node.meta["val"].numel() for number, node in _list_dropouts(two).items()}
+    own = {number for number, node in found.items() if sizes.get(number) == 2 * node.meta["val"].numel()}
+    if not own:
+        return program
+    (stage,) = program.stages
+    graph = copy_graph(stage.graph)
+    for node in graph.nodes:
+        if node.target is kernels.dropout and argument(node, 3, "operator") in own:
+            node.kwargs = {**node.kwargs, "sample": 0}
+    entry = f"mark_expanded: {len(own)} dropouts of positions have a mask for each sequence"
+    return program.replace_stages((replace(stage, graph=graph),), entry)
+
+
+def _list_dropouts(program: Program) -> dict[int, fx.Node]:
+    """The dropouts of what does not depend on the batch, by their numbers."""
+    varying, found = set[fx.Node](), dict[int, fx.Node]()
+    for node in program.stages[0].graph.nodes:
+        if node.meta.get("role") == "input" or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+        elif node.target is kernels.dropout:
+            found[int(argument(node, 3, "operator"))] = node
+    return found

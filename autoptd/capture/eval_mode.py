@@ -1,0 +1,76 @@
+"""Whether a model calls in evaluation what it does in training, dropout aside: a program has one forward."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autoptd.capture.dropout_off import ATTENTIONS, DROPPING, drops
+from autoptd.capture.module_state import keeping_attributes
+from autoptd.capture.side_effects import REGISTERING, refuse_hook
+from autoptd.capture.source_lines import user_line
+
+Call = tuple[Any, tuple[Any, ...]]
+# Dropout; and what a layer is left out by, where it may be: random numbers in the loss are refused.
+LEFT_OUT = DROPPING | {torch.rand}
+
+
+class Calls(TorchFunctionMode):
+    """Notes the functions that make a floating tensor while it is entered, with the plain numbers they take.
+
+    Without dropout's; hooks are refused. Of those that are `expected`, it finds the place of the first that is another,
+    `found`, and of the first dropout, `dropped`.
+    """
+
+    def __init__(self, expected: Sequence[Call] | None = None) -> None:
+        super().__init__()
+        self.made: list[Call] = []
+        self.found: str | None = None
+        self.dropped: str | None = None
+        self._expected = None if expected is None else list(expected)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in REGISTERING:
+            refuse_hook()
+        if self._expected is not None and self.dropped is None and drops(func, args, options):
+            self.dropped = user_line(traceback.extract_stack())
+        result = func(*args, **options)
+        if isinstance(result, Tensor) and result.is_floating_point() and func not in LEFT_OUT:
+            self._note(func, () if func in ATTENTIONS else (*args, *options.values()))
+        return result
+
+    def _note(self, func: Callable[..., Any], given: Sequence[Any]) -> None:
+        call = func, tuple(value for value in given if isinstance(value, (bool, int, float, str)))
+        place = len(self.made)
+        self.made.append(call)
+        if self._expected is not None and self.found is None and self._expected[place : place + 1] != [call]:
+            self.found = user_line(traceback.extract_stack())
+
+
+def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:
+    """What `run`, which calls `model`, does in evaluation, where its `training` calls are expected."""
+    calls = _run_otherwise(model, run, training)
+    if (
+        calls.found
+    ):  # be it that training was exported, where a model may take masks that it leaves out elsewhere
+        with keeping_attributes(model), Calls() as again:
+            run()
+        calls = _run_otherwise(model, run, again.made)
+    return calls
+
+
+def _run_otherwise(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:
+    calls = Calls(training)
+    with keeping_attributes(model), calls:
+        for part in model.modules():
+            part.training = False
+        run()
+    if len(calls.made) < len(training):
+        calls.found = calls.found or "the end of forward"
+    return calls

@@ -1,0 +1,231 @@
+"""The inputs of one microbatch: read from the user's examples, or inferred from the model."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves  # private, with no public twin
+
+from autoptd.runtime.program.manifest import Fixed, Input, Manifest
+from autoptd.runtime.program.tagged_json import decode_value, encode_value
+from autoptd.runtime.user_warnings import warn_caller
+
+_LENGTHS = (
+    "n_positions",
+    "max_position_embeddings",
+    "block_size",
+    "n_ctx",
+    "context_length",
+    "max_seq_len",
+    "max_seq_length",
+    "seq_len",
+    "seq_length",
+)
+_TARGETS = ("targets", "labels", "target", "y")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What one microbatch looks like: its tensors, the arguments that are no tensors, and who takes what.
+
+    `targets` are the names given to loss_fn; all others go to the model's forward.
+    """
+
+    inputs: tuple[Input, ...]
+    constants: Mapping[str, Any]
+    targets: tuple[str, ...]
+
+    @property
+    def fixed(self) -> tuple[Fixed, ...]:
+        """The arguments that are no tensors, for the manifest. TypeError for what it cannot hold."""
+        return tuple(
+            Fixed(name, encode_value(value, f"example input {name!r}"))
+            for name, value in self.constants.items()
+        )
+
+
+def read_examples(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
+    loss_fn: Callable[..., Tensor] | None,
+    microbatch_size: int | None,
+) -> Examples:
+    """Names, shapes and dtypes of one microbatch's inputs, in the order of forward's signature.
+
+    Raises ValueError where names, shapes or `microbatch_size` disagree, or where nothing can be inferred.
+    """
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(f"microbatch_size={microbatch_size}: a positive number of sequences is needed")
+    forward = inspect.signature(model.forward).parameters
+    targets = _target_names(loss_fn)
+    if example_inputs is None:
+        given: dict[str, Any] = _infer(model, forward, targets, microbatch_size or 1)
+    elif isinstance(example_inputs, Mapping):
+        given = dict(example_inputs)
+    else:
+        given = _by_position(example_inputs, forward, targets)
+    targets = _target_names(loss_fn, given.keys() - forward.keys())
+    _check_names(given, forward, targets, loss_fn)
+    constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
+    for name, value in constants.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            raise ValueError(
+                f"example input {name!r} is a {type(value).__name__} of tensors; each input must be a tensor "
+                "with a name of its own: wrap the model in a module whose forward takes them so"
+            )
+    if "use_cache" in forward and "use_cache" not in given:
+        constants["use_cache"] = False  # a training step has no use for the key/value cache
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            _warn_of_packing(given)
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
+    order = {name: place for place, name in enumerate((*forward, *targets))}
+    names = sorted(tensors, key=lambda name: order.get(name, len(order)))
+    if not names:
+        raise ValueError("example_inputs holds no tensor; give the batch of one microbatch, by argument name")
+    for name in names:
+        if not tensors[name].numel():
+            raise ValueError(
+                f"example input {name!r} has the shape {list(tensors[name].shape)}, which holds no values: give one "
+                "microbatch of the sizes that training has, all above 0"
+            )
+    size = _microbatch_size(names[0], tensors[names[0]], microbatch_size)
+    inputs = tuple(
+        Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names
+    )
+    return Examples(inputs, constants, targets)
+
+
+def _warn_of_packing(given: Mapping[str, Any]) -> None:
+    """Where a cache that is not made says whether transformers takes a sequence for several."""
+    if given.get("position_ids") is not None and given.get("attention_mask") is None:
+        warn_caller(
+            "position_ids come without attention_mask: transformers takes positions that start anew for packed "
+            "sequences, which do not attend to each other, but only where it makes no key/value cache. A step makes "
+            "none, and this plain model does. For packed sequences set model.config.use_cache = False; for a single "
+            "one give use_cache=True among example_inputs, or an attention_mask"
+        )
+
+
+def make_example(manifest: Manifest) -> dict[str, Any]:
+    """One microbatch as the program was compiled for: tensors without values, and its fixed arguments."""
+    tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
+    return tensors | {
+        argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed
+    }
+
+
+def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
+    """What a call's positions stand for: forward's own arguments in order, then loss_fn's targets."""
+    forward = inspect.signature(model.forward).parameters.values()
+    own = [p.name for p in forward if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(dict.fromkeys((*own, *_target_names(loss_fn))))
+
+
+def _target_names(loss_fn: Callable[..., Tensor] | None, given: Collection[str] = ()) -> tuple[str, ...]:
+    """What `loss_fn` takes beside the output: what it must have, and what it may have that is a target or `given`."""
+    if loss_fn is None:
+        return ()
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of the output and the targets, or None")
+    if isinstance(loss_fn, nn.Module):
+        loss_fn = loss_fn.forward
+    parameters = list(inspect.signature(loss_fn).parameters.values())
+    wanted = {*_TARGETS, *given}
+    return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in wanted)
+
+
+def _infer(
+    model: nn.Module, forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...], size: int
+) -> dict[str, Tensor]:
+    length = _sequence_length(model)
+    names = [n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not names and "input_ids" in forward:
+        names = ["input_ids"]
+    if not targets:
+        names += [n for n in forward if n in _TARGETS and n not in names]
+    if length is None or not names:
+        what = "sequence length" if length is None else "input names"
+        raise ValueError(
+            f"cannot infer the {what} of {type(model).__name__} from its config or embedding tables; "
+            "pass example_inputs={'input_ids': torch.zeros(b, s, dtype=torch.long), ...} for one microbatch"
+        )
+    return {name: torch.empty(size, length, dtype=torch.long, device="meta") for name in (*names, *targets)}
+
+
+def _sequence_length(model: nn.Module) -> int | None:
+    for holder in (getattr(model, "config", None), model):
+        for name in _LENGTHS:
+            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    heads = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
+    if len(tables) < 2:
+        return None
+    # The vocabulary's table is the one with as many rows as a projection has outputs, else the largest.
+    vocabulary = next((i for i, count in enumerate(tables) if count in heads), tables.index(max(tables)))
+    return next(count for index, count in enumerate(tables) if index != vocabulary)
+
+
+def _by_position(
+    values: Sequence[Any], forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...]
+) -> dict[str, Any]:
+    taken = [n for n, p in forward.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n not in targets]
+    # With a loss function the last values are its targets, in its order.
+    count = max(len(values) - len(targets), 0)
+    names = [*taken[:count], *targets]
+    if isinstance(values, Tensor) or len(values) > len(names):
+        found = "a tensor" if isinstance(values, Tensor) else f"{len(values)} values"
+        raise ValueError(
+            f"example_inputs is {found} for the inputs {names}; pass a dict of keyword arguments"
+        )
+    return dict(zip(names, values, strict=False))
+
+
+def _check_names(
+    given: Mapping[str, Any],
+    forward: Mapping[str, inspect.Parameter],
+    targets: tuple[str, ...],
+    loss_fn: Callable[..., Tensor] | None,
+) -> None:
+    if loss_fn is None and any(p.kind is p.VAR_KEYWORD for p in forward.values()):
+        known = set(given)
+    else:
+        known = {n for n, p in forward.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for name in given:
+        if name not in known and name not in targets:
+            near = difflib.get_close_matches(name, (*forward, *targets), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"example_inputs names {name!r}, forward takes {', '.join(forward)}{hint}")
+    required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    both = [name for name in targets if name in required]
+    if both:
+        raise ValueError(
+            f"loss_fn and forward both take {both[0]}: call loss_fn's otherwise, and give it by that name"
+        )
+    missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
+    if missing:
+        raise ValueError(
+            f"example_inputs lacks {', '.join(missing)}; it holds {', '.join(given) or 'nothing'}"
+        )
+
+
+def _microbatch_size(name: str, tensor: Tensor, microbatch_size: int | None) -> int:
+    if microbatch_size is None:
+        return tensor.shape[0] if tensor.dim() else 1
+    if microbatch_size not in tensor.shape:
+        raise ValueError(
+            f"microbatch_size={microbatch_size}, but example input {name!r} is {list(tensor.shape)}: "
+            "make them agree, or leave one out"
+        )
+    return microbatch_size
+
+
+def _batch_dim(tensor: Tensor, size: int) -> int | None:
+    return next((dim for dim, extent in enumerate(tensor.shape) if extent == size), None)

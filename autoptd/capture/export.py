@@ -1,0 +1,331 @@
+"""nn.Module or fx.GraphModule -> Program of one stage, every node knowing its module path and source line."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autoptd.capture.attention_hints import unread_masks
+from autoptd.capture.autocast_state import read_autocast, trace_under
+from autoptd.capture.custom_autograd import Functions
+from autoptd.capture.eval_mode import compare_evaluation
+from autoptd.capture.example_inputs import Examples, read_examples
+from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
+from autoptd.capture.module_state import keeping_attributes
+from autoptd.capture.objective import DataDependentError, LossError, Objective
+from autoptd.capture.side_effects import SideEffectError, refuse_hooks
+from autoptd.capture.source_lines import short_line, user_line
+from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.program import Program, Stage
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.user_warnings import warn_caller
+
+
+def capture(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    microbatch_size: int | None = None,
+) -> Program:
+    """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
+
+    The graph is what torch.export gives in training mode: aten's training operators, parameters as
+    ``get_attr`` nodes under their first ``state_dict`` name; `normalize` writes out what an autocast that is on casts.
+    Raises TypeError for what is not a plain module and ValueError for what cannot be traced, with the user's file and
+    line.
+    """
+    check_model(model)
+    for part in (model, loss_fn):
+        if isinstance(part, nn.Module):
+            refuse_hooks(part)
+    examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
+    mode = make_mode()
+    skeleton = make_skeleton(model, mode)
+    with mode:
+        values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
+    loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
+    names = [i.name for i in examples.inputs]
+    objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
+    functions = Functions()
+    autocast = read_autocast(model)
+    with trace_under(autocast), unread_masks():
+        with keeping_attributes(objective):
+            exported = _export(objective, values, functions, model)
+        differences = tuple(_compare_modes(objective, mode, values))
+    notes = (*functions.check(), *differences)
+    tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
+    graph = _build_graph(exported, tensors, examples)
+    stage = Stage(graph, tensors.parameters, fx.Graph())
+    entry = f"capture {type(model).__name__}: {len(graph.nodes)} nodes"
+    return Program(
+        mesh,
+        (stage,),
+        examples.inputs,
+        objective.result.output,
+        tensors.aliases,
+        (entry, *notes),
+        tensors.buffers,
+        autocast=autocast,
+        fixed=examples.fixed,
+    )
+
+
+def check_model(model: object) -> None:
+    """Raise TypeError for what is no plain module."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {name}; expected an nn.Module or an fx.GraphModule")
+    if isinstance(model, (DataParallel, DistributedDataParallel)) or "FSDP" in name:
+        raise TypeError(
+            f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(f"model is a {name} from torch.compile; pass the plain module it was made from")
+    if isinstance(model, Parallel):
+        raise TypeError(f"model is an autoptd {name}, compiled already; pass the plain module it came from")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a torch.jit.ScriptModule; pass the nn.Module it was scripted from")
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TypeError(
+                f"{path} is a {type(tensor).__name__}; plain parameters and buffers are needed: undo what "
+                "divides or quantizes the model, or run a lazy module once"
+            )
+
+
+def _export(
+    objective: Objective, values: tuple[Tensor, ...], functions: Functions, model: nn.Module
+) -> ExportedProgram:
+    try:
+        with functions.watch(), warnings.catch_warnings():
+            # Of a wrapper of ours, and for what is harmless too: what is not, `_name_tensors` refuses.
+            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
+            return torch.export.export(objective, values, strict=False)
+    except (LossError, SideEffectError):
+        raise
+    except DataDependentError as error:
+        place, found = _describe(error.__cause__ or error, model)
+        grouped = hasattr(model, "set_experts_implementation")
+        raise ValueError(
+            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
+            f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
+            "instead of the branch; pass a module without that branch"
+            + "; of a loop over experts, model.set_experts_implementation('batched_mm')"
+            * grouped
+        ) from error
+    except Exception as error:
+        raise ValueError(_explain(error, model)) from error
+
+
+def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
+    """Warn, and give log lines, where evaluation is not training without dropout."""
+    training = tuple(objective.calls.made)
+    try:
+        with run_without_data(mode), Functions().watch():
+            calls = compare_evaluation(objective, lambda: objective(*values), training)
+    except SideEffectError:
+        raise
+    except Exception as error:  # the trace takes operators that nothing else does without data
+        yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
+        return
+    if calls.found:
+        line = f"in evaluation the model computes something else, from {calls.found}"
+        warn_caller(
+            f"{line}: a program computes what training does, in evaluation too, only without dropout. Evaluate with "
+            "the model itself, which takes full_state_dict(), or compute in forward what evaluation has too"
+        )
+        yield line
+    if calls.dropped:
+        line = f"in evaluation the model applies dropout too, first at {calls.dropped}"
+        warn_caller(
+            f"{line}. A program has dropout in training alone: say so in forward (F.dropout(x, p, self.training), or "
+            "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which takes full_state_dict()"
+        )
+        yield line
+
+
+def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """Where in the user's code it comes from, and what it says first."""
+    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
+    return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """What stopped the trace, where in the user's code, and the ways out."""
+    place, found = _describe(error, model)
+    return (
+        f"{place}: the model cannot be traced ({found}). "
+        "Write that call with torch operators, or move it out of forward"
+    )
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The user's tensors: their home names, and which placeholder of the exported graph is which."""
+
+    parameters: Mapping[str, Parameter]
+    aliases: Mapping[str, str]
+    buffers: Mapping[str, Tensor]
+    placeholders: Mapping[str, str] = field(default_factory=dict)
+
+
+def _name_tensors(
+    model: nn.Module, loss_fn: object, exported: ExportedProgram, written: Mapping[str, Tensor]
+) -> _Tensors:
+    """Give every tensor the first name it has in the user's modules; a tied one's other names are aliases.
+
+    ValueError for a constant that was read where forward had `written` another tensor in the end, by its place.
+    """
+    homes: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters: dict[str, Parameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for name, tensor in _named_tensors(model, loss_fn):
+        home = homes.setdefault(id(tensor), name)
+        if home != name:
+            aliases[name] = home
+        elif isinstance(tensor, nn.Parameter):
+            shape, trained = tuple(tensor.shape), tensor.requires_grad
+            parameters[name] = Parameter(name, shape, tensor.dtype, requires_grad=trained)
+        else:
+            parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, "buffer", False)
+            if not tensor.is_meta:
+                buffers[name] = tensor.detach()
+    places = {t.data_ptr(): name for name, t in model.named_parameters() if not t.is_meta and t.numel()}
+    assigned = {tensor.data_ptr(): place for place, tensor in written.items() if type(tensor) is Tensor}
+    placeholders: dict[str, str] = {}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        name = str(spec.target).removeprefix("captured.")
+        placeholders[spec.arg.name] = aliases.get(name, name)
+        if spec.kind is InputKind.CUSTOM_OBJ:
+            raise ValueError(
+                f"{_first_use(exported, spec.arg.name)} is given {exported.constants[str(spec.target)]!r}, which is no "
+                "tensor. Random numbers of a generator would differ between meshes: pass the numbers in as an input, "
+                "or use dropout"
+            )
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            value = exported.constants[str(spec.target)]
+            if type(value) is not Tensor:
+                raise ValueError(
+                    f"{_first_use(exported, spec.arg.name)} reads {name}, a tensor without values: it was made "
+                    "on the meta device, or is the .data of a parameter. Register it as a buffer, or make the model on "
+                    "the CPU; of a parameter read .detach()"
+                )
+            if (held := assigned.get(value.data_ptr())) is not None:
+                raise ValueError(
+                    f"{_first_use(exported, spec.arg.name)} reads {held}, which forward assigns for the next call: a "
+                    "program would have what it was at its capture in every step. Give it as an input, or compute it "
+                    "of the batch"
+                )
+            if value.data_ptr() in places:
+                raise ValueError(
+                    f"{_first_use(exported, spec.arg.name)} reads {places[value.data_ptr()]} from outside of the "
+                    "module, where it is a constant; reach it through self"
+                )
+            parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
+            buffers[name] = value.detach()
+    return _Tensors(parameters, aliases, buffers, placeholders)
+
+
+def _first_use(exported: ExportedProgram, placeholder: str) -> str:
+    """The operator that reads an input of the exported graph first, and its place: "aten.add.Tensor (gpt.py:52)"."""
+    node = next(node for node in exported.graph.nodes if node.name == placeholder)
+    user = next(iter(node.users), node)
+    line = short_line(user.meta.get("stack_trace") or "")
+    return f"{user.target} ({line})" if line else str(user.target)
+
+
+def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+    if isinstance(loss_fn, nn.Module):
+        for name, _ in loss_fn.named_parameters():
+            raise ValueError(f"loss_fn has the parameter {name!r}; only the model may have parameters")
+        yield from loss_fn.named_buffers("loss_fn", remove_duplicate=False)
+
+
+def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:
+    """The exported graph in our conventions: inputs by their own names, tensors as get_attr at first use."""
+    specs = exported.graph_signature
+    inputs = [s.arg.name for s in specs.input_specs if s.kind is InputKind.USER_INPUT]
+    names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, fx.Node] = {}
+    own = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    for placeholder, name in names.items():
+        values[own[placeholder]] = new = graph.placeholder(name)
+        new.meta = {**_meta(own[placeholder]), "role": "input"}
+
+    def value_of(node: fx.Node) -> fx.Node:
+        if node not in values:
+            target = tensors.placeholders[node.name]
+            if target not in attributes:
+                attributes[target] = graph.create_node("get_attr", target)
+                attributes[target].meta = _meta(node)
+            values[node] = attributes[target]
+        return values[node]
+
+    for node in exported.graph.nodes:
+        if node.op == "output":
+            result = value_of(node.args[0][0])
+            graph.output(result).meta = {"val": result.meta["val"], "path": "", "line": ""}
+        elif node.op != "placeholder":
+            values[node] = graph.node_copy(node, value_of)
+            values[node].meta = _meta(node)
+            _check_value(values[node])
+            if node.op == "get_attr":
+                values[node].meta["region"] = _region(exported.graph_module, node)
+    return graph
+
+
+def _check_value(node: fx.Node) -> None:
+    """Refuse a number that depends on data, such as the length of a list made of a tensor."""
+    if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise ValueError(
+            f"{where(node)}: {node.target} makes a number of a tensor's values, and a graph with sizes of its own for "
+            "every batch cannot be compiled; keep it in a tensor, or take it from shapes or the config"
+        )
+
+
+def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
+    """The graph of a ``torch.no_grad`` or autocast region, which the exported graph calls as a submodule."""
+    region = getattr(owner, str(node.target))
+    for inner in region.graph.nodes:
+        nested = _region(region, inner) if inner.op == "get_attr" else None
+        inner.meta = {**_meta(inner), "region": nested}
+    graph: fx.Graph = region.graph
+    return graph
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    stack = node.meta.get("nn_module_stack")
+    path = re.sub(r"@\d+", "", list(stack.values())[-1][0]) if stack else ""
+    return {
+        "val": fx.node.map_aggregate(node.meta.get("val"), _plain),
+        "path": path.removeprefix("captured").removeprefix("."),
+        "line": short_line(node.meta.get("stack_trace") or ""),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")

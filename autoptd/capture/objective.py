@@ -1,0 +1,143 @@
+"""The model together with its loss, as one module of positional tensors: what capture exports."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import Tensor, fx, nn
+
+from autoptd.capture.eval_mode import Calls
+from autoptd.capture.side_effects import refuse_side_effects
+from autoptd.runtime.program.manifest import Output
+
+
+class Result:
+    """What a call left beside the loss (an object of its own: torch.export undoes plain attributes)."""
+
+    def __init__(self) -> None:
+        self.output = Output("tensor")
+        self.assigned: dict[str, Tensor] = {}  # what was where a traced forward put other tensors, by place
+
+
+class Objective(nn.Module):
+    """Calls `model` with the inputs named in `names`, and returns the scalar loss alone.
+
+    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments
+    that are not tensors. After a call `result` says what the model returned round the loss, and `calls` what it called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        constants: Mapping[str, Any],
+        loss_fn: Callable[..., Tensor] | None,
+        targets: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.captured = model
+        self.names = tuple(names)
+        self.constants = dict(constants)
+        self.loss_fn = loss_fn
+        self.targets = frozenset(targets)
+        self.result = Result()
+        self.calls = Calls()
+
+    def forward(self, *values: Tensor) -> Tensor:
+        given = {**self.constants, **dict(zip(self.names, values, strict=True))}
+        self.calls.made.clear()
+        try:
+            exporting, assigned = torch.compiler.is_exporting(), self.result.assigned
+            with refuse_side_effects(self, assigned) if exporting else nullcontext(), self.calls:
+                return self._find_loss(given)
+        except RuntimeError as error:
+            if "data-dependent" in str(error).lower():
+                raise DataDependentError from error
+            raise
+
+    def _find_loss(self, given: Mapping[str, Any]) -> Tensor:
+        result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
+        if self.loss_fn is not None:
+            loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
+            if not _is_loss(loss):
+                raise LossError(
+                    f"loss_fn returned {describe(loss)}: a scalar floating-point tensor is needed"
+                )
+            return loss
+        loss, self.result.output = find_loss(result)
+        return loss
+
+
+def _call(model: nn.Module, given: Mapping[str, Any]) -> object:
+    if not isinstance(model, fx.GraphModule):
+        return model(**given)
+    # Node by node, so that each keeps the module path and the line that the user's graph knows.
+    bound = inspect.signature(model.forward).bind(**given)
+    bound.apply_defaults()
+    with fx.traceback.preserve_node_meta():
+        return fx.Interpreter(model).run(*bound.args)
+
+
+class DataDependentError(Exception):
+    """Control flow depends on a tensor's values; its cause says where.
+
+    Not torch's own, for which it prints the whole graph so far.
+    """
+
+
+class LossError(ValueError):
+    """The model or loss_fn gave no scalar loss."""
+
+
+def find_loss(result: object) -> tuple[Tensor, Output]:
+    """The scalar loss in what a model returned, and the shape of the whole. Raises LossError."""
+    if isinstance(result, Tensor):
+        if _is_loss(result):
+            return result, Output("tensor")
+    elif isinstance(result, Mapping) or dataclasses.is_dataclass(result):
+        items = dict(result) if isinstance(result, Mapping) else vars(result)
+        if _is_loss(items.get("loss")):
+            kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
+            return items["loss"], Output(kind, "loss", _type_name(result), tuple(items))
+    elif isinstance(result, (tuple, list)):
+        for index, item in enumerate(result):
+            if _is_loss(item):
+                fields = tuple(str(i) for i in range(len(result)))
+                return item, Output("tuple", str(index), _type_name(result), fields)
+    raise LossError(
+        f"the model returned no scalar loss but {describe(result)}; "
+        "return the loss (alone, first in a tuple, or under 'loss'), or pass loss_fn="
+    )
+
+
+def describe(result: object) -> str:
+    """What a value is, in a few words: type, shapes, keys."""
+    if isinstance(result, Tensor):
+        return f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')}"
+    name = type(result).__name__
+    if isinstance(result, Mapping):
+        return f"{name} with {', '.join(f'{k}: {describe(v)}' for k, v in result.items())}"
+    if isinstance(result, (tuple, list)):
+        return f"{name} of {', '.join(describe(v) for v in result)}"
+    return f"{name} {result!r}" if isinstance(result, (str, int, float, bool, type(None))) else name
+
+
+def _type_name(value: object) -> str:
+    """Where every rank finds the class. Raises ValueError for one that only the function has that defines it."""
+    name = type(value).__qualname__
+    if "<locals>" in name:
+        raise ValueError(
+            f"the model returns a {name}, a class defined within a function: define it at a module's top level, "
+            "where every rank can import it, or return a dict"
+        )
+    return f"{type(value).__module__}:{name}"
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and torch.is_floating_point(value)

@@ -1,0 +1,101 @@
+"""What a forward does besides computing its loss: a program would leave it out in silence, so it is refused."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from autoptd.capture.module_state import list_held
+from autoptd.capture.source_lines import user_line
+from autoptd.runtime.user_warnings import warn_caller
+
+REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+class SideEffectError(ValueError):
+    """The model does what a traced program cannot do again in every step."""
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise SideEffectError for the first hook on a gradient: a program's ranks have parameters of their own."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise SideEffectError(
+                f"{name} has a hook on its gradient, which no trace shows: remove it (wandb.watch sets some), and "
+                "register it after bind on the compiled model's own parameter, whose gradient is this rank's slice; to "
+                "train some rows only, multiply by a mask in forward"
+            )
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise SideEffectError(
+                f"{path or type(model).__name__} has a backward hook, which no trace shows: remove it, or write what "
+                "it does to gradients in forward"
+            )
+
+
+@contextmanager
+def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> Iterator[None]:
+    """Raise SideEffectError where a forward in this block assigns buffers or draws from generators outside of torch.
+
+    Warn of the numbers that it counts; keep in `assigned` the tensors that were where it puts others, by their places.
+    """
+    buffers, held = _list_buffers(objective), list_held(objective)
+    drawn = _random_states(held)
+    yield
+    now = _list_buffers(objective)
+    # A new one keeps something for later calls, as tables of positions are kept.
+    for place, buffer in buffers.items():
+        if now.get(place) is not buffer:
+            raise SideEffectError(
+                f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
+                "update it outside of forward; where only a first call fills it, make that call before compile"
+            )
+    for name, state in _random_states(held).items():
+        if state != drawn.get(name, state):
+            raise SideEffectError(
+                f"forward draws random numbers with {name}, and a program would have those of its capture in every "
+                "step; draw with torch, as dropout does, or outside of forward (another thread that draws meanwhile "
+                "looks the same)"
+            )
+    for place, value in list_held(objective).items():
+        before = held.get(place)
+        numbers = type(before) in (int, float) and type(value) in (int, float)
+        if numbers and value is not before and value != before:  # nan is not itself
+            warn_caller(
+                f"forward changes {place} from {before} to {value}: a program has what it was at its capture in every "
+                "step"
+            )
+        elif isinstance(before, Tensor) and value is not before:
+            assigned[place] = before
+
+
+def refuse_hook() -> NoReturn:
+    """Raise SideEffectError for a hook that forward registers on a gradient."""
+    place = user_line(traceback.extract_stack())
+    raise SideEffectError(
+        f"{place}: a hook on a gradient, which no trace shows; write what it does in forward: "
+        "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
+    )
+
+
+def _list_buffers(model: nn.Module) -> dict[str, Tensor]:
+    found = model.named_buffers(remove_duplicate=False)
+    return {name.removeprefix("captured."): buffer for name, buffer in found}
+
+
+def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:
+    """What Python's own generator, numpy's where it is in use, and those of `held` draw from next."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    kinds: tuple[Any, ...] = (random.Random,)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
+        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+    return states | {f"the model's {place}": pickle.dumps(x) for place, x in held.items() if type(x) in kinds}

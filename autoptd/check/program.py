@@ -1,0 +1,299 @@
+"""The static proof over all ranks: what a program says in one place fits what it says in every other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.check.shares import ShareError
+from autoptd.check.tensor_parallel import place, prove_tensor_parallel
+from autoptd.options import AXES, check_counts, check_modes, check_seed
+from autoptd.passes.ir.program import Stage
+from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.schedule import Action, make_schedule, peak_in_flight
+from autoptd.runtime.program.schedule_check import ScheduleError, check_schedule
+from autoptd.runtime.user_warnings import warn_caller
+
+
+class ProgramError(Exception):
+    """A program that contradicts itself: what was found, where, what was expected, and a way out."""
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise `ProgramError` for what no manifest says, whatever the texts: what else is taken as it is given."""
+    mesh, way = manifest.mesh, "correct it in the manifest, or save the program again"
+    counts = ("microbatch_size", "num_microbatches", "num_model_chunks", "num_shapes")
+    try:
+        check_counts(**{f"{axis} of the mesh": getattr(mesh, axis) for axis in AXES})
+        check_counts(**{name: getattr(manifest, name) for name in counts})
+        check_seed(manifest.seed)
+        check_modes(schedule=manifest.schedule)
+    except ValueError as error:
+        raise ProgramError(f"the manifest: {error}; {way}") from None
+    if manifest.model_flops < 0:
+        raise ProgramError(f"the manifest: model_flops is {manifest.model_flops}; expected 0 or more; {way}")
+    if mesh.ranks is not None and sorted(mesh.ranks) != list(range(mesh.size)):
+        raise ProgramError(
+            f"the manifest: ranks of the mesh are {mesh.ranks}; expected each of 0 to {mesh.size - 1} once; {way}"
+        )
+    for value in manifest.inputs:
+        if min(value.shape, default=1) < 1 or value.batch_dim not in (None, *range(len(value.shape))):
+            raise ProgramError(
+                f"the manifest: the batch input {value.name} has the shape {list(value.shape)} with its batch in "
+                f"dimension {value.batch_dim}; expected sizes above 0, and one of its dimensions; {way}"
+            )
+    inputs = [value.name for value in manifest.inputs]
+    for interface in manifest.stages:
+        at = f"stage {interface.index}"
+        for name in interface.inputs:
+            if name not in inputs:
+                raise ProgramError(
+                    f"{at} takes the batch input {name}; the batch has {', '.join(inputs) or 'none'}; {way}"
+                )
+        for name in interface.parameters:
+            if name not in manifest.parameters:
+                raise ProgramError(
+                    f"{at} owns {name}, which has no entry among the manifest's parameters; {way}"
+                )
+
+
+def check_program(
+    manifest: Manifest, stages: Sequence[Stage], schedule: Sequence[Sequence[Action]]
+) -> tuple[str, ...]:
+    """Raise `ProgramError` for the first contradiction between `manifest`, `stages` and `schedule`.
+
+    Proved, for all ranks at once: every send has its receive, in the same order at both ends of each channel,
+    and no cycle of waits remains; a stage gives what the next one takes; every parameter has its home, its
+    slices add up to it and all its owners slice it alike; and the tensor ranks together compute what one
+    device would, forward and backward (`tensor_proof`). All tensor ranks of a stage run one text without
+    branches, so that their collectives have one order. What one rank computes by itself is not compared with the
+    model: `verify` does that.
+
+    Returns a line for each operator that the proof does not cover; none where it covers all.
+    """
+    if len(stages) != len(manifest.stages):
+        raise ProgramError(f"the program has {len(stages)} stages, its manifest lists {len(manifest.stages)}")
+    _check_schedule(manifest, tuple(map(tuple, schedule)))
+    for parameter in manifest.parameters.values():
+        _check_placement(parameter, manifest.mesh.tensor)
+    _check_aliases(manifest)
+    for stage, interface in zip(stages, manifest.stages, strict=True):
+        _check_arguments(stage, interface, manifest)
+        _check_parameters(stage, interface, manifest)
+        _check_results(stage, interface, manifest)
+    try:
+        return prove_tensor_parallel(manifest, stages)
+    except ShareError as error:
+        raise ProgramError(str(error)) from None
+
+
+# The schedule
+
+
+def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]) -> None:
+    p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
+    if len(manifest.stages) != p * v:
+        raise ProgramError(
+            f"the manifest lists {len(manifest.stages)} stages: {p} pipeline ranks with {v} model chunks "
+            f"each run {p * v}"
+        )
+    try:
+        check_schedule(schedule, p, v, m)
+    except ScheduleError as error:
+        raise ProgramError(
+            f"schedule: {error}; correct SCHEDULE in the program texts, or compile again"
+        ) from error
+    if manifest.schedule == "gpipe":
+        return
+    for rank, actions in enumerate(schedule):
+        # SC21 §2.2: what 1F1B keeps in flight, in chunks where a rank has several.
+        warm_up = p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p
+        found, expected = peak_in_flight(actions), min(warm_up + 1, m * v)
+        if found == expected:
+            continue
+        if schedule == make_schedule(manifest.schedule, p, m, v):
+            raise ProgramError(
+                f"schedule: rank {rank} has up to {found} microbatches in flight, {manifest.schedule} has "
+                f"{expected}"
+            )
+        warn_caller(
+            f"the edited schedule of pipeline rank {rank} has up to {found} microbatches in flight, where "
+            f"{manifest.schedule} has {expected}: its memory grows with them"
+        )
+
+
+# Parameters
+
+
+def _check_placement(parameter: Parameter, tensor: int) -> None:
+    placement, shape = parameter.placement, parameter.shape
+    dim = placement.dim
+    if dim is None:
+        return
+    name = f"parameter {parameter.name}{list(shape)}"
+    if not 0 <= dim < len(shape):
+        raise ProgramError(f"{name} is divided along dimension {dim}, which it does not have")
+    rows = sum(segment.rows for segment in placement.segments)
+    if rows != shape[dim] + placement.padding:
+        raise ProgramError(
+            f"{name}: the segments of its placement have {rows} rows, expected {shape[dim]} of dimension "
+            f"{dim} and {placement.padding} of padding; correct its placement in the manifest"
+        )
+    for segment in placement.segments:
+        if segment.divided and segment.size % tensor:
+            raise ProgramError(
+                f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not "
+                f"divide over tensor={tensor}; leave it undivided, or compile for a tensor size that divides "
+                f"{segment.size}"
+            )
+
+
+def _check_aliases(manifest: Manifest) -> None:
+    for alias, name in manifest.aliases.items():
+        if name not in manifest.parameters:
+            raise ProgramError(
+                f"{alias} is an alias of {name}, which the manifest does not list among the parameters"
+            )
+        if alias in manifest.parameters:
+            raise ProgramError(
+                f"{alias} is an alias of {name} and a parameter of its own: expected one of the two"
+            )
+
+
+def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
+    at = f"stage {interface.index}"
+    for name, parameter in stage.parameters.items():
+        if parameter != manifest.parameters[name]:
+            difference = _describe_difference(parameter, manifest.parameters[name])
+            raise ProgramError(f"{at}: its {name} has {difference}; all owners of a parameter must agree")
+    for node in stage.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = str(node.target)
+        if name not in stage.parameters or name not in interface.parameters:
+            reader = place(next(iter(node.users), node))
+            raise ProgramError(
+                f'{at}: {reader} reads p["{name}"], which is not among the parameters that the manifest '
+                "lists for this stage; add it there, or compile again"
+            )
+        parameter = stage.parameters[name]
+        expected = parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor)
+        _compare(
+            f'{at}: p["{name}"]', node.meta["val"], expected, parameter.dtype, "its placement in the manifest"
+        )
+    made = _constants(stage.constants)
+    for name in interface.parameters:
+        if manifest.parameters[name].kind == "constant" and name not in made:
+            raise ProgramError(
+                f"{at} reads the constant {name}, and constants(p) of its text makes only "
+                f"{', '.join(made) or 'none'}"
+            )
+
+
+def _constants(graph: fx.Graph) -> Mapping[str, Any]:
+    """What ``constants(p)`` makes."""
+    outputs = [node for node in graph.nodes if node.op == "output"]
+    table: Any = outputs[0].args[0] if outputs else {}
+    return table if isinstance(table, Mapping) else {}
+
+
+def _describe_difference(found: Parameter, expected: Parameter) -> str:
+    names = ("shape", "dtype", "kind", "requires_grad", "placement", "partial_gradient", "name")
+    name = next(name for name in names if getattr(found, name) != getattr(expected, name))
+    return f"{name} {getattr(found, name)}, the manifest's {getattr(expected, name)}"
+
+
+# What a stage takes and gives
+
+
+def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
+    at = f"stage {interface.index}"
+    inputs = {value.name: value for value in manifest.inputs}
+    first, *placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
+    expected: list[Boundary | Input] = [*interface.receives, *(inputs[name] for name in interface.inputs)]
+    found = [str(node.target) for node in placeholders]
+    if first.meta.get("role") != "rank" or found != [value.name for value in expected]:
+        names = ", ".join(["rank", *(value.name for value in expected)])
+        raise ProgramError(
+            f"{at} takes ({', '.join([str(first), *found])}), the manifest says ({names}), in this order"
+        )
+    for node, value in zip(placeholders, expected, strict=True):
+        source = f"stage {interface.index - 1} sends" if isinstance(value, Boundary) else "the batch has"
+        _compare(f"{at}: {value.name}", node.meta["val"], value.shape, value.dtype, source)
+    if interface.index == 0 and interface.receives:
+        raise ProgramError(
+            f"{at} is the first and receives {', '.join(b.name for b in interface.receives)} from nowhere"
+        )
+    if interface.index:
+        _check_boundary(manifest.stages[interface.index - 1], interface)
+
+
+def _check_boundary(sender: StageInterface, receiver: StageInterface) -> None:
+    """Both ends of a boundary must list the same values in the same order."""
+    at = f"boundary between stages {sender.index} and {receiver.index}"
+    if len(sender.sends) != len(receiver.receives):
+        raise ProgramError(
+            f"{at}: {len(sender.sends)} values are sent ({_names(sender.sends)}), {len(receiver.receives)} "
+            f"received ({_names(receiver.receives)})"
+        )
+    for number, (sent, received) in enumerate(zip(sender.sends, receiver.receives, strict=True)):
+        for name in ("name", "shape", "dtype", "requires_grad", "divided"):
+            if getattr(sent, name) != getattr(received, name):
+                raise ProgramError(
+                    f"{at}: value {number} is sent with {name} {getattr(sent, name)} and received with "
+                    f"{name} {getattr(received, name)}; correct one of the two in the manifest"
+                )
+
+
+def _names(boundaries: Sequence[Boundary]) -> str:
+    return ", ".join(b.name for b in boundaries) or "none"
+
+
+def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
+    at = f"stage {interface.index}"
+    last = interface.index == len(manifest.stages) - 1
+    results = list(_results(stage.graph))
+    if last:
+        if interface.sends:
+            raise ProgramError(f"{at} is the last and sends {_names(interface.sends)} to nowhere")
+        value = results[0].meta["val"] if len(results) == 1 else None
+        if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
+            shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)
+            raise ProgramError(
+                f"{at} is the last and returns {shown}: expected one scalar floating-point loss"
+            )
+        return
+    if len(results) != len(interface.sends):
+        raise ProgramError(
+            f"{at} returns {len(results)} values ({', '.join(map(str, results))}), and stage "
+            f"{interface.index + 1} takes {len(interface.sends)} ({_names(interface.sends)})"
+        )
+    for node, boundary in zip(results, interface.sends, strict=True):
+        wanted = f"stage {interface.index + 1} takes {boundary.name} as"
+        _compare(f"{at}: {place(node)}", node.meta["val"], boundary.shape, boundary.dtype, wanted)
+
+
+def _results(graph: fx.Graph) -> Iterator[fx.Node]:
+    (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
+    yield from output if isinstance(output, (tuple, list)) else (output,)
+
+
+def _compare(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype, source: str) -> None:
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape) or found.dtype is not dtype:
+        raise ProgramError(
+            f"{what} is {_describe(found)}, {source} {_write(dtype, shape)}; they must be the same"
+        )
+
+
+def _describe(value: Any) -> str:
+    return (
+        _write(value.dtype, value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    )
+
+
+def _write(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,268 @@
+"""The proof that t tensor ranks compute what one device would: every sum summed once, forward and backward.
+
+Forward, each value has a `Share` (`share_rules`). Backward, a whole value's gradient is either whole, the
+same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
+so whole operators hand on what they get; f (`collectives.copy_to_tensor`, alone or with the linears that read it)
+makes a partial gradient whole. The two never mix at one value, and a partial one may end only in a parameter that
+is marked ``partial_gradient``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import fx
+
+from autoptd.check.share_rules import share_after
+from autoptd.check.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
+from autoptd.passes.ir.nodes import argument, has_gradients
+from autoptd.passes.ir.program import Stage
+from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime.program.manifest import Boundary, Manifest
+
+Gradient = Literal["whole", "partial"]
+COPYING = (collectives.copy_to_tensor, *collectives.COPIED)  # f
+SUMMING = (collectives.reduce_from_tensor, kernels.cross_entropy)  # whole results of divided arguments
+
+
+def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Raise `ShareError` for the first value, in stage order, that the tensor ranks would get wrong.
+
+    Gives a line for each operator that the proof does not cover, where a divided value gets lost to it. The stages'
+    boundaries must fit together (`autoptd.check.program` proves that before).
+    """
+    tensor = manifest.mesh.tensor
+    if tensor == 1:
+        return ()
+    walks: list[StageWalk] = []
+    arriving: list[Arriving] = []
+    for index, stage in enumerate(stages):
+        walk = StageWalk(index, stage)
+        walk.forward(arriving, manifest.stages[index].sends, tensor)
+        arriving = [Arriving(walk.shares[n], n in walk.differentiable) for n in walk.outputs]
+        walks.append(walk)
+    leaving: list[Gradient | None] = ["whole"]
+    for walk in reversed(walks):
+        leaving = walk.backward(leaving, manifest.stages[walk.index].receives)
+    return tuple(line for walk in walks for line in walk.uncovered)
+
+
+def place(node: fx.Node) -> str:
+    """Where a node is: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
+    path, line = node.meta.get("path"), node.meta.get("line")
+    return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
+
+
+def _is_copied_part(node: fx.Node) -> bool:
+    """Whether it is the result of one of several linears that read f together."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and source.target is collectives.copied_linears
+
+
+def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
+    """Weight and bias of the linear among several whose result is `part`."""
+    if part.target is not operator.getitem:
+        return []
+    index: Any = part.args[1]
+    lists: list[Any] = [linears.args[2], argument(linears, 3, "biases")]
+    return [given[index] for given in lists if given]
+
+
+def _is_lost(found: Found) -> bool:
+    """Whether a share says too little to prove more from it."""
+    several = found if isinstance(found, tuple) else (found,)
+    return any(share == UNKNOWN or (share.kind == "divided" and share.dim is None) for share in several)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A value that a stage receives: its share, and whether the sender can use its gradient."""
+
+    share: Found
+    differentiable: bool
+
+
+@dataclass
+class StageWalk:
+    """One stage's shares, found forward, and its gradients, found backward."""
+
+    index: int
+    stage: Stage
+    shares: dict[fx.Node, Found] = field(default_factory=dict)
+    differentiable: set[fx.Node] = field(default_factory=set)
+    outputs: tuple[fx.Node, ...] = ()
+    gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
+    uncovered: list[str] = field(default_factory=list)
+    # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
+    terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+
+    def forward(self, arriving: Sequence[Arriving], sends: Sequence[Boundary], tensor: int) -> None:
+        received = iter(arriving)
+        for node in self.stage.graph.nodes:
+            if node.op == "call_function":
+                try:
+                    self.shares[node] = share_after(node, self.shares)
+                except ShareError as error:
+                    raise ShareError(f"stage {self.index}: {place(node)} {error}") from None
+                self._note_uncovered(node)
+                if self._hands_on(node):
+                    self.differentiable.add(node)
+            elif node.op == "get_attr":
+                parameter = self.stage.parameters[str(node.target)]
+                self.shares[node] = share_of(parameter.placement, tensor)
+                if parameter.requires_grad:
+                    self.differentiable.add(node)
+            elif node.op == "placeholder":
+                self.shares[node] = WHOLE
+                if node.meta.get("role") == "boundary":
+                    value = next(received)
+                    self.shares[node] = value.share
+                    if value.differentiable:
+                        self.differentiable.add(node)
+            else:
+                results: Any = node.args[0]
+                self.outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
+        self._check_outputs(sends)
+
+    def _note_uncovered(self, node: fx.Node) -> None:
+        """Say where a divided value's dimension gets lost: behind it the proof knows less, or nothing."""
+        if not _is_lost(self.shares[node]) or any(_is_lost(self.shares[n]) for n in node.all_input_nodes):
+            return
+        what = (
+            "makes of a divided value what the proof has no rule for"
+            if self.shares[node] == UNKNOWN
+            else "leaves each tensor rank one row among other dimensions of size 1: which is divided, cannot be told"
+        )
+        name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+        self.uncovered.append(f"stage {self.index}: {name}, {place(node)}, {what}; verify() runs it")
+
+    def _hands_on(self, node: fx.Node) -> bool:
+        """Whether gradients flow through the node."""
+        found = not self.differentiable.isdisjoint(node.all_input_nodes)
+        return found and node.target is not aten.detach.default and has_gradients(node.meta["val"])
+
+    def _check_outputs(self, sends: Sequence[Boundary]) -> None:
+        if not sends:
+            (loss,) = self.outputs
+            self._require(
+                loss, self.shares[loss] in (WHOLE, UNKNOWN), "is the loss", "a whole one, equal on all ranks"
+            )
+        for value, boundary in zip(self.outputs, sends, strict=True) if sends else ():
+            share = self.shares[value]
+            kinds = ("whole", "divided", "unknown") if boundary.divided else ("whole", "unknown")
+            expected = "a whole value, or divided=True in the manifest's boundary"
+            if isinstance(share, Share) and share.kind == "partial":
+                expected = f"collectives.reduce_from_tensor(rank, {value}) before it is sent"
+            right = isinstance(share, Share) and share.kind in kinds
+            self._require(value, right, f"is sent to stage {self.index + 1} as {boundary.name}", expected)
+
+    def _require(self, node: fx.Node, right: bool, use: str, expected: str) -> None:
+        if not right:
+            share = self.shares[node]
+            kind = (
+                {"partial": "a partial sum"}.get(share.kind, share.kind)
+                if isinstance(share, Share)
+                else "a tuple"
+            )
+            raise ShareError(f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}")
+
+    # Gradients
+
+    def backward(
+        self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]
+    ) -> list[Gradient | None]:
+        """Find every whole value's gradient, given that of each output; give that of each received value."""
+        given: dict[fx.Node, list[Gradient]] = {}
+        for node, gradient in zip(self.outputs, leaving, strict=True):
+            if gradient is not None:
+                given.setdefault(node, []).append(gradient)
+        for node in reversed(self.stage.graph.nodes):
+            if self.shares.get(node) is WHOLE and node in self.differentiable:
+                gradient = self._find_gradient(node, given.get(node, []))
+                if gradient is not None:
+                    self.gradients[node] = gradient
+                    self._check_gradient(node, gradient)
+        arrived = [n for n in self.stage.graph.nodes if n.meta.get("role") == "boundary"]
+        for node, boundary in zip(arrived, receives, strict=True):
+            if self.gradients.get(node) == "partial" and not boundary.divided:
+                self._refuse(node, f"{node}, which goes back to the stage before")
+        return [self.gradients.get(node) for node in arrived]
+
+    def _find_gradient(self, node: fx.Node, sent: Sequence[Gradient]) -> Gradient | None:
+        """What a whole value's readers give it; None where nothing is known, or none reads it."""
+        readers: dict[Gradient, fx.Node | None] = dict.fromkeys(sent)
+        for reader in node.users:
+            if reader in self.differentiable:
+                gradient = self._gradient_from(reader, node)
+                if gradient is not None:
+                    readers.setdefault(gradient, reader)
+        partial = readers.get("partial")
+        if partial is not None and self.shares[partial] is not WHOLE:
+            self.terms[node] = partial, node
+        elif partial in self.terms:
+            self.terms[node] = self.terms[partial]
+        if len(readers) > 1:
+            whole = readers["whole"]
+            source = place(whole) if whole is not None else "outside this stage"
+            self._refuse(node, f"{place(node)}, which has a whole gradient from {source}")
+        return next(iter(readers), None)
+
+    def _gradient_from(self, reader: fx.Node, value: fx.Node) -> Gradient | None:
+        """What one reader gives a whole argument, its `value`."""
+        if reader.target in COPYING and reader.args[1] is value:
+            return "whole"
+        if reader.target is collectives.copied_linears:
+            made = next((n for n in reader.users if value in _parameters_of(reader, n)), None)
+            return None if made is None else self._gradient_from(made, reader)
+        if self.shares[reader] is WHOLE:
+            return self.gradients.get(reader)
+        return None if self.shares[reader] is UNKNOWN else "partial"
+
+    def _check_gradient(self, node: fx.Node, gradient: Gradient) -> None:
+        if node.op == "get_attr":
+            marked = self.stage.parameters[str(node.target)].partial_gradient
+            if gradient == "partial" and not marked:
+                self._refuse(node, f"{node.target}, a parameter without partial_gradient")
+            if gradient == "whole" and marked:
+                raise ShareError(
+                    f"stage {self.index}: {node.target} is marked partial_gradient, although every tensor "
+                    "rank has its whole gradient, and would be multiplied by their number: correct the mark "
+                    "in the manifest"
+                )
+        elif node.target in SUMMING:
+            if gradient == "partial":
+                self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
+        elif node.target in COPYING or _is_copied_part(node):
+            if gradient == "whole":
+                way = (
+                    "leave this copy_to_tensor out"
+                    if node.target is collectives.copy_to_tensor
+                    else "compute this linear without its all-reduce"
+                )
+                raise ShareError(
+                    f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
+                    f"rank, and so multiplies it by their number: only divided operators may read it; {way}"
+                )
+        elif gradient == "whole" and any(self.shares[n] is not WHOLE for n in node.all_input_nodes):
+            raise ShareError(
+                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are "
+                f"divided, and gets a whole gradient: expected {node} to be read through "
+                f"collectives.copy_to_tensor(rank, {node})"
+            )
+
+    def _refuse(self, node: fx.Node, reached: str) -> None:
+        """Say where f is missing, if a partial gradient has `reached` where it may not."""
+        if node in self.terms:
+            reader, value = self.terms[node]
+            found = f"{place(reader)} is divided and reads {value} as it is"
+            expected = f"{reader} to read collectives.copy_to_tensor(rank, {value})"
+        else:
+            found = f"a later stage hands back one term of the gradient of {place(node)}"
+            expected = "it to read the value through collectives.copy_to_tensor"
+        raise ShareError(
+            f"stage {self.index}: {found}, so that each tensor rank has one term of the gradient only, up to "
+            f"{reached}: expected {expected}"
+        )

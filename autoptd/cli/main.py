@@ -1,0 +1,360 @@
+"""The command line: each command is one call of the Python interface, and prints what that returns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autoptd.calibration.fit import calibrate
+from autoptd.check.program import ProgramError
+from autoptd.cli.model_path import make_model, suggest
+from autoptd.cli.tables import (
+    open_console,
+    print_cluster,
+    print_lines,
+    print_overview,
+    print_plans,
+    print_simulation,
+)
+from autoptd.compiled import CompiledProgram
+from autoptd.compiler import compile, load
+from autoptd.passes.recompute import MODES
+from autoptd.planning.plan import Plan
+from autoptd.planning.search import plan
+from autoptd.planning.space import RECOMPUTE
+from autoptd.reports.page import write_page
+from autoptd.runtime.program.schedule import SCHEDULES
+from autoptd.simulate.step import Simulation
+from autoptd.text.folder import MANIFEST, check_free
+from autoptd.verification.random_inputs import find_empty
+from autoptd.verification.report import Report
+from autoptd.verification.step import check_memory
+
+TRAINING = ("overlap_transfers", "overlap_data", "overlap_tensor", "zero", "wide_gradients")
+BOTH = (
+    *("world_size", "global_batch", "cluster"),
+    *("microbatch_size", "num_model_chunks", "schedule", "recompute"),
+)
+PLANNED = (*BOTH, "dtype", "max_tensor", *TRAINING)
+COMPILED = (*BOTH, "num_microbatches", "seed")
+FLAG: Any = argparse.BooleanOptionalAction
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0, or 1 where it found something wrong. Under torchrun rank 0 alone does it."""
+    args = make_parser().parse_args(argv)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # models are named from the current folder, as `python -m` finds them
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+    except (ValueError, TypeError, FloatingPointError, OSError, ProgramError) as error:
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough
+            print(f"autoptd {args.command}: {error}", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is None:  # what is left to flush goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+# Commands
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.top < 1:
+        raise ValueError(f"--top is {args.top}: expected a positive number of plans")
+    plans = plan(make_model(args.model), **_given(args, PLANNED))
+    if args.json:
+        _print_json([asdict(found) | {"mesh": _entries(found)} for found in plans[: args.top]])
+        return 0
+    console, best = open_console(), plans[0]
+    print_plans(console, plans, args.top)
+    options = {**best.options, "mesh": ",".join(map(str, _entries(best))), "cluster": args.cluster}
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    print_lines(console, [shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])])
+    return 0
+
+
+def _entries(found: Plan) -> tuple[int, int, int]:
+    return found.mesh.tensor, found.mesh.pipeline, found.mesh.data
+
+
+def _compile(args: argparse.Namespace) -> int:
+    check_free(args.output)
+    program = compile(make_model(args.model), args.mesh, **_given(args, COMPILED))
+    program.save(args.output)
+    return _print_program(program, args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    return _print_program(_load(args.program), args)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    training = _given(args, TRAINING)
+    _check_files(args.trace, args.svg)
+    simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
+    if args.trace:
+        simulation.save_trace(args.trace)
+    if args.svg:
+        simulation.save_svg(args.svg)
+    if args.json:
+        _print_json(_describe_simulation(simulation))
+    else:
+        print_simulation(open_console(), simulation)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    program, model = _load(args.program), make_model(args.model)
+    if any(find_empty(shape.manifest, model, shape.buffers) for shape in program.shapes):
+        check_memory(program.manifest)  # before the whole model takes some of it
+        model = make_model(args.model, "cpu")
+    report = program.verify(model=model, weights="random", seed=args.seed or 0)
+    if args.json:
+        _print_json(_describe_verified(report))
+    else:
+        print_lines(open_console(), str(report).splitlines())
+    return 0 if report.passed else 1
+
+
+def _describe_verified(report: Report) -> dict[str, Any]:
+    errors = {name: _finite(error) for name, error in report.gradient_errors.items()}
+    numbers = {"passed": report.passed, "loss_error": _finite(report.loss_error)}
+    losses = {name: _finite(getattr(report, name)) for name in ("loss", "reference_loss")}
+    further = [_describe_verified(other) for other in report.further]
+    return numbers | asdict(report) | losses | {"gradient_errors": errors, "further": further}
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Before the work: raise ValueError for a path that no file can be written to."""
+    given = [path for path in paths if path is not None]
+    if len({path.resolve() for path in given}) < len(given):
+        raise ValueError(f"{given[0]} is given twice: give each file a name of its own")
+    for path in given:
+        place = path if path.exists() else path.parent
+        checks = {
+            "is a folder": path.is_dir(),
+            "is no folder": not path.parent.is_dir(),
+            "may not be written to": not os.access(place, os.W_OK),
+        }
+        for wrong in (wrong for wrong, found in checks.items() if found):
+            raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
+
+
+def _report(args: argparse.Namespace) -> int:
+    _check_files(args.output)
+    program = _load(args.program)
+    explanation = program.explain(args.cluster, args.dtype, **_given(args, TRAINING))
+    write_page(args.output, program.overview, explanation, program.texts)
+    found = _describe_simulation(explanation.simulation)
+    size = args.output.stat().st_size
+    if args.json:
+        _print_json({"path": str(args.output), "bytes": size, "simulation": found})
+    else:
+        print_lines(open_console(), [f"{args.output}: {size:,} bytes; open it in a browser"])
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    _check_files(args.output)
+    cluster = calibrate(args.output, **_given(args, ("devices", "seconds")))
+    if args.json:
+        _print_json(asdict(cluster))
+    else:
+        print_cluster(open_console(), cluster)
+    return 0
+
+
+def _load(folder: Path) -> CompiledProgram:
+    """A saved program; ValueError with the nearest that there is."""
+    if not folder.is_dir():
+        saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
+        raise ValueError(
+            f"there is no folder {folder}{suggest(str(folder), saved)}; expected a program as program.save, or "
+            "autoptd compile, writes it"
+        )
+    return load(folder)
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a Python call; what was not given has that call's default."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _print_program(program: CompiledProgram, args: argparse.Namespace) -> int:
+    if args.json:
+        _print_json(asdict(program.overview))
+    else:
+        print_overview(open_console(), program.overview)
+    return 0
+
+
+def _describe_simulation(simulation: Simulation) -> dict[str, object]:
+    names = (
+        *("dtype", "step_seconds", "tflops_per_device", "mfu", "bubble_fraction"),
+        *("critical_rank", "breakdown", "memory_bytes", "held_bytes", "fits"),
+    )
+    device = {"device_memory_bytes": simulation.cluster.device.memory_bytes}
+    return {"cluster": simulation.cluster.name, **{n: getattr(simulation, n) for n in names}, **device}
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return number if math.isfinite(number) else None
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+# Arguments
+
+
+def _read_mesh(text: str) -> str | tuple[int, ...]:
+    try:
+        return text if text == "auto" else tuple(int(entry) for entry in text.split(","))
+    except ValueError:
+        message = f'{text!r}: expected tensor,pipeline,data, e.g. 2,2,2, or "auto"'
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _read_recompute(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that says the nearest command or option to a wrong one."""
+
+    given: Sequence[str] = ()
+    commands: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what is unknown, where the command's own options are known."""
+        self.given = list(sys.argv[1:] if args is None else args)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"these arguments are too many: {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, as argparse does."""
+        known = self._option_string_actions
+        options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
+        hints = [f"; {word} is unknown{suggest(word, known)}" for word in options if word not in known]
+        first = self.given[0] if self.given else "-"
+        if self.commands and not first.startswith("-"):  # of which command the options are is not known
+            hints = [suggest(first, self.commands)]
+        super().error(message + "".join(hints))
+
+
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "model": {"help": "module:callable, e.g. samples.gpt:make_model; made on the meta device"},
+    "program": {"type": Path, "help": "a saved program's folder; loading runs the code in its texts"},
+    "--mesh": {
+        "type": _read_mesh,
+        "metavar": "T,P,D",
+        "help": 'tensor,pipeline,data, or "auto": the best plan\'s',
+    },
+    "--world-size": {"type": int, "help": "devices"},
+    "--global-batch": {"type": int, "help": "sequences in a step, of all replicas"},
+    "--cluster": {"help": "a shipped name, e.g. dgx-a100, or a .toml file"},
+    "--dtype": {"help": "compute in bf16, fp32, …; default the model's own"},
+    "--max-tensor": {"type": int, "help": "tensor ranks at most; default a node's devices"},
+    "--microbatch-size": {"type": int, "help": "sequences"},
+    "--num-microbatches": {"type": int, "help": "of a pipeline and step"},
+    "--num-model-chunks": {"type": int, "help": "stages of a pipeline rank"},
+    "--schedule": {"help": ", ".join(SCHEDULES)},
+    "--recompute": {
+        "type": _read_recompute,
+        "help": f"{', '.join(MODES)}, or a number of layers; plan: {', '.join(RECOMPUTE)}",
+    },
+    "--seed": {"type": int, "help": "of weights, dropout and batches"},
+    "--top": {"type": int, "default": 10, "help": "how many plans to show"},
+    "--model": {"help": "the plain model, module:callable"},
+    "--overlap-transfers": {"action": FLAG, "default": True, "help": "sending holds up no sender"},
+    "--overlap-data": {"action": FLAG, "default": True, "help": "sum gradients beside the last backwards"},
+    "--overlap-tensor": {
+        "action": FLAG,
+        "default": True,
+        "help": "sum gradients of tensor ranks beside those of weights",
+    },
+    "--wide-gradients": {"action": FLAG, "default": True, "help": "sum gradients in at least float32"},
+    "--zero": {"type": int, "default": 0, "help": "1: the replicas divide the optimizer's states"},
+    "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
+    "--svg": {"type": Path, "help": "write a picture"},
+    "--devices": {
+        "type": int,
+        "help": "processes that will share this machine's cores; default one for each",
+    },
+    "--seconds": {"type": float, "help": "how long to measure, about"},
+    "--output": {
+        "type": Path,
+        "help": "what to write: a program's folder, a page, or a cluster's .toml file",
+    },
+    "--json": {"action": "store_true", "help": "print JSON"},
+}
+STEP = "--cluster! --dtype --overlap-transfers --overlap-data --overlap-tensor --wide-gradients --zero"
+COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
+    "plan": (
+        _plan,
+        "Find the mesh, model chunks, microbatches and recomputation that train a model fastest.",
+        f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
+        "--recompute --top",
+    ),
+    "compile": (
+        _compile,
+        "Compile a model and save its program.",
+        "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
+        "--seed --world-size --global-batch --cluster",
+    ),
+    "inspect": (_inspect, "Show a saved program: mesh, schedule, stages, communication.", "program"),
+    "simulate": (
+        _simulate,
+        "Time a training step of a saved program on a described cluster.",
+        f"program {STEP} --trace --svg",
+    ),
+    "verify": (
+        _verify,
+        "Run all ranks here in float64 and compare with the plain model.",
+        "program --model! --seed",
+    ),
+    "calibrate": (
+        _calibrate,
+        "Measure this machine: a cluster for the other commands, in a .toml file.",
+        "--output --devices --seconds",
+    ),
+    "report": (
+        _report,
+        "Write a page with the schedule, memory, communication, stages and texts.",
+        f"program {STEP} --output!",
+    ),
+}
+
+
+def make_parser() -> Parser:
+    """All commands and their arguments; those with a ! must be given."""
+    parser = Parser(
+        prog="autoptd", description="Plan, compile, examine, time and prove parallel training programs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (run, words, arguments) in COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        command.set_defaults(run=run)
+        for argument in (*arguments.split(), "--json"):
+            required: dict[str, Any] = {"required": True} if argument.endswith("!") else {}
+            option = argument.rstrip("!")
+            names = ("-o", option) if option == "--output" else (option,)
+            command.add_argument(*names, **ARGUMENTS[option], **required)
+    parser.commands = tuple(COMMANDS)
+    return parser

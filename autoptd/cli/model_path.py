@@ -1,0 +1,86 @@
+"""A model by its name on the command line: "package.module:callable", called without arguments."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from autoptd.capture.source_lines import user_line
+
+EXAMPLE = "expected module:callable, e.g. samples.gpt:make_model"
+LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib"))
+
+
+def make_model(name: str, device: str = "meta") -> nn.Module:
+    """Import the module, call the callable on `device`, and return the model; on the meta device weights cost nothing.
+
+    Raises ValueError for a name that leads nowhere, with the nearest one, for a callable that needs arguments, and
+    for what the user's own code raises, with its place there; TypeError where no nn.Module comes out.
+    """
+    path, colon, attribute = name.partition(":")
+    if not (path and colon and attribute):
+        raise ValueError(f"model {name!r}: {EXAMPLE}")
+    module = _import(path, name)
+    if not hasattr(module, attribute):
+        known = [own for own in vars(module) if not own.startswith("_")]
+        raise ValueError(f"model {name!r}: {path} has no {attribute!r}{suggest(attribute, known)}; {EXAMPLE}")
+    found = getattr(module, attribute)
+    if callable(found) and not isinstance(found, nn.Module):
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise ValueError(
+                f"model {name!r} is called without arguments: {error}; name a function that takes none and "
+                "returns the model"
+            ) from None
+        try:
+            with torch.device(device):
+                found = found()
+        except Exception as error:
+            raise _failed(name, error) from error
+    if not isinstance(found, nn.Module):
+        raise TypeError(f"model {name!r} gave a {type(found).__name__}; expected an nn.Module")
+    return found
+
+
+def _import(path: str, name: str) -> ModuleType:
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if path != missing and not path.startswith(f"{missing}."):
+            raise _failed(name, error) from error  # the module is there; what it imports is not
+        parent = missing.rpartition(".")[0]
+        places = list(import_module(parent).__path__) if parent else ["."]
+        known = [f"{parent}.{found.name}".lstrip(".") for found in pkgutil.iter_modules(places)]
+        raise ValueError(
+            f"model {name!r}: there is no module {missing!r}{suggest(missing, known)}; {EXAMPLE}"
+        ) from None
+    except Exception as error:
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: Exception) -> ValueError:
+    """What the user's own code raised; of a file that is no Python, the error itself has the place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = user_line([frame for frame in frames if not frame.filename.startswith(LIBRARIES)])
+    place = "" if isinstance(error, SyntaxError) or not line else f", at {line}"
+    return ValueError(
+        f"model {name!r} cannot be made: {type(error).__name__}: {error}{place}; correct it there"
+    )
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean x?)" where one of `known` looks like `name`, else nothing."""
+    near = get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""

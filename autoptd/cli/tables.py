@@ -1,0 +1,153 @@
+"""What the command line prints: tables on a terminal, plain columns elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autoptd.passes.cost.cluster import Cluster, Link
+from autoptd.planning.plan import Plan
+from autoptd.reports.overview import Overview
+from autoptd.reports.summary import (
+    HEAD,
+    describe_all,
+    format_bytes,
+    format_seconds,
+    format_teraflops,
+    headline,
+    list_stages,
+)
+from autoptd.simulate.step import Simulation
+
+PLAIN_WIDTH = 110  # of what goes to a file or a pipe
+SHOWN_RANKS = 16
+
+
+def open_console() -> Console:
+    """The terminal's own width, and a fixed one where the output is no terminal: it compares from run to run."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def print_overview(console: Console, program: Overview) -> None:
+    """Mesh, schedule, stages, communication, and what the passes said."""
+    first, *rest = headline(program)
+    console.print(f"[bold]{escape(first)}[/]")
+    print_lines(console, rest)
+    _print_table(console, HEAD, list_stages(program.stages), words=(2, 3))
+    print_lines(console, describe_all(program))
+    if program.log:
+        console.print("\n[bold]passes[/]")
+        print_lines(console, program.log)
+
+
+def print_simulation(console: Console, simulation: Simulation) -> None:
+    """The step's time and where it goes, and the memory of every rank."""
+    numbers = [
+        ("step", format_seconds(simulation.step_seconds)),
+        ("per device", f"{format_teraflops(simulation.tflops_per_device)} TFLOP/s"),
+        ("model FLOPs utilisation", f"{simulation.mfu:.1%}"),
+        ("bubble over work", f"{simulation.bubble_fraction:.1%}"),
+    ]
+    console.print(f"[bold]{escape(simulation.cluster.name)}[/], {simulation.dtype}")
+    _print_table(console, ("", ""), numbers)
+    console.print(f"pipeline rank {simulation.critical_rank}, which works most")
+    step = simulation.step_seconds
+    spent = [
+        (name, format_seconds(seconds), f"{seconds / step:.1%}")
+        for name, seconds in simulation.breakdown.items()
+    ]
+    _print_table(console, ("kind", "time", "of the step"), spent)
+    _print_memory(console, simulation)
+
+
+def print_cluster(console: Console, cluster: Cluster) -> None:
+    """What its devices and the links inside a node reach."""
+    device, node = cluster.device, cluster.node
+    console.print(f"[bold]{escape(cluster.name)}[/], {cluster.devices_at_once} compute at a time")
+    rates = [
+        (f"products in {dtype}", f"{format_teraflops(device.gemm_efficiency * peak / 1e12)} TFLOP/s")
+        for dtype, peak in device.peak_flops.items()
+    ]
+    rates += [
+        (
+            "other kernels",
+            f"{format_bytes(round(device.memory_bandwidth * device.memory_efficiency))}/s, or "
+            f"{format_teraflops(device.vector_flops / 1e12)} TFLOP/s",
+        ),
+        ("memory", format_bytes(round(device.memory_bytes))),
+        ("a launch", format_seconds(device.launch_seconds)),
+        ("sharing a core", f"{device.crowded_efficiency:.0%} of the speed"),
+        ("messages", _format_link(node.message_rate, node)),
+        ("collectives", _format_link(node.collective_rate, node)),
+    ]
+    _print_table(console, ("", "of a device"), rates)
+
+
+def _format_link(rate: float, link: Link) -> str:
+    return (
+        f"{format_bytes(round(rate))}/s, {format_seconds(link.latency_seconds)} at least; of a core "
+        f"{format_seconds(link.core_seconds)}, {format_seconds(link.crowded_seconds)} if shared"
+    )
+
+
+def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
+    """The best plans first; a time that is a lower bound has a >=, and memory a mark where it is not known to fit."""
+    head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
+    rows = [
+        [
+            *(str(n) for n in (plan.mesh.tensor, plan.mesh.pipeline, plan.mesh.data, plan.num_model_chunks)),
+            *(str(n) for n in (plan.microbatch_size, plan.num_microbatches)),
+            *(plan.schedule, str(plan.recompute)),
+            ("" if plan.simulated else ">= ") + format_seconds(plan.step_seconds),
+            ("" if plan.simulated else ">= ")
+            + format_bytes(plan.memory_bytes)
+            + {True: "", False: " (!)", None: " (?)"}[plan.fits],
+            plan.why,
+        ]
+        for plan in plans[:shown]
+    ]
+    _print_table(console, head, rows, words=(6, 7, 10))
+    console.print("t tensor, p pipeline, d data ranks; v model chunks a rank; m microbatches of b sequences")
+    if not all(plan.fits for plan in plans[:shown]):
+        console.print("(!) does not fit, (?) unknown: not simulated")
+    if len(plans) > shown:
+        console.print(f"and {len(plans) - shown} more; --top shows them")
+
+
+def _print_memory(console: Console, simulation: Simulation) -> None:
+    peaks = simulation.memory_bytes
+    fullest, size = peaks.index(max(peaks)), simulation.cluster.device.memory_bytes
+    held = ", ".join(f"{name} {format_bytes(count)}" for name, count in simulation.held_bytes.items())
+    verdict = "[green]fits[/]" if simulation.fits else "[bold red]does not fit[/]"
+    console.print(
+        f"{verdict} in {format_bytes(round(size))}: at most {format_bytes(max(peaks))}, on pipeline rank {fullest}"
+    )
+    console.print(f"there: {held}", markup=False)
+    shown = [r for r in range(len(peaks)) if len(peaks) <= SHOWN_RANKS or r in (0, fullest, len(peaks) - 1)]
+    rows = [(str(rank), format_bytes(peaks[rank]), f"{peaks[rank] / size:.1%}") for rank in shown]
+    _print_table(console, ("rank", "peak memory", "of the device"), rows)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Each as it is: what looks like markup in a user's name is none."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _print_table(
+    console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)
+) -> None:
+    """Columns `words` to the left, numbers to the right."""
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_header=any(head), pad_edge=False)
+    for column, name in enumerate(head):
+        table.add_column(name, justify="left" if column in words else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print()
+    console.print(table)
+    console.print()

@@ -1,0 +1,185 @@
+"""Which batch inputs are labels of a mean loss, and which of their elements it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
+from autoptd.passes.ir.program import Program
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.program.manifest import Input
+
+# Operators that only move elements, or add constant ones.
+MOVING = frozenset(
+    [
+        *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
+        *("transpose", "permute", "t", "contiguous", "clone", "alias", "detach", "to", "_to_copy"),
+        *("slice", "narrow", "select", "pad", "constant_pad_nd"),
+    ]
+)
+SCALING = frozenset(["neg", "mul", "div"])
+# Operators whose result is scaled where what they take is.
+LINEAR = (
+    MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
+)
+
+
+class Loss(NamedTuple):
+    """A cross-entropy of labels: what it leaves out, and whether it is the mean over the others, all alike."""
+
+    target: fx.Node
+    ignored: int
+    mean: bool
+    weighted: bool
+
+
+def describe_labels(program: Program) -> tuple[Input, ...]:
+    """The inputs of `program`, labels with their loss's ``ignore_index`` and the leading elements that it skips.
+
+    An input is marked where cross-entropies of the mean over unweighted labels read it, moved only, and leave out the
+    same: a loss that is written out, or labels that are changed on their way, leave it as it is. It weighs where one
+    such cross-entropy, at most scaled, is the whole loss.
+    """
+    whole = strip(find_loss(program), MOVING | SCALING)
+    marks: dict[str, tuple[int, int, bool]] = {}
+    for name, places in _find_places(program).items():
+        (node, place), *others = places
+        if place is not None and all(other is not None and other[0] == place[0] for _, other in others):
+            marks[name] = (*place, node is whole and not others)
+    return tuple(
+        replace(value, ignore_index=mark[0], skipped=mark[1], weighs=mark[2] and value.batch_dim is not None)
+        if (mark := marks.get(value.name))
+        else value
+        for value in program.inputs
+    )
+
+
+def find_uncounted(program: Program) -> tuple[str, ...]:
+    """Inputs that come to the mean of a cross-entropy changed, or weighted: which of them count is not known."""
+    places = _find_places(program, means=True)
+    return tuple(name for name, found in places.items() if any(place is None for _, place in found))
+
+
+def find_counts(program: Program) -> tuple[str, ...]:
+    """Inputs that a count is made of, by which the loss is divided: a mean over them that is written out.
+
+    Or multiplied, by what is one over the count. What is divided on its way to a cross-entropy is not its mean.
+    """
+    (stage,) = program.stages
+    trained = find_trained(stage)
+
+    def parts(node: fx.Node) -> list[fx.Node]:
+        return [
+            x
+            for x in node.all_input_nodes
+            if aten_name(node.target) in LINEAR and (x in trained or not shape_of(x))
+        ]
+
+    divisors = [divisor for node in walk([find_loss(program)], parts) for divisor in find_divisors(node)]
+    counts = [x for x in divisors if isinstance(x, fx.Node) and x not in trained and not shape_of(x)]
+    return tuple(dict.fromkeys(name for x in counts if _is_summed(x) for name, _ in _sources(x)))
+
+
+def _is_summed(count: fx.Node) -> bool:
+    """Whether a sum is taken on the way to `count`, as of labels that are counted."""
+    return any(aten_name(node.target) in ("sum", "count_nonzero", "mean") for node in walk([count]))
+
+
+def find_divisors(node: fx.Node) -> Sequence[Any]:
+    """What `node` divides by."""
+    if aten_name(node.target) == "div":
+        return node.args[1:2]
+    exponent = node.args[1] if aten_name(node.target) == "pow" else None
+    inverse = isinstance(exponent, (int, float)) and exponent < 0
+    return node.args[:1] if inverse or aten_name(node.target) == "reciprocal" else ()
+
+
+def _find_places(
+    program: Program, *, means: bool = False
+) -> dict[str, list[tuple[fx.Node, tuple[int, int] | None]]]:
+    """The losses that each input comes to, or the `means` among them, with what `_place` says of it."""
+    found: dict[str, list[tuple[fx.Node, tuple[int, int] | None]]] = {}
+    for stage in program.stages:
+        for node in stage.graph.nodes:
+            loss = read_loss(node)
+            # A mean over probabilities is one over all rows: none is left out, whatever they were made of.
+            if loss is None or (means and not loss.mean) or loss.target.meta["val"].is_floating_point():
+                continue
+            for name, source in _sources(loss.target):
+                counts = loss.mean and not loss.weighted
+                place = _place(source, loss.target, loss.ignored) if counts else None
+                found.setdefault(name, []).append((node, place))
+    return found
+
+
+def find_loss(program: Program) -> fx.Node:
+    """What the model returns."""
+    loss = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
+    assert isinstance(loss, fx.Node)
+    return loss
+
+
+def strip(node: fx.Node, names: Container[str] = MOVING) -> fx.Node:
+    """The node that `node` is, but for casts and moves, or other operators by `names`."""
+    while aten_name(node.target) in names and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def read_loss(node: fx.Node) -> Loss | None:
+    """The cross-entropy that `node` is; None for all else."""
+    if node.target is kernels.cross_entropy:
+        target, weight = node.args[2], None
+        ignored, mean = (
+            argument(node, 4, "ignore_index", -100),
+            argument(node, 5, "reduction", "mean") == "mean",
+        )
+    elif node.target is aten.cross_entropy_loss.default or node.target is aten.nll_loss_nd.default:
+        target, weight = node.args[1], argument(node, 2, "weight")
+        ignored, mean = argument(node, 4, "ignore_index", -100), argument(node, 3, "reduction", 1) == 1
+    else:
+        return None
+    return Loss(target, ignored, mean, weight is not None) if isinstance(target, fx.Node) else None
+
+
+def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+    """The inputs that `target` is computed from."""
+    return ((str(node.target), node) for node in walk([target]) if node.meta.get("role") == "input")
+
+
+def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | None:
+    """`ignored`, and how many elements at the begin of the labels' last dimension do not come to the loss."""
+    shape = source.meta["val"].shape
+    if not shape:
+        return None
+    # Every label another number, to see where each is in the target.
+    numbers = torch.arange(shape.numel()).view(shape) + max(0, ignored + 1)
+    moved = _move(source, target, numbers)
+    if moved is None:
+        return None
+    kept = torch.isin(numbers, moved)
+    skipped = int((~kept).reshape(-1, shape[-1])[0].sum())
+    alike = torch.equal(kept, (torch.arange(shape[-1]) >= skipped).expand(shape))
+    once = bool((moved != ignored).sum() == kept.sum())
+    return (ignored, skipped) if alike and once else None
+
+
+def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
+    """What `target` holds where `source` is `numbers`; None where more happens on the way than moving."""
+    way = [target]
+    while way[-1] is not source:
+        node = way[-1]
+        if aten_name(node.target) not in MOVING or len(node.all_input_nodes) != 1:
+            return None
+        way.append(node.all_input_nodes[0])
+    value: Any = numbers
+    for node in reversed(way[:-1]):
+        run: Any = node.target
+        value = run(*(value if isinstance(x, fx.Node) else x for x in node.args), **node.kwargs)
+    return value if isinstance(value, Tensor) else None

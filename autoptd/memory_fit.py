@@ -1,0 +1,44 @@
+"""A program that fits the memory of its devices, as the simulator has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from autoptd.compiled import CompiledProgram
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.stages.cut import Found, fit_cut
+from autoptd.runtime.user_warnings import warn_caller
+
+
+def fit_program(
+    find: Callable[[Sequence[int]], Found],
+    finish: Callable[[Found], CompiledProgram],
+    cluster: Cluster | None,
+) -> tuple[tuple[int, ...], CompiledProgram]:
+    """Where a program is cut, and the program: within the memory of a `cluster` that is given, if it can be.
+
+    `find` and the programs that are to `finish` are those of `fit_cut`. What no cut makes fit is warned of.
+    """
+    if cluster is None:
+        found = find(())
+        return found.positions, finish(found)
+    limit = int(cluster.device.memory_bytes)
+
+    def make(found: Found) -> tuple[CompiledProgram, Sequence[int]]:
+        program = finish(found)
+        return program, program.simulate(cluster).memory_bytes
+
+    found, program, memory = fit_cut(find, make, limit)
+    if (held := max(memory)) > limit:
+        warn_caller(
+            f"the program does not fit {cluster.name}: pipeline rank {memory.index(held)} holds {held:,} bytes, "
+            f"{held - limit:,} more than a device's {limit:,}, and no better cut was found; more pipeline ranks, a "
+            'smaller microbatch or recompute="full" hold less (see autoptd.plan)'
+        )
+    return found.positions, program
+
+
+def choose_fitting(programs: Iterator[CompiledProgram], cluster: Cluster) -> CompiledProgram:
+    """The first of `programs` that fits the `cluster`: plans are estimates until they are cut. Else the first."""
+    first = next(programs)
+    return next((program for program in (first, *programs) if program.simulate(cluster).fits), first)

@@ -1,0 +1,298 @@
+"""What a step of a model takes on a mesh of a cluster, without compiling it for that mesh.
+
+The model is captured once for each microbatch size, with few of its equal layers; divided once for each number of
+tensor ranks. What its calls take is then cut into stages and walked by the schedule as a compiled program's would be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autoptd.capture.example_inputs import read_examples
+from autoptd.capture.export import capture, check_model
+from autoptd.gc_pause import paused_collector
+from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import Precision
+from autoptd.passes.cost.schedule_times import least_seconds, live_microbatches, rank_seconds, walking_order
+from autoptd.passes.ir.program import Program
+from autoptd.passes.stages.cut import Found, fit_cut
+from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.tensor_parallel.axes import IndivisibleError
+from autoptd.planning.layer_costs import CostRow
+from autoptd.planning.shortened_model import shorten_model
+from autoptd.progress import Watch
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule import Action, Schedule, make_schedule
+from autoptd.simulate.stage_times import StageTimes
+from autoptd.simulate.step import Training, action_times, simulate_times, walk_cluster
+
+ROUNDING = 1e-12  # of a sum of times
+WALKED = 2048  # forwards of a step that is not worth two shorter ones
+
+
+class Candidate(NamedTuple):
+    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, and what is computed again."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    microbatch_size: int
+    num_microbatches: int
+    num_model_chunks: int
+    recompute: str | int
+    schedule: str
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.tensor, self.pipeline, self.data)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
+            f"{self.num_model_chunks} chunks, recompute {self.recompute}"
+        )
+
+
+class Walk(NamedTuple):
+    """A schedule of some microbatches: its seconds; of these what the rank that decides longer ones is not idle
+    between its actions, and what it takes for each microbatch."""
+
+    seconds: float
+    busy: float
+    work: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step in seconds, what it is made of on the busiest rank (see `Simulation`), and each rank's peak in bytes."""
+
+    step_seconds: float
+    breakdown: Mapping[str, float]
+    memory_bytes: tuple[int, ...]
+
+
+class Estimator:
+    """Estimates of one model on `world_size` devices of one cluster.
+
+    `training` is how its steps are run. With `search` stages are cut as `compile` cuts them, which takes a second where
+    ranks have several; without, the slowest stage is as fast as can be. The other options are those of
+    `autoptd.compile` that are the same for all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cluster: Cluster,
+        world_size: int,
+        dtype: str | None = None,
+        training: Training | None = None,
+        *,
+        example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        scatter_gather: bool = True,
+        fuse: bool = True,
+        layout: str = "sbh",
+        rules: Mapping[Any, str] | None = None,
+        search: bool = False,
+    ) -> None:
+        self.cluster, self._world_size = cluster.shared_by(world_size), world_size
+        self.training = training or Training()
+        self._dtype, self._search = dtype, search
+        check_model(model)
+        examples = read_examples(model, example_inputs, loss_fn, None)
+        self._model, self._short = model, shorten_model(model, examples)
+        self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
+        self._scatter_gather, self._fuse, self._layout, self._rules = scatter_gather, fuse, layout, rules
+        self._captured: dict[int | None, tuple[Program, int]] = {}
+        self._arranged: dict[tuple[int | None, bool], Program] = {}
+        self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
+        self._rows: dict[tuple[int, int | None, str | int], CostRow] = {}
+        self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
+
+    def searching(self) -> Estimator:
+        """The same with `search`; what is measured is shared."""
+        other = copy(self)
+        other._search, other._stages = True, {}
+        return other
+
+    @property
+    def example_size(self) -> int | None:
+        """Sequences of the examples that were given."""
+        if self._given["example_inputs"] is None:
+            return None
+        examples = read_examples(self._model, self._given["example_inputs"], self._given["loss_fn"], None)
+        return min((i.shape[i.batch_dim] for i in examples.inputs if i.batch_dim is not None), default=1)
+
+    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
+        """What the calls take. ValueError where the model does not divide by `tensor`, or cannot be recomputed so."""
+        key = tensor, microbatch_size, recompute
+        if key not in self._rows:
+            try:
+                self._rows[key] = self._measure(*key)
+            except IndivisibleError:
+                raise  # a layer says so for all
+            except ValueError:
+                if not self._short[1]:
+                    raise
+                self._short = self._model, 0  # the whole says whether it is the model that is wrong
+                self._captured.clear()
+                self._arranged.clear()
+                self._divided.clear()
+                self._rows[key] = self._measure(*key)
+        return self._rows[key]
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """The least that `pipeline_seconds` can be. ValueError for what cannot be."""
+        _, (_, times) = self._divide_stages(candidate)
+        taken = action_times(times, blocking=not self.training.overlap_transfers)
+        return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
+
+    def pipeline_seconds(self, candidate: Candidate) -> float:
+        """A step but for what comes after the schedule. ValueError for what cannot be."""
+        p, m = candidate.pipeline, candidate.num_microbatches
+        shares = self._shares(candidate)
+        walks = [self._walk(candidate, count) for count, _ in shares]
+        line = sum(share * walk.seconds for (_, share), walk in zip(shares, walks, strict=True))
+        count, (seconds, busy, work) = shares[0][0], walks[0]
+        if busy + (m - count) * work <= line * (1 + ROUNDING):
+            return line
+        # A rank that is idle in short steps decides this one, from where its work has taken up what it was idle.
+        slope = (line - seconds) / (m - count)
+        turn = min(m, count + p * math.ceil((seconds - busy) / (work - slope) / p))
+        return self._walk(candidate, turn).seconds + (m - turn) * work
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """A step, and what it is made of. ValueError for what cannot be."""
+        p, m = candidate.pipeline, candidate.num_microbatches
+        row, (manifest, times) = self._divide_stages(candidate)
+        count = self._shares(candidate)[0][0]
+        schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
+        manifest = replace(manifest, num_microbatches=count)
+        short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
+        walked = max(row[-1].end for row in short.timeline)
+        seconds = short.step_seconds + self.pipeline_seconds(candidate) - walked
+        repeated = ("compute", "tensor", "pipeline", "sharing")
+        breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
+        breakdown["bubble"] += seconds - sum(breakdown.values())
+        return Estimate(seconds, breakdown, short.memory_bytes)
+
+    def fit(self, candidate: Candidate, limit: int) -> Estimate:
+        """The same, cut again within `limit` bytes a rank if a cut is found."""
+        mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
+        row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
+        schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
+        alive = live_microbatches(schedule, mesh.pipeline * v)
+        memory = row.memory(alive, mesh.data * training.zero, training.wide_gradients)
+
+        def find(besides: Sequence[int]) -> Found:
+            return row.fit(mesh, v, replace(memory, besides=besides or [0] * mesh.pipeline), limit)
+
+        def make(found: Found) -> tuple[Estimate, Sequence[int]]:
+            self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, found.positions)
+            estimate = self.estimate(candidate)
+            del self._stages[candidate]  # another limit has another cut
+            return estimate, estimate.memory_bytes
+
+        return fit_cut(find, make, limit)[1]
+
+    def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
+        """Counts of microbatches whose steps, times the shares, add up to one of m.
+
+        A long step's middle repeats itself every p microbatches: it is on the line through two short ones. The first
+        are no measure yet, of chunks that take turns on shared cores for longest. Under GPipe memory grows with m.
+        """
+        p, m, v = candidate.pipeline, candidate.num_microbatches, candidate.num_model_chunks
+        shared = v > 1 and self.cluster.crowding(range(candidate.mesh.size)) > 1
+        count = 5 * p if shared else 3 * p
+        if m <= count or p * v * m <= WALKED or candidate.schedule == "gpipe":
+            return ((m, 1.0),)
+        more = (m - count) / p
+        return (count, 1 + more), (count - p, -more)
+
+    def _walk(self, candidate: Candidate, microbatches: int) -> Walk:
+        _, (_, times) = self._divide_stages(candidate)
+        p, more = candidate.pipeline, candidate.num_microbatches - microbatches
+        schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
+        blocking = not self.training.overlap_transfers
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster, blocking=blocking)
+        for rank, action, start, end in walked:
+            if blocking or action.kind == "F" or action.kind == "B":
+                first.setdefault(rank, start)
+                last[rank] = end
+        seconds = max(last.values())
+        if self.cluster.crowding(range(candidate.mesh.size)) > 1:  # what a rank takes depends on the others
+            return Walk(seconds, seconds, 0.0)
+        ranks = (
+            Walk(seconds, seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
+            for rank, work in enumerate(rank_seconds(action_times(times, blocking=blocking), p))
+        )
+        return max(ranks, key=lambda walk: walk.busy + more * walk.work)
+
+    def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
+        row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
+        if candidate not in self._stages:
+            mesh, v = candidate.mesh, candidate.num_model_chunks
+            cut = row.cut(mesh, v, (candidate.schedule, candidate.num_microbatches) if self._search else None)
+            self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, cut)
+        return row, self._stages[candidate]
+
+    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
+        divided, repeats = self._divide(tensor, microbatch_size)
+        with Watch("plan") as watch:
+            watch.say("finish uncut")
+            uncut = Uncut(divided, recompute, self._fuse)
+        precision = Precision.of(divided.stages, self._dtype)
+        return CostRow(
+            uncut, repeats, self.cluster, self._world_size, precision, overlap=self.training.overlap_tensor
+        )
+
+    def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
+        arranged, repeats = self._arrange(tensor, microbatch_size)
+        key = tensor, microbatch_size
+        if key not in self._divided:
+            try:
+                with Watch("plan") as watch:
+                    program = replace(arranged, mesh=Mesh(tensor, 1, 1))
+                    self._divided[key] = run_passes(passes_to_the_cut(self._rules), program, watch)
+            except ValueError as error:
+                self._divided[key] = error
+        divided = self._divided[key]
+        if isinstance(divided, ValueError):
+            raise divided
+        return divided, repeats
+
+    def _arrange(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
+        """What any number of tensor ranks divides alike, but that one alone has a layout of its own."""
+        if microbatch_size not in self._captured:
+            model, repeats = self._short
+            program = capture(model, mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
+            self._captured[microbatch_size] = program, repeats
+        captured, repeats = self._captured[microbatch_size]
+        key = microbatch_size, tensor > 1
+        if key not in self._arranged:
+            with Watch("plan") as watch:
+                program = replace(captured, mesh=Mesh(tensor, 1, 1))
+                self._arranged[key] = run_passes(passes_to_the_division(self._layout), program, watch)
+        return self._arranged[key], repeats
+
+
+@lru_cache(maxsize=16)
+@paused_collector()
+def _schedule(
+    name: str, pipeline: int, microbatches: int, chunks: int
+) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
+    """A schedule and its `walking_order`."""
+    schedule = make_schedule(name, pipeline, microbatches, chunks)
+    return schedule, walking_order(schedule)

@@ -1,0 +1,364 @@
+"""plan: the mesh, the model chunks, the microbatches and the recomputation that make a step fastest on a cluster.
+
+A search over all candidates, best bound first (branch and bound): what a bound rules out is not simulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.gc_pause import paused_collector
+from autoptd.input_shapes import list_examples
+from autoptd.options import check_counts, check_flags, check_free_counts, check_known, check_modes
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.tensor_parallel.axes import IndivisibleError
+from autoptd.planning.estimator import Candidate, Estimate, Estimator
+from autoptd.planning.plan import Plan, explain_rank, make_plan
+from autoptd.planning.space import RECOMPUTE, Space
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.simulate.memory import optimizer_bytes, state_bytes
+from autoptd.simulate.step import Training
+
+SLACK = 0.95  # of a bound that is an extrapolation
+SEARCHED = 8192  # actions of a schedule for which a cut is searched: for more it takes longer than planning
+TRIED = 4  # of those that need least memory, where nothing fits
+
+
+@paused_collector()
+def plan(
+    model: nn.Module,
+    *,
+    world_size: int,
+    global_batch: int,
+    cluster: Cluster | str | Path,
+    dtype: str | None = None,
+    max_tensor: int | None = None,
+    microbatch_size: int | None = None,
+    num_model_chunks: int | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    scatter_gather: bool = True,
+    fuse: bool = True,
+    layout: str = "sbh",
+    rules: Mapping[Any, str] | None = None,
+    overlap_transfers: bool = True,
+    overlap_data: bool = True,
+    overlap_tensor: bool = True,
+    zero: int = 0,
+    wide_gradients: bool = True,
+    **unknown: object,
+) -> tuple[Plan, ...]:
+    """Find the fastest way to train `model` on `world_size` devices that fits in their memory.
+
+    Considered are all meshes (t, p, d) of that size, microbatches of 1, 2, 4, … sequences, up to 8 model chunks a
+    pipeline rank (no more stages than layers), and recomputation of nothing, the attention weights or all layers.
+    GPipe takes as long as 1F1B and more memory, and is considered only when asked for.
+
+    Args:
+        model: as for `autoptd.compile`; its weights may be on the meta device.
+        world_size: devices.
+        global_batch: sequences in a step, of all replicas.
+        cluster: see `Cluster.load`, which takes a name or path too.
+        dtype: computes in this type; default the model's own.
+        max_tensor: tensor ranks at most; default what one node holds.
+        microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
+            `example_inputs` the microbatch size is their own; of several input shapes the first is planned for.
+        overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients: how steps are run, as
+            `CompiledProgram.simulate` takes it: zero=1 is for those who call ``parallel.shard_optimizer``.
+
+    Several chunks are planned as `compile` cuts them, but for schedules of over 8192 actions, which are cut evenly.
+    The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
+    model and the batch: the best first, then those too slow to be simulated, and those that do not fit at the end.
+
+    Raises TypeError or ValueError for what the user gave, for a world size that no mesh divides, and where no plan
+    fits: then the one that needs least, its fullest rank and the bytes that it is over.
+    """
+    check_known(plan, unknown)
+    how = RECOMPUTE[0] if recompute is None else recompute
+    check_modes(schedule="1f1b" if schedule is None else schedule, recompute=how, layout=layout)
+    check_flags(fuse=fuse, scatter_gather=scatter_gather)
+    if how not in RECOMPUTE:
+        raise ValueError(
+            f"recompute={recompute!r}: plans know {', '.join(map(repr, RECOMPUTE))}, or None for any"
+        )
+    check_counts(world_size=world_size, global_batch=global_batch)
+    check_free_counts(
+        max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks
+    )
+    described = Cluster.load(cluster)
+    given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn, "rules": rules}
+    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
+    training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
+    estimator = Estimator(model, described, world_size, dtype, training, **given)
+    size = microbatch_size or estimator.example_size
+    fixed = (max_tensor, size, num_model_chunks, schedule, recompute)
+    return Search(estimator, Space(world_size, global_batch, described, *fixed)).run()
+
+
+class Search:
+    """Best bound first: a candidate is bounded by what is known, then measured, then simulated."""
+
+    def __init__(self, estimator: Estimator, space: Space) -> None:
+        self._estimator, self._space = estimator, space
+        self._limit = space.cluster.device.memory_bytes
+        self._recompute = space.recompute or RECOMPUTE[0]
+        self._size = space.microbatch_size or 1
+        self._whole = estimator.measure(1, self._size, self._recompute)
+        twice = self._whole if space.microbatch_size else estimator.measure(1, 2, self._recompute)
+        # Seconds of one microbatch of b sequences are at least fixed + b * each.
+        self._each = (twice.seconds - self._whole.seconds) / self._size
+        self._refused: dict[tuple[int, str | int | None], str] = {}  # None: whatever is computed again
+        self._measured: set[tuple[int, int, str | int]] = set()
+        self._bounded: set[Candidate] = set()  # by their own stages
+        self._walked: set[Candidate] = set()
+        self._again: set[Candidate] = set()  # to be cut again: their cut does not fit
+        self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
+        self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
+        self._best = math.inf
+
+    def run(self) -> tuple[Plan, ...]:
+        """All meshes' plans. ValueError where none fits."""
+        candidates = list(self._space.candidates(self._whole.layers, self._whole.units))
+        if not candidates:
+            raise ValueError(self._explain_none())
+        heap: list[tuple[float, int]] = []
+        for index, candidate in enumerate(candidates):
+            if not self._is_too_full(candidate):
+                heapq.heappush(heap, (self._extrapolate(candidate), index))
+        while heap and heap[0][0] <= self._best:
+            bound, index = heapq.heappop(heap)
+            candidate = candidates[index]
+            found = self._found.get(candidate.mesh)
+            if found is not None and found[1].step_seconds <= bound:
+                continue
+            if candidate not in self._bounded:
+                if (higher := self._extrapolate(candidate)) > bound:  # more is measured by now
+                    heapq.heappush(heap, (higher, index))
+                    continue
+                self._bounded.add(candidate)
+                if self._measure(candidate) and self._cuts(candidate) and not self._is_too_full(candidate):
+                    least = self._estimator.least_seconds(candidate)
+                    heapq.heappush(heap, (least + self._finish(candidate), index))
+            elif candidate not in self._walked:
+                self._walked.add(candidate)
+                pipelined = self._estimator.pipeline_seconds(candidate)
+                heapq.heappush(heap, (pipelined + self._finish(candidate), index))
+            elif slower := self._simulate(candidate):
+                heapq.heappush(heap, (slower, index))
+        if not self._found:
+            raise ValueError(self._explain_full() if self._full else self._explain_none())
+        self._search_cuts()
+        return self._rank([(bound, candidates[index]) for bound, index in heap])
+
+    def _search_cuts(self) -> None:
+        """Cut what was found into several chunks a rank as `compile` does: the step is up to an eighth shorter."""
+        searching = self._estimator.searching()
+        for mesh, (candidate, _) in self._found.items():
+            chunks = candidate.num_model_chunks
+            if chunks > 1 and candidate.pipeline * chunks * candidate.num_microbatches <= SEARCHED:
+                estimate = searching.estimate(candidate)
+                if max(estimate.memory_bytes) <= self._limit:
+                    self._found[mesh] = candidate, estimate
+
+    # Bounds
+
+    def _key(self, candidate: Candidate) -> tuple[int, int, str | int]:
+        return candidate.tensor, candidate.microbatch_size, candidate.recompute
+
+    def _extrapolate(self, candidate: Candidate) -> float:
+        """Seconds that a step takes at least, from what is measured of fewer tensor ranks and smaller microbatches:
+        m microbatches on even ranks, the bubble (SC21 §2.2), and what comes after the pipeline."""
+        first = (1, self._size, self._recompute)
+        whole = max(
+            t * self._estimator.measure(t, b, how).seconds + (candidate.microbatch_size - b) * self._each
+            for t, b, how in (first, *self._measured)
+            if t <= candidate.tensor
+            and b <= candidate.microbatch_size
+            and how in (first[-1], candidate.recompute)
+        )
+        each = SLACK * whole / candidate.tensor / candidate.pipeline
+        passes = candidate.num_microbatches + (candidate.pipeline - 1) / candidate.num_model_chunks
+        return passes * each + self._finish(candidate)
+
+    def _finish(self, candidate: Candidate) -> float:
+        """Seconds that the optimizer takes at least, on ranks with equal shares of the parameters.
+
+        The sums of gradients may run beside the last backwards.
+        """
+        cluster, training = self._space.cluster, self._estimator.training
+        ranks = candidate.tensor * candidate.pipeline * max(self._shards(candidate), 1)
+        moved = optimizer_bytes(self._whole.owned, self._whole.precision, ranks, training.wide_gradients)
+        return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
+
+    def _need(self, candidate: Candidate) -> float:
+        """Bytes that the fullest pipeline rank holds at least, however the model is cut.
+
+        A rank that holds h microbatches of all its chunks when its first backward begins has room for 1/h of what they
+        keep, of which the ranks share the sum. It is an extrapolation if the candidate is not measured.
+        """
+        t, p = candidate.tensor, candidate.pipeline
+        if self._key(candidate) in self._measured:
+            row, share = self._estimator.measure(*self._key(candidate)), 1.0
+            kept = row.kept
+        else:
+            row, share = self._whole, 1.0 / t
+            kept = row.kept * candidate.microbatch_size / self._size / t
+            kept *= candidate.recompute == self._recompute
+        held = [_count_held(candidate, rank) for rank in range(p)]
+        wide = self._estimator.training.wide_gradients
+        static = share * sum(state_bytes(row.owned, row.precision, self._shards(candidate), wide).values())
+        return max((static + min(held) * kept) / p, (static / max(held) + kept) / sum(1 / h for h in held))
+
+    def _shards(self, candidate: Candidate) -> int:
+        """Replicas that divide the optimizer's states; 0 where none do."""
+        return candidate.data * self._estimator.training.zero
+
+    def _is_too_full(self, candidate: Candidate) -> bool:
+        need = self._need(candidate)
+        full = SLACK * need > self._limit
+        if full:
+            self._full.setdefault(candidate.mesh, []).append((need, candidate))
+        return full
+
+    # Steps
+
+    def _measure(self, candidate: Candidate) -> bool:
+        t, how = candidate.tensor, candidate.recompute
+        if (t, None) in self._refused or (t, how) in self._refused:
+            return False
+        try:
+            self._estimator.measure(*self._key(candidate))
+        except ValueError as error:
+            self._refused[t, None if isinstance(error, IndivisibleError) else how] = str(error)
+            return False
+        self._measured.add(self._key(candidate))
+        return True
+
+    def _cuts(self, candidate: Candidate) -> bool:
+        """Whether what is measured has places for so many stages: fewer than t = 1 has, maybe."""
+        return (
+            candidate.pipeline * candidate.num_model_chunks
+            <= self._estimator.measure(*self._key(candidate)).units
+        )
+
+    def _divides(self, candidate: Candidate) -> bool:
+        """Whether as many tensor ranks divide the model, and leave places for the stages: one measurement says so."""
+        keys = [key for key in self._measured if key[0] == candidate.tensor]
+        if not keys and self._measure(candidate):
+            keys = [self._key(candidate)]
+        stages = candidate.pipeline * candidate.num_model_chunks
+        return any(stages <= self._estimator.measure(*key).units for key in keys)
+
+    def _simulate(self, candidate: Candidate) -> float:
+        """0; or, if it is another cut that may fit, and takes longer, what this one takes: it is simulated in turn."""
+        limits = [int(self._limit)] * (candidate in self._again)
+        estimate = (self._estimator.fit if limits else self._estimator.estimate)(candidate, *limits)
+        if max(estimate.memory_bytes) > self._limit:
+            self._full.setdefault(candidate.mesh, []).append((max(estimate.memory_bytes), candidate))
+            self._again.add(candidate)
+            return 0.0 if limits or candidate.pipeline == 1 else estimate.step_seconds
+        found = self._found.get(candidate.mesh)
+        if found is None or estimate.step_seconds < found[1].step_seconds:
+            self._found[candidate.mesh] = candidate, estimate
+            self._best = min(self._best, estimate.step_seconds)
+        return 0.0
+
+    # Results
+
+    def _rank(self, left: Sequence[tuple[float, Candidate]]) -> tuple[Plan, ...]:
+        """The best first; then meshes that are too slow to have been simulated; then those that do not fit."""
+        order = sorted(self._found.values(), key=lambda found: found[1].step_seconds)
+        best = order[0]
+        plans = [
+            make_plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), True, estimate.breakdown)
+            for candidate, estimate in order
+        ]
+        plans = [replace(own, why=explain_rank(own, plans)) for own in plans]
+        seen = set(self._found)
+        for bound, candidate in sorted(left):
+            if candidate.mesh not in seen and self._divides(candidate):
+                seen.add(candidate.mesh)
+                # It was above the best step before that was cut again, which may have made it longer.
+                slower = max(0.0, bound / best[1].step_seconds - 1)
+                why = f"not simulated: at least {slower:.0%} slower, with these settings or others"
+                own = make_plan(candidate, bound, round(self._need(candidate)), None)
+                plans.append(replace(own, why=why))
+        for mesh, full in self._full.items():
+            possible = (pair for pair in sorted(full) if self._divides(pair[1]))
+            if mesh not in seen and (leanest := next(possible, None)):
+                need, candidate = leanest
+                over = (need - self._limit) / 1e9
+                why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
+                own = make_plan(candidate, self._extrapolate(candidate), round(need), False)
+                plans.append(replace(own, why=why))
+        return tuple(plans)
+
+    def _explain_full(self) -> str:
+        """The candidate that needs least memory: of each mesh's leanest, by a simulation of the likeliest."""
+        leanest = (
+            min(full, key=lambda pair: (pair[1].microbatch_size, -RECOMPUTE.index(pair[1].recompute), pair))[
+                1
+            ]
+            for full in self._full.values()
+        )
+        measured = [own for own in leanest if self._key(own) in self._measured or self._measure(own)]
+        found = [
+            (self._estimator.estimate(own).memory_bytes, own)
+            for own in sorted(measured, key=self._need)[:TRIED]
+        ]
+        limit = round(self._limit)
+        if not found:
+            return f"no plan fits in {limit:,} bytes a device: {self._list_refusals()}"
+        memory, candidate = min(found, key=lambda pair: max(pair[0]))
+        worst, ways = memory.index(max(memory)), ["more devices", "devices with more memory"]
+        ways += ["a smaller microbatch"] * (self._size > 1)
+        ways += ['recompute="full"'] * (self._space.recompute not in (None, RECOMPUTE[-1]))
+        ways += ["zero=1 (parallel.shard_optimizer)"] * (not self._estimator.training.zero)
+        return (
+            f"the model fits in the memory of no plan: {candidate} needs least, and its pipeline rank {worst} holds "
+            f"{max(memory):,} bytes, {max(memory) - limit:,} more than a device's {limit:,}; use {', or '.join(ways)}"
+        )
+
+    def _explain_none(self) -> str:
+        space, meshes = self._space, list(self._space.meshes())
+        tried = [
+            f"d must divide global_batch={space.global_batch}",
+            f"t may be {', '.join(str(t) for t in sorted({mesh[0] for mesh in meshes})) or 'none'}",
+            f"p * v may be {self._whole.layers or self._whole.units} at most, the model's layers or places for a cut",
+        ]
+        if space.microbatch_size:
+            tried.append(f"microbatches of {space.microbatch_size} must divide a replica's share")
+        if space.schedule or space.num_model_chunks:
+            tried.append(
+                f"schedule={space.schedule!r} and num_model_chunks={space.num_model_chunks} are fixed"
+            )
+        return (
+            f"world_size={space.world_size} divides into no mesh (tensor, pipeline, data): {'; '.join(tried)}"
+            f"{self._list_refusals()}; change world_size or global_batch"
+        )
+
+    def _list_refusals(self) -> str:
+        return "".join(
+            f"; t={t}{f', recompute={how!r}' if how else ''}: {why}"
+            for (t, how), why in self._refused.items()
+        )
+
+
+def _count_held(candidate: Candidate, rank: int) -> int:
+    """Microbatches of which a pipeline rank holds every chunk's activations when its first backward begins."""
+    p, m = candidate.pipeline, candidate.num_microbatches
+    if candidate.schedule == "gpipe":
+        return m
+    if candidate.num_model_chunks == 1:
+        return min(m, p - rank)
+    return min(m, p, 2 * (p - 1 - rank) + 1)  # of the last chunk, which is begun last

@@ -1,0 +1,130 @@
+"""A model with fewer of its equal layers: what planning measures in place of the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from autoptd.capture.example_inputs import Examples
+from autoptd.capture.fake_module import copy_structure, make_mode, make_skeleton, run_without_data
+
+KEPT = 4  # layers: the first and last, which may differ in the graph, and two like all between
+OWN = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+)  # of a module's attributes, those that are compared by what is in them
+
+
+def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]:
+    """A copy of `model` on the meta device with all but a few of its equal layers left out, and how many those are.
+
+    The layers are the ModuleList with the most parameters, if its modules are equal: in type, settings, and the
+    shapes and dtypes of their tensors, none of which is another's too; and if forward, called as in `examples`, calls
+    each alike. Settings that differ by the layer's own number are no difference. Where there is
+    nothing to leave out, `model` itself and 0.
+    """
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > KEPT]
+    name, layers = max(lists, key=lambda named: _count(named[1]), default=("", nn.ModuleList()))
+    if not lists or _is_tied(model, layers):
+        return model, 0
+    signs = [_sign(layer) for layer in layers]
+    if any(sign.keys() != signs[0].keys() for sign in signs):
+        return model, 0
+    for key, first in signs[0].items():
+        column = [sign[key] for sign in signs]
+        if not all(_is_same(first, value) for value in column) and column != [*range(len(column))]:
+            return model, 0
+    if not _uses_alike(model, name, examples):
+        return model, 0
+    copy = copy_structure(model, _twin)
+    short = copy.get_submodule(name)
+    assert isinstance(short, nn.ModuleList)
+    del short[KEPT:]
+    return copy, len(layers) - KEPT
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _is_tied(model: nn.Module, layers: nn.ModuleList) -> bool:
+    """Whether a tensor of one layer is also another module's."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    uses = Counter(id(tensor) for _, tensor in named)
+    return any(uses[id(tensor)] > 1 for tensor in (*layers.parameters(), *layers.buffers()))
+
+
+def _sign(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """What makes two layers equal, by place: types, settings, shapes."""
+    found: dict[tuple[str, str], object] = {}
+    for path, module in layer.named_modules():
+        found[path, "type"] = type(module)
+        found.update(((path, key), value) for key, value in vars(module).items() if key not in OWN)
+    for path, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        found[path, "tensor"] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two settings are surely the same."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return (one == other) is True
+
+
+def _uses_alike(model: nn.Module, name: str, examples: Examples) -> bool:
+    """Whether forward calls each of the equal layers in `name` alike, without data; False where it is not known."""
+    skeleton = make_skeleton(model, mode := make_mode())
+    layers = skeleton.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    calls: list[list[object]] = [[] for _ in layers]
+    results: list[tuple[object, Any]] = []
+    for layer, own in zip(layers, calls, strict=True):
+        layer.forward = partial(_call, layer.forward, own, results)
+    inputs = [i for i in examples.inputs if i.name not in examples.targets]
+    try:
+        with torch.no_grad(), run_without_data(mode):
+            skeleton(**{i.name: torch.empty(i.shape, dtype=i.dtype) for i in inputs}, **examples.constants)
+    except (
+        Exception
+    ):  # the user's code, that looks at values: it is measured whole, and capture says what is wrong
+        return False
+    return bool(calls[0]) and all(_is_same(calls[0], own) for own in calls)
+
+
+def _call(
+    forward: Callable[..., Any],
+    calls: list[object],
+    results: list[tuple[object, Any]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Note a layer's call; its result is that of the first call of any layer with arguments like these."""
+    leaves, form = tree_flatten((args, kwargs))
+    given = [form, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)]
+    calls.append(given)
+    for known, result in results:
+        if _is_same(known, given):
+            return result
+    results.append((given, forward(*args, **kwargs)))
+    return results[-1][1]
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return nn.Parameter(shape, requires_grad=tensor.requires_grad)
+    return tensor

@@ -1,0 +1,282 @@
+"""Why a program's step takes what it takes on a cluster, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from autoptd.capture.example_inputs import make_example
+from autoptd.options import Options
+from autoptd.passes.cost.durations import Durations, Precision
+from autoptd.passes.cost.saved_tensors import find_repeated
+from autoptd.passes.cost.schedule_times import walking_order
+from autoptd.passes.cost.work import backward_work, forward_work
+from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.program import Stage
+from autoptd.passes.stages.cut import make_boundary
+from autoptd.planning.estimator import Candidate, Estimator
+from autoptd.reports.overview import find_path
+from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
+from autoptd.runtime.program.manifest import Boundary, Manifest
+from autoptd.runtime.program.schedule import Schedule
+from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, time_stage, time_stages
+from autoptd.simulate.step import Simulation, Training, walk_cluster
+
+UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
+REORDERED = (
+    "as estimates are of ranks in the default order, tensor innermost, and this mesh has another: see them of a "
+    "program for mesh=(tensor, pipeline, data)"
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
+
+    `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
+    program's own estimate, which knows no limit of memory, and `memory_error` that of its bytes; a change that is
+    `within_error` may be of the other sign. `refused` says why it cannot be.
+    """
+
+    what: str
+    step_seconds: float = 0.0
+    memory_bytes: int = 0
+    seconds_per_sequence: float = 0.0
+    error: float = 0.0
+    memory_error: float = 0.0
+    refused: str = ""
+
+    @property
+    def within_error(self) -> bool:
+        """Whether it changes the time of a sequence by no more than the program's own estimate is off."""
+        return not self.refused and abs(1 - self.seconds_per_sequence) <= self.error
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.what}: cannot be, {self.refused}"
+        faster = 1 - self.seconds_per_sequence
+        difference = f"{abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence"
+        if self.within_error:
+            difference = f"no difference beyond the estimate's error of {self.error:.1%} ({difference})"
+        return (
+            f"{self.what}: {difference}, {self.memory_bytes / 1e9:.3g} GB on the fullest rank; estimates of stages cut "
+            f"for this cluster and dtype, of which those of the program itself are {self.error:.1%} off in time and "
+            f"{self.memory_error:.1%} in memory"
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`bubble_ideal` is (p - 1)/(v m); `exposed` the seconds of communication in the critical rank's step, by kind.
+
+    `work_seconds` are those of every pipeline rank's work in a step. `moves` say what the schedule would take with
+    a cut of the critical rank's longest stage at the next place; `changes` what other settings would do.
+    """
+
+    simulation: Simulation
+    modules: str
+    bubble_ideal: float
+    exposed: Mapping[str, float]
+    work_seconds: tuple[float, ...]
+    moves: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What there is to say beside the simulation, a sentence each."""
+        sim, work = self.simulation, self.work_seconds
+        mean = sum(work) / len(work)
+        bubble = sim.breakdown["bubble"]
+        exposed = ", ".join(
+            f"{name} {s:.3g} s ({s / sim.step_seconds:.1%})" for name, s in self.exposed.items()
+        )
+        return (
+            f"critical is pipeline rank {sim.critical_rank} ({self.modules}): {max(work):.4g} s of work, "
+            f"{max(work) / mean - 1:.1%} more than the mean rank",
+            f"its bubble costs {bubble:.3g} s, {bubble / sim.step_seconds:.1%} of the step; idle over work is "
+            f"{sim.bubble_fraction:.1%}, and (p - 1)/(v m) is {self.bubble_ideal:.1%}",
+            f"communication that nothing hides: {exposed}",
+            *(f"cut: {move}" for move in self.moves),
+            *(f"with {change}" for change in self.changes),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join((str(self.simulation), *self.lines))
+
+
+def explain_program(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    simulation: Simulation,
+    model: nn.Module | None,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    options: Options | None,
+    training: Training,
+) -> Explanation:
+    """See `CompiledProgram.explain`; the `simulation` is of `training`.
+
+    Without the `model` and its `options`, or where ranks have an order of their own, no change is estimated, which is
+    said.
+    """
+    p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
+    work = tuple(
+        sum(entry.end - entry.start for entry in row if entry.action.kind in ("F", "B"))
+        for row in simulation.timeline
+    )
+    kinds = ("tensor", "pipeline", "data")
+    reordered = manifest.mesh.ranks is not None
+    changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
+    if model is not None and options is not None and not reordered:
+        estimator = Estimator(
+            model,
+            simulation.cluster,
+            manifest.mesh.size,
+            simulation.dtype,
+            training,
+            example_inputs=make_example(manifest),
+            loss_fn=loss_fn,
+            scatter_gather=manifest.scatter_gather,
+            fuse=options.fuse,
+            layout=options.layout,
+            rules=options.rules,
+            search=True,
+        )
+        changes = tuple(_change(manifest, options.recompute, estimator, simulation))
+    return Explanation(
+        simulation,
+        ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
+        (p - 1) / (v * m),
+        {kind: simulation.breakdown[kind] for kind in kinds},
+        work,
+        tuple(_move_cuts(manifest, stages, schedule, simulation, training)),
+        changes,
+    )
+
+
+def _name_modules(stage: Stage) -> str:
+    paths = [path for node in stage.graph.nodes if (path := find_path(node))]
+    return f"{paths[0]} to {paths[-1]}" if paths else "no named module"
+
+
+# The cut
+
+
+def _move_cuts(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    simulation: Simulation,
+    training: Training,
+) -> Iterator[str]:
+    """What the schedule would take if the critical rank's longest stage began later, or ended earlier."""
+    mesh, cluster = manifest.mesh, simulation.cluster.shared_by(manifest.mesh.size)
+    precision, order = Precision.of(stages, simulation.dtype), walking_order(schedule)
+    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
+    durations, blocking = Durations(cluster, mesh, precision), not training.overlap_transfers
+
+    def walk(times: Sequence[StageTimes]) -> float:
+        walked = walk_cluster(schedule, order, times, mesh, cluster, blocking=blocking)
+        return max(end for *_, end in walked)
+
+    now, own = walk(times), range(simulation.critical_rank, len(stages), mesh.pipeline)
+    at = max(own, key=lambda index: times[index].forward.total + times[index].backward.total)
+    trained, repeated = find_trained(stages[at]), find_repeated(stages[at], mesh)
+
+    def add_up(nodes: Sequence[fx.Node]) -> tuple[float, float]:
+        """Forward, and backward with what it repeats."""
+        again = [forward_work(node) for node in nodes if node in repeated]
+        works = map(forward_work, nodes), [*again, *(backward_work(node, trained) for node in nodes)]
+        return sum(map(durations.seconds, works[0])), sum(map(durations.seconds, works[1]))
+
+    for other in (index for index in (at - 1, at + 1) if 0 <= index < len(stages)):
+        places = _list_places(stages[at], first=other < at)
+        moved, crossing = next((place for place in places if any(add_up(place[0]))), ([], ()))
+        if not moved:
+            continue
+        changed, interfaces, before = list(times), list(manifest.stages), min(at, other)
+        interfaces[before] = replace(interfaces[before], sends=crossing)
+        interfaces[before + 1] = replace(interfaces[before + 1], receives=crossing)
+        cut = replace(manifest, stages=tuple(interfaces))
+        for index, sign in ((at, -1), (other, 1)):
+            found, (ahead, back) = times[index], (Seconds(sign * s, 0.0, 0.0) for s in add_up(moved))
+            sides = found.forward + ahead, found.backward + back, Seconds(0.0, 0.0, 0.0)
+            work = WorkTimes(*sides, found.kept, found.working, found.flops)
+            changed[index] = time_stage(cut, index, work, cluster, precision)
+        longer = walk(changed) / now - 1
+        yield (
+            f"with {' to '.join(dict.fromkeys((moved[0].name, moved[-1].name)))} of stage {at} in stage {other} the "
+            f"schedule takes {abs(longer):.2%} {'more' if longer >= 0 else 'less'}, messages included"
+        )
+
+
+def _list_places(stage: Stage, *, first: bool) -> Iterator[tuple[list[fx.Node], tuple[Boundary, ...]]]:
+    """What a stage gives away where it begins later, or (not `first`) ends earlier, and what crosses there: whole
+    tensors, none still to be summed over the tensor ranks."""
+    nodes = [node for node in stage.graph.nodes if node.op == "call_function"]
+    carried = [node for node in stage.graph.nodes if node.meta.get("role") == "boundary"]
+    rooted = {*carried, *(node for node in stage.graph.nodes if node.op == "get_attr")}
+    for node in nodes:
+        if not rooted.isdisjoint(node.all_input_nodes):
+            rooted.add(node)
+            carried.append(node)
+    for count in range(1, len(nodes)) if first else range(len(nodes) - 1, 0, -1):
+        ahead, behind = nodes[:count], {*nodes[count:], stage.graph.output_node()}
+        live = [n for n in carried if n not in behind and not behind.isdisjoint(n.users)]
+        summed = any(
+            n.meta.get("partial")
+            or n.target is copy_to_tensor
+            or reduce_from_tensor in {u.target for u in n.users}
+            for n in live
+        )
+        if live and not summed and all(isinstance(n.meta["val"], torch.Tensor) for n in live):
+            yield ahead if first else nodes[count:], tuple(map(make_boundary, live))
+
+
+# Other settings
+
+
+def _change(
+    manifest: Manifest, recompute: str | int, estimator: Estimator, simulated: Simulation
+) -> Iterator[Change]:
+    mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
+    sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
+    own = Candidate(*sizes, recompute, manifest.schedule)
+    estimated = estimator.estimate(own)
+    now = estimated.step_seconds / (m * mesh.data)
+    off = abs(estimated.step_seconds / simulated.step_seconds - 1)
+    memory_off = abs(max(estimated.memory_bytes) / max(simulated.memory_bytes) - 1)
+    for what, candidate in _neighbours(own):
+        if isinstance(candidate, str):
+            yield Change(what, refused=candidate)
+            continue
+        try:
+            found = estimator.estimate(candidate)
+        except ValueError as error:
+            yield Change(what, refused=str(error))
+            continue
+        each = found.step_seconds / (candidate.num_microbatches * candidate.data)
+        yield Change(what, found.step_seconds, max(found.memory_bytes), each / now, off, memory_off)
+
+
+def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
+    """One more chunk, microbatch, and tensor rank, or the next that can be."""
+    p, m, v, t, d = own.pipeline, own.num_microbatches, own.num_model_chunks, own.tensor, own.data
+    chunk = own._replace(num_model_chunks=v + 1, schedule="interleaved_1f1b")
+    if p > 1:
+        reason = f"{m} microbatches are no multiple of {p} pipeline ranks"
+        how = "" if own.schedule in ("1f1b", chunk.schedule) else f", {chunk.schedule} for {own.schedule}"
+        yield f"{v + 1} model chunks for {v}{how}", chunk if m % p == 0 else reason
+    more = p if own.schedule == "interleaved_1f1b" else 1
+    yield f"{m + more} microbatches for {m} (a larger batch)", own._replace(num_microbatches=m + more)
+    if d % 2 == 0:
+        twice = own._replace(tensor=2 * t, data=d // 2, num_microbatches=2 * m)
+        yield f"{2 * t} tensor ranks for {t}, and half the replicas", twice
+    elif p % 2 == 0:
+        yield (
+            f"{2 * t} tensor ranks for {t}, and half the pipeline",
+            own._replace(tensor=2 * t, pipeline=p // 2),
+        )

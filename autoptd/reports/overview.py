@@ -1,0 +1,233 @@
+"""A compiled program in numbers: what was decided and what it costs, for tables, pages and JSON alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
+from autoptd.passes.cost.work import backward_work, forward_work
+from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.runtime import collectives, kernels
+from autoptd.runtime.comm.transfer import is_scattered
+from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
+
+
+@dataclass(frozen=True)
+class StageOverview:
+    """One stage on one rank, one microbatch.
+
+    `first` and `last` are module paths, `flops` those of the forward. `sent_bytes` leave one tensor rank forward;
+    without scatter/gather (SC21 §4.1) they were `unscattered_bytes`.
+    """
+
+    index: int
+    pipeline_rank: int
+    first: str
+    last: str
+    parameters: int
+    flops: int
+    sent_bytes: int
+    unscattered_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """So many messages or all-reduces, and their bytes together."""
+
+    count: int
+    bytes: int
+
+    @classmethod
+    def of(cls, sizes: Iterable[int]) -> Traffic:
+        listed = list(sizes)
+        return cls(len(listed), sum(listed))
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What one tensor rank of every stage together communicates.
+
+    `tensor_forward`, `tensor_backward` are all-reduces, and `pipeline_forward`, `pipeline_backward` messages, of one
+    microbatch; `tensor_repeated` are those of `tensor_backward` that recomputation repeats. `loss` says that the loss
+    reduces three numbers a token beside. Once a step: the replicas sum `gradient_bytes` on the rank that has most,
+    and the tensor ranks the gradients of `partial`.
+    """
+
+    tensor_forward: Traffic
+    tensor_backward: Traffic
+    tensor_repeated: Traffic
+    loss: bool
+    pipeline_forward: Traffic
+    pipeline_backward: Traffic
+    gradient_bytes: int
+    partial: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter on several pipeline ranks, which sum its gradients; `aliases` are its further names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    pipeline_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """How many groups the backward computes again, and the bytes that all stages keep for it of how many."""
+
+    groups: int
+    kept_bytes: int
+    whole_bytes: int
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The program in numbers; bytes are in the program's own dtypes, `mesh` is (tensor, pipeline, data).
+
+    `ideal_bubble` is (p - 1)/(v m) (SC21 §2.2). `shapes` are the compiled input shapes, one microbatch each; of several
+    the numbers are the first's.
+    """
+
+    title: str
+    mesh: tuple[int, int, int]
+    world_size: int
+    schedule: str
+    num_microbatches: int
+    microbatch_size: int
+    num_model_chunks: int
+    global_batch: int
+    ideal_bubble: float
+    stages: tuple[StageOverview, ...]
+    communication: Communication
+    tied: tuple[Tied, ...]
+    recomputation: Recomputation
+    log: tuple[str, ...]
+    shapes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        stages: Sequence[Stage],
+        log: Sequence[str],
+        title: str,
+        shapes: Sequence[str] = (),
+    ) -> Overview:
+        """Count a program's `stages`."""
+        mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
+        return cls(
+            title=title,
+            mesh=(mesh.tensor, mesh.pipeline, mesh.data),
+            world_size=mesh.size,
+            schedule=manifest.schedule,
+            num_microbatches=m,
+            microbatch_size=manifest.microbatch_size,
+            num_model_chunks=v,
+            global_batch=manifest.microbatch_size * m * mesh.data,
+            ideal_bubble=(mesh.pipeline - 1) / (v * m),
+            stages=tuple(
+                _count_stage(manifest, stage, interface)
+                for stage, interface in zip(stages, manifest.stages, strict=True)
+            ),
+            communication=_count_communication(manifest, stages),
+            tied=tuple(_find_tied(manifest)),
+            recomputation=_count_recomputation(manifest, stages),
+            log=tuple(log),
+            shapes=tuple(shapes),
+        )
+
+
+def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) -> StageOverview:
+    tensor = manifest.mesh.tensor
+    paths = [path for node in stage.graph.nodes if (path := find_path(node))]
+    crossing = interface.sends if manifest.mesh.pipeline > 1 else ()
+    return StageOverview(
+        index=interface.index,
+        pipeline_rank=interface.index % manifest.mesh.pipeline,
+        first=paths[0] if paths else "",
+        last=paths[-1] if paths else "",
+        parameters=sum(
+            prod(p.placement.local_shape(p.shape, tensor))
+            for name in interface.parameters
+            if (p := manifest.parameters[name]).kind == "parameter"
+        ),
+        flops=sum(forward_work(node).flops for node in stage.graph.nodes),
+        sent_bytes=sum(_crossing(boundary, manifest) for boundary in crossing),
+        unscattered_bytes=sum(map(_bytes, crossing)),
+    )
+
+
+def find_path(node: fx.Node) -> str:
+    """The module path of a call; in a stage that was traced from its text, that of the parameter it takes."""
+    if node.op != "call_function":
+        return ""
+    names = [str(taken.target) for taken in node.all_input_nodes if taken.op == "get_attr"]
+    return str(node.meta.get("path") or next((name.rpartition(".")[0] for name in names), ""))
+
+
+def _bytes(boundary: Boundary) -> int:
+    return prod(boundary.shape) * boundary.dtype.itemsize
+
+
+def _crossing(boundary: Boundary, manifest: Manifest) -> int:
+    """Bytes that one tensor rank sends of a boundary value."""
+    tensor = manifest.mesh.tensor
+    scattered = is_scattered(boundary, tensor, manifest.scatter_gather)
+    return _bytes(boundary) // (tensor if scattered else 1)
+
+
+def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communication:
+    nodes: list[fx.Node] = []
+    repeated: set[fx.Node] = set()
+    if manifest.mesh.tensor > 1:
+        nodes = [node for stage in stages for node in stage.graph.nodes]
+        repeated = {node for stage in stages for node in find_repeated(stage, manifest.mesh)}
+    reductions = [node for node in nodes if node.target is collectives.reduce_from_tensor]
+    copies = [node for node in nodes if node.target in (collectives.copy_to_tensor, *collectives.COPIED)]
+    again = [forward_work(node).reduced for node in reductions if node in repeated]
+    sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
+    partial = [n for n, p in manifest.parameters.items() if p.partial_gradient and manifest.owners(n)]
+    return Communication(
+        tensor_forward=Traffic.of(forward_work(node).reduced for node in reductions),
+        tensor_backward=Traffic.of([backward_work(node).reduced for node in copies] + again),
+        tensor_repeated=Traffic.of(again),
+        loss=any(node.target is kernels.cross_entropy for node in nodes),
+        pipeline_forward=Traffic.of(_crossing(b, manifest) for b in sends),
+        pipeline_backward=Traffic.of(_crossing(b, manifest) for b in sends if b.requires_grad),
+        gradient_bytes=max(_gradient_bytes(manifest)) if manifest.mesh.data > 1 else 0,
+        partial=tuple(partial) if manifest.mesh.tensor > 1 else (),
+    )
+
+
+def _gradient_bytes(manifest: Manifest) -> list[int]:
+    """Bytes of gradients on each pipeline rank."""
+    held = [0] * manifest.mesh.pipeline
+    for name, parameter in manifest.parameters.items():
+        if parameter.kind == "parameter" and parameter.requires_grad:
+            local = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
+            for rank in manifest.owners(name):
+                held[rank] += local * parameter.dtype.itemsize
+    return held
+
+
+def _find_tied(manifest: Manifest) -> Iterator[Tied]:
+    for name, parameter in manifest.parameters.items():
+        owners = manifest.owners(name)
+        if parameter.kind == "parameter" and len(owners) > 1:
+            yield Tied(name, tuple(a for a, stored in manifest.aliases.items() if stored == name), owners)
+
+
+def _count_recomputation(manifest: Manifest, stages: Sequence[Stage]) -> Recomputation:
+    groups = [recomputed_groups(stage.graph) for stage in stages]
+    count = sum(map(len, groups))
+    ledgers = [Ledger(stage, manifest.mesh) for stage in stages] if count else []
+    kept, whole = (
+        sum(count_bytes(ledger.kept(own)) for ledger, own in zip(ledgers, chosen, strict=False))
+        for chosen in (groups, [()] * len(stages))
+    )
+    return Recomputation(count, kept, whole)

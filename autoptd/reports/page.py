@@ -1,0 +1,183 @@
+"""A simulated step as one page to look at in a browser: report.html with the numbers put in; it needs no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from autoptd.reports.explanation import Explanation
+from autoptd.reports.overview import Overview, StageOverview
+from autoptd.reports.summary import describe_sums, format_bytes, format_seconds, format_teraflops, headline
+from autoptd.runtime.comm.trace import Phase, TimelineEntry
+from autoptd.simulate.step import Simulation
+from autoptd.simulate.svg import box_code, box_colours
+
+TEMPLATE = Path(__file__).parent / "report.html"
+TICKS = 10**6  # of a step, in the drawing
+MOMENTS = 500  # of a step, in the course of memory
+LEVELS = 2000  # of memory, up to the fullest rank's peak
+COMMUNICATION = {
+    "tensor_forward": "all-reduce over tensor ranks, forward",
+    "tensor_backward": "all-reduce over tensor ranks, backward",
+    "pipeline_forward": "messages between stages, forward",
+    "pipeline_backward": "messages between stages, backward",
+}
+
+
+def write_page(path: str | Path, program: Overview, explanation: Explanation, texts: Sequence[str]) -> None:
+    """Write the page of `program` with its simulated step, explained, and its `texts`, one per pipeline rank."""
+    simulation = explanation.simulation
+    first, *rest = headline(program)
+    parts = {
+        "title": escape(first),
+        "headline": "".join(f"<p>{escape(line)}</p>" for line in rest),
+        "tiles": "".join(_tiles(simulation)),
+        "breakdown": "".join(_breakdown(simulation)),
+        "explanation": "".join(f"<li>{escape(line)}</li>" for line in explanation.lines),
+        "held": "".join(_held(simulation)),
+        "communication": "".join(_communication(program)),
+        "stages": "".join(map(_stage_row, program.stages)),
+        "log": "\n".join(map(escape, program.log)),
+        "data": _pack(_drawing(program, simulation)),
+        "texts": _pack(list(texts)),
+    }
+    template = TEMPLATE.read_text(encoding="utf-8")
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    Path(path).write_text(page, encoding="utf-8", newline="\n")
+
+
+# Tables
+
+
+def _tiles(simulation: Simulation) -> Iterator[str]:
+    fullest, size = max(simulation.memory_bytes), simulation.cluster.device.memory_bytes
+    verdict = "fits" if simulation.fits else "does not fit"
+    shown = {
+        "step": format_seconds(simulation.step_seconds),
+        "TFLOP/s per device": format_teraflops(simulation.tflops_per_device),
+        "model FLOPs utilisation": f"{simulation.mfu:.1%}",
+        "bubble over work": f"{simulation.bubble_fraction:.1%}",
+        f"peak memory, {verdict} in {format_bytes(round(size))}": format_bytes(fullest),
+        f"predicted, {simulation.dtype}": simulation.cluster.name,
+    }
+    for words, value in shown.items():
+        kind = "" if simulation.fits or "memory" not in words else ' class="bad"'
+        yield f"<div{kind}><b>{escape(value)}</b><span>{escape(words)}</span></div>"
+
+
+def _breakdown(simulation: Simulation) -> Iterator[str]:
+    """A bar in pieces, and what each piece is."""
+    shares = {
+        name: (seconds, max(0.0, seconds) / simulation.step_seconds)
+        for name, seconds in simulation.breakdown.items()
+    }
+    yield f"<p>Pipeline rank {simulation.critical_rank}, which works most.</p><div class='bar'>"
+    for name, (_, share) in shares.items():
+        yield f'<i class="{escape(name)}" style="flex-grow:{share:.5f}" title="{escape(name)}"></i>'
+    yield "</div><table>"
+    for name, (seconds, share) in shares.items():
+        swatch = f'<td><i class="swatch {escape(name)}"></i>{escape(name)}</td>'
+        yield f"<tr>{swatch}{_numbers([format_seconds(seconds), f'{share:.1%}'])}</tr>"
+    yield "</table>"
+
+
+def _held(simulation: Simulation) -> Iterator[str]:
+    """What the fullest rank holds at its peak."""
+    rank = simulation.memory_bytes.index(max(simulation.memory_bytes))
+    yield f"<p>Pipeline rank {rank} at its peak, the fullest.</p><table>"
+    for name, size in simulation.held_bytes.items():
+        yield f"<tr><td>{escape(name)}</td>{_numbers([format_bytes(size)])}</tr>"
+    yield "</table>"
+
+
+def _communication(program: Overview) -> Iterator[str]:
+    yield "<table><tr><th>each microbatch, one tensor rank, all stages</th>"
+    yield '<th class="number">number</th><th class="number">bytes</th></tr>'
+    for field, words in COMMUNICATION.items():
+        traffic = getattr(program.communication, field)
+        if traffic.count:
+            yield f"<tr><td>{words}</td>{_numbers([f'{traffic.count:,}', format_bytes(traffic.bytes)])}</tr>"
+    if program.communication.gradient_bytes:
+        size = format_bytes(program.communication.gradient_bytes)
+        yield f"<tr><td>gradients over the replicas, once a step, at most a rank</td>{_numbers(['1', size])}</tr>"
+    yield "</table>"
+    yield from (f"<p>{escape(line)}</p>" for line in describe_sums(program))
+
+
+def _stage_row(stage: StageOverview) -> str:
+    names = "".join(f"<td>{escape(path)}</td>" for path in (stage.first, stage.last))
+    sends = [format_bytes(stage.sent_bytes), format_bytes(stage.unscattered_bytes)]
+    numbers = [
+        f"{stage.parameters:,}",
+        f"{stage.flops / 1e9:,.4g}",
+        *(sends if stage.sent_bytes else ["", ""]),
+    ]
+    return f"<tr>{_numbers([stage.index, stage.pipeline_rank])}{names}{_numbers(numbers)}</tr>\n"
+
+
+def _numbers(cells: Iterable[object]) -> str:
+    return "".join(f'<td class="number">{cell}</td>' for cell in cells)
+
+
+# Pictures: the page's script draws them from numbers
+
+
+def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
+    """What the script draws. Times are in ticks, each counted from the one before: equal steps pack to nothing."""
+    tick = simulation.step_seconds / TICKS
+    unit = max(simulation.memory_bytes) / LEVELS
+    p = len(simulation.timeline)
+    return {
+        "seconds": simulation.step_seconds,
+        "ticks": TICKS,
+        "colours": box_colours(program.num_model_chunks),
+        "capacity": simulation.cluster.device.memory_bytes,
+        "rows": [_row(row, p, tick) for row in simulation.timeline],
+        "phases": [_phase(phase, tick) for phase in simulation.phases],
+        "moments": MOMENTS,
+        "unit": unit,
+        "memory": [_course(course, simulation.step_seconds, unit) for course in simulation.memory],
+    }
+
+
+def _row(row: Sequence[TimelineEntry], num_ranks: int, tick: float) -> dict[str, list[int]]:
+    """One rank's forwards and backwards in columns: `box_code`, microbatch, gap, length."""
+    columns: dict[str, list[int]] = {"code": [], "microbatch": [], "gap": [], "length": []}
+    last = 0
+    for _, action, start, end in row:
+        if action.kind in ("F", "B"):
+            begin, finish = round(start / tick), round(end / tick)
+            columns["code"].append(box_code(action, num_ranks))
+            columns["microbatch"].append(action.microbatch)
+            columns["gap"].append(begin - last)
+            columns["length"].append(finish - begin)
+            last = finish
+    return columns
+
+
+def _phase(phase: Phase, tick: float) -> list[object]:
+    return [phase.rank, phase.name, round(phase.start / tick), round(phase.end / tick)]
+
+
+def _course(course: Sequence[tuple[float, int]], step_seconds: float, unit: float) -> list[int]:
+    """The most that is held in each of `MOMENTS` equal parts of the step, in units."""
+    most = [0.0] * MOMENTS
+    at, held = 0, course[0][1]
+    for seconds, after in (*course, (step_seconds, course[-1][1])):
+        place = min(int(seconds / step_seconds * MOMENTS), MOMENTS - 1)
+        for moment in range(at, place + 1):
+            most[moment] = max(most[moment], held)
+        most[place] = max(most[place], after)
+        at, held = place, after
+    return [round(size / unit) for size in most]
+
+
+def _pack(value: object) -> str:
+    """Zlib in base64, which the page's script unpacks: a page of 64 texts stays small."""
+    data = json.dumps(value, separators=(",", ":")).encode()
+    return base64.b64encode(zlib.compress(data, 9)).decode()

@@ -1,0 +1,172 @@
+"""What ``print(program)`` shows: what was decided, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autoptd.reports.overview import Overview, StageOverview, Traffic
+from autoptd.runtime.program.mesh import Mesh
+
+SHOWN_STAGES = 16  # of a longer table, equal neighbours are left out
+PATH_WIDTH = 22
+WIDTH = 110
+
+Row = tuple[str, ...]
+
+
+def summarize(program: Overview) -> str:
+    """Mesh, schedule, stages, communication, tied parameters and what the passes said, as plain text.
+
+    Bytes and FLOPs are one rank's, of one microbatch; FLOPs of the forward alone.
+    """
+    lines = [*headline(program), "", *_table(program.stages), "", *describe_all(program)]
+    if program.log:
+        lines += ["", "passes", *(f"  {entry}" for entry in program.log)]
+    return "\n".join(line.rstrip() for long in lines for line in _wrap(long))
+
+
+def headline(program: Overview) -> Iterator[str]:
+    """The model, its mesh and its schedule."""
+    mesh, m, v = Mesh(*program.mesh), program.num_microbatches, program.num_model_chunks
+    yield program.title
+    yield f"{mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}"
+    yield (
+        f"schedule {program.schedule}: {m} microbatches of {program.microbatch_size} per replica and "
+        f"step, {program.global_batch} sequences in all; {v} model chunk{'s' * (v > 1)} per pipeline rank"
+    )
+    yield (
+        f"ideal bubble (p-1)/{'(v*m)' if v > 1 else 'm'} = {mesh.pipeline - 1}/{v * m} = "
+        f"{program.ideal_bubble:.1%}"
+    )
+    if len(program.shapes) > 1:
+        yield f"{len(program.shapes)} input shapes, the first here: microbatches of {'; or '.join(program.shapes)}"
+
+
+# Stages
+
+HEAD: Row = ("stage", "rank", "modules", "", "parameters", "GFLOP", "sends", "unscattered")
+
+
+def _table(stages: Sequence[StageOverview]) -> Iterator[str]:
+    shown: list[Row] = [HEAD, *list_stages(stages)]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(HEAD))]
+    for row in shown:
+        cells = [
+            cell.ljust(width) if column in (2, 3) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells)
+
+
+def list_stages(stages: Sequence[StageOverview]) -> list[Row]:
+    """A row per stage under `HEAD`; of a long table, equal neighbours are one row of dots."""
+    rows = [_row(stage) for stage in stages]
+    shown: list[Row] = []
+    for index, row in enumerate(rows):
+        edge = index == 0 or index == len(rows) - 1
+        alike = not edge and row[4:] == rows[index - 1][4:] == rows[index + 1][4:]
+        if len(rows) <= SHOWN_STAGES or not alike:
+            shown.append(row)
+        elif shown[-1] != ("...",) * len(HEAD):
+            shown.append(("...",) * len(HEAD))
+    return shown
+
+
+def _row(stage: StageOverview) -> Row:
+    gflop = stage.flops / 1e9
+    sends = (stage.sent_bytes, stage.unscattered_bytes)
+    return (
+        str(stage.index),
+        str(stage.pipeline_rank),
+        _shorten(stage.first),
+        _shorten(stage.last),
+        f"{stage.parameters:,}",
+        f"{gflop:,.0f}" if gflop >= 100 else f"{gflop:.3g}",
+        *(format_bytes(size) if stage.unscattered_bytes else "" for size in sends),
+    )
+
+
+def _shorten(path: str) -> str:
+    return path if len(path) <= PATH_WIDTH else f"..{path[2 - PATH_WIDTH :]}"
+
+
+def format_bytes(count: int) -> str:
+    """ "1.50 MB": powers of ten, three digits."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "1.5 ms": three digits."""
+    unit, size = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("µs", 1e-6))
+    count = seconds / size
+    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+
+
+def format_teraflops(rate: float) -> str:
+    """ "176.9" of 10 TFLOP/s and more, two digits of less."""
+    return f"{rate:.1f}" if rate >= 10 else f"{rate:.2g}"
+
+
+# Communication
+
+
+def describe_all(program: Overview) -> Iterator[str]:
+    """Communication, ties and recomputation: a line each."""
+    yield from _all_reduces(program)
+    yield from describe_sums(program)
+
+
+def _all_reduces(program: Overview) -> Iterator[str]:
+    communication = program.communication
+    if program.mesh[0] > 1:
+        again = communication.tensor_repeated
+        yield (
+            f"tensor all-reduces per microbatch: forward {_count(communication.tensor_forward)}, "
+            f"backward {_count(communication.tensor_backward)}"
+            + f", of which recomputation repeats {_count(again)}" * bool(again.count)
+            + "; the loss reduces three numbers a token" * communication.loss
+        )
+
+
+def describe_sums(program: Overview) -> Iterator[str]:
+    """Which gradients are summed over which ranks, and what the backward computes again: a line each."""
+    communication, (_, _, data) = program.communication, program.mesh
+    if communication.partial:
+        yield (f"summed over the tensor ranks once a step: the gradients of {_list(communication.partial)}")
+    if data > 1:
+        yield f"gradients are summed over {data} replicas once a step, then divided"
+    for tied in program.tied:
+        also = f" (also {', '.join(tied.aliases)})" if tied.aliases else ""
+        ranks = ", ".join(map(str, tied.pipeline_ranks))
+        yield f"tied: {tied.name}{also} on pipeline ranks {ranks}, gradients summed over them"
+    if program.recomputation.groups:
+        kept, whole = program.recomputation.kept_bytes, program.recomputation.whole_bytes
+        yield (
+            f"recomputed in the backward: {program.recomputation.groups} groups; all stages keep "
+            f"{format_bytes(kept)} of {format_bytes(whole)} of activations for it"
+        )
+
+
+def _count(traffic: Traffic) -> str:
+    return f"{traffic.count} ({format_bytes(traffic.bytes)})"
+
+
+def _list(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _wrap(line: str) -> Iterator[str]:
+    """The line in pieces of at most `WIDTH`, broken between words, the rest indented."""
+    while len(line) > WIDTH:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        cut = line.rfind(" ", len(indent) + 1, WIDTH + 1)
+        cut = cut if cut > 0 else WIDTH
+        yield line[:cut]
+        line = indent + line[cut:].lstrip()
+    yield line

@@ -1,0 +1,179 @@
+"""What a pipeline rank holds in the course of a simulated step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from autoptd.passes.cost.cluster import ITEM_BYTES
+from autoptd.passes.cost.durations import Precision
+from autoptd.passes.ir.gradients import find_reached, find_trained
+from autoptd.passes.ir.nodes import arguments_of
+from autoptd.passes.ir.program import Stage
+from autoptd.runtime.comm.trace import TimelineEntry
+from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.schedule import Action
+from autoptd.simulate.stage_times import StageTimes
+
+MOMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements of the tensors of one rank: all, the trained ones, and those whose gradients are partial sums.
+
+    Whole numbers and buffers are not among them: they take `fixed` bytes, whatever is computed in. Of the trained ones,
+    `tied` has those that other pipeline ranks own too, by the ranks; `after` the others, by the stage whose last
+    backward makes their gradients whole.
+    """
+
+    elements: int
+    fixed: int
+    trained: int
+    partial: int
+    tied: Mapping[tuple[int, ...], int]
+    after: Mapping[int, int]
+
+
+def freeze_idle(manifest: Manifest, stages: Sequence[Stage]) -> Manifest:
+    """Mark as frozen the parameters that no gradient of the loss reaches: they are held, and nothing is beside them."""
+    reached: set[str] = set()
+    for stage, interface in zip(stages, manifest.stages, strict=True):
+        results = arguments_of(next(iter(reversed(stage.graph.nodes))))
+        if interface.sends:
+            crossing = zip(results, interface.sends, strict=True)
+            results = [node for node, boundary in crossing if boundary.requires_grad]
+        reached |= {str(n.target) for n in find_reached(results, find_trained(stage)) if n.op == "get_attr"}
+    return replace(manifest, parameters=freeze_others(manifest.parameters, reached))
+
+
+def freeze_others(parameters: Mapping[str, Parameter], reached: Container[str]) -> Mapping[str, Parameter]:
+    """The parameters, those beside `reached` as frozen ones."""
+    return {n: replace(p, requires_grad=p.requires_grad and n in reached) for n, p in parameters.items()}
+
+
+def count_owned(manifest: Manifest, rank: int) -> Owned:
+    """What pipeline rank `rank` owns; a parameter of several of its stages once."""
+    first: dict[str, int] = {}  # of a rank's stages the first is the last to run backwards
+    for stage in manifest.stages[rank :: manifest.mesh.pipeline]:
+        for name in stage.parameters:
+            first.setdefault(name, stage.index)
+    elements = fixed = trained = partial = 0
+    tied: dict[tuple[int, ...], int] = {}
+    after: dict[int, int] = {}
+    for name in sorted(first):
+        parameter = manifest.parameters[name]
+        size = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
+        if parameter.kind == "parameter" and parameter.dtype.is_floating_point:
+            elements += size
+        else:
+            fixed += size * parameter.dtype.itemsize
+        if parameter.is_trained:
+            trained += size
+            partial += size * parameter.partial_gradient
+            owners = manifest.owners(name)
+            if len(owners) > 1:
+                tied[owners] = tied.get(owners, 0) + size
+            else:
+                after[first[name]] = after.get(first[name], 0) + size
+    return Owned(elements, fixed, trained, partial, tied, after)
+
+
+def gradient_bytes(precision: Precision, wide: bool = True) -> float:
+    """Bytes of one element's gradient: at least float32 where it is `wide`, as in our runtime."""
+    item = ITEM_BYTES[precision.dtype]
+    return max(MOMENT_BYTES, item) if wide else item
+
+
+def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
+    """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1), 0: none do.
+
+    Adam has two moments of each element. What it steps is a copy of its own of half-precision weights, in float32, and
+    of weights that replicas divide, whose parts all of them have, also where there is one replica.
+    """
+    item = ITEM_BYTES[precision.dtype]
+    moment = max(MOMENT_BYTES, item)
+    states = (3 if item < moment or shards else 2) * moment
+    return {
+        "parameters": owned.elements * item + owned.fixed,
+        "gradients": owned.trained * gradient_bytes(precision, wide),
+        "optimizer": owned.trained * states / max(shards, 1),
+    }
+
+
+def scattered_bytes(
+    elements: float, precision: Precision, shards: int, wide: bool = True
+) -> tuple[float, float]:
+    """Bytes besides the gradients of `elements` that are scattered together: their sums, and at first a bucket again.
+
+    One replica has no sums but what it scatters.
+    """
+    gradients = elements * gradient_bytes(precision, wide)
+    return gradients / shards if shards > 1 else 0.0, min(gradients, BUCKET_BYTES) if shards else 0.0
+
+
+def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
+    """Bytes that are held besides while the optimizer steps: narrow gradients are made float32 first."""
+    return (
+        owned.trained
+        / max(shards, 1)
+        * (MOMENT_BYTES if gradient_bytes(precision, wide) < MOMENT_BYTES else 0)
+    )
+
+
+def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
+    """Bytes that clipping by the global norm and an Adam step read and write.
+
+    The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. Narrow
+    gradients are made float32 first, and of half-precision weights the new ones are narrowed.
+    """
+    item, gradient = ITEM_BYTES[precision.dtype], gradient_bytes(precision, wide)
+    moment = max(MOMENT_BYTES, item)
+    each = gradient + 7 * moment
+    if gradient < moment:
+        each += gradient + moment
+    if item < moment:
+        each += moment + item
+    return owned.trained * each / max(shards, 1)
+
+
+def trace_memory(
+    actions: Sequence[Action],
+    entries: Sequence[TimelineEntry],
+    times: Sequence[StageTimes],
+    scattered: Mapping[int, tuple[float, float]],
+) -> Iterator[tuple[float, float, float]]:
+    """Yield (seconds, activation bytes, buffer bytes) at every change of the schedule.
+
+    A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
+    backward what it computes again. After a stage's last one its gradients are `scattered`, see `scattered_bytes`.
+    """
+    left = Counter(stage for stage, kind, _ in actions if kind == "B")
+    computed = (entry for entry in entries if entry.action.kind in ("F", "B"))
+    activations = buffers = 0.0
+    now = 0.0
+    for stage, kind, _ in actions:
+        own = times[stage]
+        if kind.startswith("RECV"):
+            buffers += own.arriving[kind[-1]]
+            yield now, activations, buffers
+        elif kind in ("F", "B"):
+            entry = next(computed)
+            if kind == "F":
+                activations += own.kept
+                yield entry.start, activations, buffers
+            else:
+                yield entry.start, activations + own.working, buffers
+                activations -= own.kept
+            buffers -= own.arriving[kind]
+            now = entry.end
+            left[stage] -= kind == "B"
+            if kind == "B" and not left[stage] and stage in scattered:
+                sums, bucket = scattered[stage]
+                buffers += sums
+                yield now, activations, buffers + bucket
+            yield now, activations, buffers

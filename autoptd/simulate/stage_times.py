@@ -1,0 +1,307 @@
+"""What each stage of a program takes on a cluster: time and memory of one microbatch, on one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import torch
+from torch import fx
+
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import Precision
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.cost.work import Work, backward_work, forward_work
+from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.nodes import values_taken
+from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.runtime.comm.transfer import is_scattered
+from autoptd.runtime.program.manifest import Boundary, Manifest
+from autoptd.runtime.program.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group, without what
+    runs beside the device's own work.
+
+    Of the latter, `waiting` takes no core (see `Link`).
+    """
+
+    compute: float
+    tensor: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.tensor + other.tensor, self.waiting + other.waiting)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One stage on one microbatch.
+
+    `gather` and `send` are by direction, "F" and "B": the all-gather of what arrives in pieces (SC21 §4.1), and the
+    message that leaves. `waiting` is what takes no core of an action, "F", "B", "SEND_F" or "SEND_B". `kept` bytes
+    wait for the backward, `working` more live while it runs, and `arriving` is what a posted receive holds, by
+    direction. `flops` are those of GEMMs and attention's products, all their passes.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    gather: Mapping[str, float]
+    send: Mapping[str, float]
+    waiting: Mapping[str, float]
+    kept: float
+    working: float
+    arriving: Mapping[str, float]
+    flops: float
+
+
+def time_stages(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    cluster: Cluster,
+    precision: Precision,
+    *,
+    overlap: bool = True,
+) -> tuple[StageTimes, ...]:
+    """The times of all stages, each in the replica where it is slowest. ValueError for a dtype that the device has not.
+
+    Without `overlap` all-reduces hide behind nothing.
+    """
+    known: dict[object, StageWork] = {}
+    found = []
+    for index, stage in enumerate(stages):
+        signature = _sign(stage)
+        if signature not in known:
+            known[signature] = _join(divide_work(stage, Ledger(stage, manifest.mesh)).values())
+        ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
+        times = time_work(known[signature], cluster, ranks, precision, overlap=overlap)
+        found.append(time_stage(manifest, index, times, cluster, precision))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage, or a call of it, does and holds in the program's own dtype.
+
+    `forward` and `backward` count equal works, as equal layers have them; `again` is what recomputation repeats in
+    the backward. `working` bytes are there beside what is kept where the backward holds most: gradients, and what a
+    recomputed group saves.
+    """
+
+    forward: Counter[Work]
+    backward: Counter[Work]
+    again: Counter[Work]
+    kept: int
+    working: int
+    flops: float
+
+
+def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, StageWork]:
+    """The work of each call of a stage. A storage is kept by the first call that saves it, or group that takes it."""
+    groups = recomputed_groups(stage.graph)
+    first = {group[0]: group for group in groups}
+    inside = {node: group for group in groups for node in group}
+    again = {group[0]: count_bytes(ledger.saved(group)) for group in groups}
+    repeated = {node for group in groups for node in ledger.repeated(group)}
+    trained = find_trained(stage)
+    seen: set[torch.UntypedStorage] = set()
+    found = {}
+    for node in ledger.nodes:
+        forward = forward_work(node)
+        kept = ledger.storages(values_taken(first[node])) if node in first else set()
+        kept = (kept if node in inside else ledger.saved([node])) - seen
+        seen |= kept
+        backward = backward_work(node, trained)
+        once = _product_flops(forward)
+        found[node] = StageWork(
+            Counter([forward]),
+            Counter([backward]),
+            Counter([forward] * (node in repeated)),
+            count_bytes(kept),
+            ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0),
+            once + _product_flops(backward) + once * (node in inside),
+        )
+    return found
+
+
+def _join(works: Collection[StageWork]) -> StageWork:
+    forward, backward, again = Counter[Work](), Counter[Work](), Counter[Work]()
+    for work in works:
+        forward.update(work.forward)
+        backward.update(work.backward)
+        again.update(work.again)
+    return StageWork(
+        forward,
+        backward,
+        again,
+        sum(work.kept for work in works),
+        max((work.working for work in works), default=0),
+        sum(work.flops for work in works),
+    )
+
+
+def _sign(stage: Stage) -> object:
+    """Equal for stages that cost the same: their operators, values and groups, whatever their names.
+
+    Whole numbers among the arguments are dimensions and shapes, which the values show, or an operator's own number.
+    """
+    place = {node: index for index, node in enumerate(stage.graph.nodes)}
+
+    def read(argument: object) -> object:
+        if isinstance(argument, fx.Node):
+            return place[argument]
+        if isinstance(argument, (tuple, list)):
+            return tuple(map(read, argument))
+        return None if type(argument) is int else argument
+
+    groups = {node: index for index, group in enumerate(recomputed_groups(stage.graph)) for node in group}
+    rows = []
+    for node in stage.graph.nodes:
+        value = node.meta.get("val")
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        shapes = tuple((v.shape, v.stride(), v.dtype) for v in tensors if isinstance(v, torch.Tensor))
+        own = stage.parameters[str(node.target)].requires_grad if node.op == "get_attr" else node.target
+        role = (node.meta.get("role"), node.meta.get("requires_grad"))
+        arguments = (read(node.args), tuple((key, read(a)) for key, a in node.kwargs.items()))
+        rows.append((node.op, own if node.op != "placeholder" else role, shapes, arguments, groups.get(node)))
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class WorkTimes:
+    """A `StageWork` on a cluster: seconds by direction, `again` beside `backward`; bytes in its dtype."""
+
+    forward: Seconds
+    backward: Seconds
+    again: Seconds
+    kept: float
+    working: float
+    flops: float
+
+
+def time_work(
+    work: StageWork, cluster: Cluster, ranks: Sequence[int], precision: Precision, *, overlap: bool = True
+) -> WorkTimes:
+    """Time a work on the tensor group `ranks`. ValueError for a dtype that the device has not."""
+    cluster.device.peak(precision.dtype)
+    return WorkTimes(
+        add_up(work.forward, cluster, ranks, precision, overlap),
+        add_up(work.backward, cluster, ranks, precision, overlap),
+        add_up(work.again, cluster, ranks, precision, overlap),
+        work.kept * precision.scale,
+        work.working * precision.scale,
+        work.flops,
+    )
+
+
+def time_stage(
+    manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
+) -> StageTimes:
+    """A stage of that work with its messages."""
+    ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
+    crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in ("F", "B")}
+    sides = {"F": work.forward, "B": work.backward + work.again}
+    waiting = {kind: side.waiting + crossing[kind].gather_waiting for kind, side in sides.items()}
+    return StageTimes(
+        forward=sides["F"],
+        backward=sides["B"],
+        gather={kind: one.gather_seconds for kind, one in crossing.items()},
+        send={kind: one.send_seconds for kind, one in crossing.items()},
+        waiting=waiting | {f"SEND_{kind}": one.send_waiting for kind, one in crossing.items()},
+        kept=work.kept,
+        working=work.working,
+        arriving={kind: one.received_bytes for kind, one in crossing.items()},
+        flops=work.flops,
+    )
+
+
+def add_up(
+    works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision, overlap: bool
+) -> Seconds:
+    """Time works, so many of each, on the tensor group `ranks`."""
+    dtype, scale = precision.dtype, precision.scale
+    compute = tensor = waiting = 0.0
+    for work, count in works.items():
+        compute += count * cluster.device.seconds(work, dtype, scale)
+        if work.reduced:
+            exposed = cluster.exposed_seconds(work, ranks, dtype, scale, overlap=overlap)
+            tensor += count * exposed
+            waiting += count * min(exposed, 2 * cluster.waiting_seconds(ranks))
+    return Seconds(compute, tensor, waiting)
+
+
+def count_flops(stage: Stage) -> int:
+    """FLOPs of a stage's products forward and backward, without recomputation."""
+    trained = find_trained(stage)
+    works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
+    return round(sum(map(_product_flops, works)))
+
+
+def _product_flops(work: Work) -> float:
+    """Without the scores that a fused attention's backward computes again, as SC21 counts."""
+    return float(sum(product.flops for product in work.products if not product.repeated))
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """One direction of a stage's boundaries: the message it sends, and what it receives.
+
+    `send_waiting` and `gather_waiting` are what takes no core.
+    """
+
+    send_seconds: float = 0.0
+    send_waiting: float = 0.0
+    gather_seconds: float = 0.0
+    gather_waiting: float = 0.0
+    received_bytes: float = 0.0
+
+
+def _cross(
+    manifest: Manifest, index: int, kind: str, cluster: Cluster, ranks: Sequence[int], precision: Precision
+) -> _Crossing:
+    """A stage's, whose slowest tensor group is `ranks`."""
+    mesh, interface = manifest.mesh, manifest.stages[index]
+    if mesh.pipeline == 1:  # handed over on the spot
+        return _Crossing()
+    sends, receives = (interface.sends, interface.receives)[:: 1 if kind == "F" else -1]
+    whole, scattered = _bytes(sends, manifest, kind, precision)
+    received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
+    sent, consumer = whole + scattered / mesh.tensor, index + (1 if kind == "F" else -1)
+    return _Crossing(
+        *_send_seconds(sent, mesh, index, consumer, cluster),
+        cluster.all_gather_seconds(received_scattered, ranks),
+        cluster.waiting_seconds(ranks) if received_scattered else 0.0,
+        received_whole + received_scattered,
+    )
+
+
+def _bytes(
+    boundaries: Sequence[Boundary], manifest: Manifest, kind: str, precision: Precision
+) -> tuple[float, float]:
+    """Bytes of boundary values, or of their gradients: of those that cross whole, and of those in pieces."""
+    sizes = [0.0, 0.0]
+    for boundary in boundaries:
+        if kind == "F" or boundary.requires_grad:
+            size = prod(boundary.shape) * boundary.dtype.itemsize * precision.scale
+            sizes[is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)] += size
+    return sizes[0], sizes[1]
+
+
+def _send_seconds(
+    count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster
+) -> tuple[float, float]:
+    """The slowest of all replicas' messages between two stages' ranks, its tensor peers sending too; and what of it
+    takes no core."""
+    sides = (mesh.tensor_groups(stage % mesh.pipeline) for stage in (source, destination))
+    here, there = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))
+    seconds = cluster.send_seconds(count, here, there, senders=mesh.tensor)
+    return seconds, count and cluster.waiting_seconds((here, there))

@@ -1,0 +1,338 @@
+"""A training step of a compiled program on a described cluster, without the cluster: time, memory, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from autoptd.options import check_flags
+from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
+from autoptd.passes.cost.durations import DTYPES, Precision
+from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
+from autoptd.passes.ir.program import Stage
+from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.simulate.memory import (
+    Owned,
+    copied_bytes,
+    count_owned,
+    freeze_idle,
+    gradient_bytes,
+    optimizer_bytes,
+    scattered_bytes,
+    state_bytes,
+    trace_memory,
+)
+from autoptd.simulate.oversubscribed import walk_shared
+from autoptd.simulate.stage_times import StageTimes, time_stages
+from autoptd.simulate.svg import write_svg
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One simulated training step. Times are in seconds, memory in bytes.
+
+    `tflops_per_device` counts GEMMs and attention's products in all passes, recomputation and what tensor ranks repeat
+    included, as SC21 §5.1 does by its equation (3); `mfu` the plain model's, over the device's peak. `bubble_fraction`
+    is the idle time of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's
+    step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble; and sharing,
+    by which the schedule is longer where devices share cores. `memory_bytes` is the peak of each pipeline rank,
+    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak; buffers are
+    those of receives, and float32 gradients while the optimizer steps.
+    """
+
+    cluster: Cluster
+    dtype: str
+    step_seconds: float
+    tflops_per_device: float
+    mfu: float
+    bubble_fraction: float
+    critical_rank: int
+    breakdown: Mapping[str, float]
+    memory_bytes: tuple[int, ...]
+    held_bytes: Mapping[str, int]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+    timeline: tuple[tuple[TimelineEntry, ...], ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its device's memory."""
+        return max(self.memory_bytes) <= self.cluster.device.memory_bytes
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a chrome trace that Perfetto opens; a `path` that ends in .gz is packed."""
+        about = {"step": "predicted", "cluster": self.cluster.name, "dtype": self.dtype}
+        write_trace(path, self.timeline, self.phases, self.memory, about)
+
+    def save_svg(self, path: str | Path) -> None:
+        """Write a picture of the step, a row per pipeline rank, as SC21 Figure 4."""
+        write_svg(path, self.timeline, self.phases)
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()
+        )
+        fullest = max(self.memory_bytes)
+        return (
+            f"{self.cluster.name}, {self.dtype}: {self.step_seconds:.4g} s a step, {self.tflops_per_device:.1f} "
+            f"TFLOP/s per device, {self.mfu:.1%} of its peak without recomputation\n"
+            f"rank {self.critical_rank}: {parts}\n"
+            f"memory: at most {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
+            f"{'within' if self.fits else 'more than'} {self.cluster.device.memory_bytes / 1e9:.3g} GB"
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the step is run beyond what the program says.
+
+    `overlap_transfers`: sending does not hold up the sender.
+    `overlap_data`: a stage's gradients are summed over the replicas while later backwards run. `overlap_tensor`: the
+    tensor ranks sum a linear's gradient of its input while those of its weights are computed. `zero` 1: the replicas
+    divide the optimizer's states among them. `wide_gradients`: the sums are at least float32. All as in our runtime,
+    but that it divides states only where it is asked to; Megatron-LM of 2021 did none of them.
+    """
+
+    overlap_transfers: bool = True
+    overlap_data: bool = True
+    overlap_tensor: bool = True
+    zero: int = 0
+    wide_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(
+            overlap_transfers=self.overlap_transfers,
+            overlap_data=self.overlap_data,
+            overlap_tensor=self.overlap_tensor,
+            wide_gradients=self.wide_gradients,
+        )
+        if type(self.zero) is not int or self.zero not in (0, 1):
+            raise ValueError(f"zero={self.zero!r}: expected 0 or 1 (ZeRO's first stage)")
+
+
+def simulate_program(
+    manifest: Manifest,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    cluster: Cluster,
+    dtype: str | None,
+    training: Training,
+) -> Simulation:
+    """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
+    precision = Precision.of(stages, dtype)
+    shared = cluster.shared_by(manifest.mesh.size)
+    times = time_stages(manifest, stages, shared, precision, overlap=training.overlap_tensor)
+    order = walking_order(schedule)
+    manifest = freeze_idle(manifest, stages)
+    simulated = simulate_times(manifest, times, schedule, order, shared, precision, training)
+    return replace(simulated, cluster=cluster)
+
+
+def simulate_times(
+    manifest: Manifest,
+    times: Sequence[StageTimes],
+    schedule: Schedule,
+    order: Sequence[tuple[int, Action]],
+    cluster: Cluster,
+    precision: Precision,
+    training: Training,
+) -> Simulation:
+    """Walk a schedule of `manifest` whose stages have `times`, in its `walking_order`."""
+    t, p, m = manifest.mesh.tensor, manifest.mesh.pipeline, manifest.num_microbatches
+    rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
+    blocking = not training.overlap_transfers
+    for entry in walk_cluster(schedule, order, times, manifest.mesh, cluster, blocking=blocking):
+        rows[entry[0]].append(TimelineEntry._make(entry))
+    timeline = tuple(map(tuple, rows))
+    crowded = cluster.crowding(range(manifest.mesh.size)) > 1
+    least = max(end for _, _, _, end in walk(order, p, action_times(times, messages=False)))
+    owned = [count_owned(manifest, rank) for rank in range(p)]
+    phases = tuple(_finish(manifest, timeline, owned, cluster, precision, training))
+    pipelined = max(row[-1].end for row in timeline)
+    taken = action_times(times, blocking=blocking)
+    alone = max(end for _, _, _, end in walk(order, p, taken)) if crowded else pipelined
+    step = max([pipelined, *(phase.end for phase in phases)])
+    spent = [_add_up(times[rank::p], m) for rank in range(p)]
+    critical = max(range(p), key=lambda rank: sum(spent[rank].values()))
+    work = sum(spent[critical].values())
+    breakdown = {**spent[critical], "pipeline": spent[critical]["pipeline"] + alone - least}
+    if crowded:
+        breakdown["sharing"] = pipelined - alone
+    for phase in phases:
+        if phase.rank == critical:
+            begin = max(phase.start, pipelined)
+            breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
+    breakdown["bubble"] = step - sum(breakdown.values())
+    shards, wide = manifest.mesh.data * training.zero, training.wide_gradients
+    static = [state_bytes(own, precision, shards, wide) for own in owned]
+    courses = _trace_courses(schedule, timeline, times, owned, phases, (precision, shards, wide))
+    peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
+    memory = [
+        {**state, "activations": activations, "buffers": buffers}
+        for state, (_, activations, buffers) in zip(static, peaks, strict=True)
+    ]
+    totals = [round(sum(held.values())) for held in memory]
+    computed = precision.dtype if manifest.autocast is None else DTYPES[manifest.autocast]
+    return Simulation(
+        cluster,
+        precision.dtype,
+        step_seconds=step,
+        tflops_per_device=sum(time.flops for time in times) * m / p / step / 1e12,
+        mfu=manifest.model_flops * m / (t * p) / step / cluster.device.peak(computed),
+        bubble_fraction=(pipelined - work) / work,
+        critical_rank=critical,
+        breakdown=breakdown,
+        memory_bytes=tuple(totals),
+        held_bytes={name: round(size) for name, size in memory[totals.index(max(totals))].items()},
+        memory=tuple(
+            tuple(
+                (at, round(sum(state.values()) + activations + buffers))
+                for at, activations, buffers in course
+            )
+            for state, course in zip(static, courses, strict=True)
+        ),
+        timeline=timeline,
+        phases=phases,
+    )
+
+
+def _trace_courses(
+    schedule: Schedule,
+    timeline: Sequence[Sequence[TimelineEntry]],
+    times: Sequence[StageTimes],
+    owned: Sequence[Owned],
+    phases: Iterable[Phase],
+    optimizer: tuple[Precision, int, bool],
+) -> list[list[tuple[float, float, float]]]:
+    """What each rank holds beside its states, as `trace_memory` has it, and then in the `phases`."""
+    courses = []
+    for actions, row, own in zip(schedule, timeline, owned, strict=True):
+        scattered = {stage: scattered_bytes(size, *optimizer) for stage, size in own.after.items()}
+        courses.append(list(trace_memory(actions, row, times, scattered)))
+    for phase in phases:
+        own = owned[phase.rank]
+        held = copied_bytes(own, *optimizer)
+        if phase.name != "optimizer":
+            late = (scattered_bytes(size, *optimizer)[1] for size in own.tied.values())
+            held = scattered_bytes(own.trained, *optimizer)[0] + max(late, default=0.0)
+        courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
+    return courses
+
+
+def walk_cluster(
+    schedule: Schedule,
+    order: Sequence[tuple[int, Action]],
+    times: Sequence[StageTimes],
+    mesh: Mesh,
+    cluster: Cluster,
+    *,
+    blocking: bool = False,
+) -> Iterator[tuple[int, Action, float, float]]:
+    """`walk` the `order` of a schedule, or `walk_shared` where a node has more ranks than compute at once."""
+    taken = action_times(times, blocking=blocking)
+    if cluster.crowding(range(mesh.size)) > 1:
+        return walk_shared(schedule, taken, _waiting_times(times), mesh, cluster)
+    return walk(order, mesh.pipeline, taken)
+
+
+def action_times(
+    times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
+) -> ActionTimes:
+    """What arrives in pieces is put together before a stage begins."""
+    sending = {
+        (index, f"SEND_{kind}"): time.send[kind] * messages
+        for index, time in enumerate(times)
+        for kind in ("F", "B")
+    }
+    return ActionTimes(
+        [time.forward.total + time.gather["F"] for time in times],
+        [time.backward.total + time.gather["B"] for time in times],
+        sending,
+        blocking and messages,
+    )
+
+
+def _waiting_times(times: Sequence[StageTimes]) -> ActionTimes:
+    """What of `action_times` takes no core."""
+    kinds = ("SEND_F", "SEND_B")
+    return ActionTimes(
+        [time.waiting["F"] for time in times],
+        [time.waiting["B"] for time in times],
+        {(index, kind): time.waiting[kind] for index, time in enumerate(times) for kind in kinds},
+    )
+
+
+def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:
+    """What the stages of a rank do in the schedule, by kind."""
+    directions = [side for time in times for side in (time.forward, time.backward)]
+    return {
+        "compute": microbatches * sum(side.compute for side in directions),
+        "tensor": microbatches * sum(side.tensor for side in directions),
+        "pipeline": microbatches * sum(sum(time.gather.values()) for time in times),
+    }
+
+
+def _finish(
+    manifest: Manifest,
+    timeline: Sequence[Sequence[TimelineEntry]],
+    owned: Sequence[Owned],
+    cluster: Cluster,
+    precision: Precision,
+    training: Training,
+) -> Iterator[Phase]:
+    """After the schedule: what is left of the sums of gradients, in the runtime's order, then the optimizer.
+
+    Ranks that share cores do so at once.
+    """
+    mesh, each = manifest.mesh, gradient_bytes(precision, training.wide_gradients)
+    crowding = cluster.crowding(range(mesh.size))
+    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
+    shards = max(mesh.data * training.zero, 1)
+    # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
+    overlap = training.overlap_data and cluster.device.multiprocessors > 1 and crowding <= 1
+    # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
+    summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
+    ends, joined, gathers = [], [], []
+    for rank, own in enumerate(owned):
+        groups = mesh.tensor_groups(rank)
+        replicas = cluster.slowest(zip(*groups, strict=True))
+        end = timeline[rank][-1].end
+        end += _reduce(own.partial * each, cluster.slowest(groups), cluster, crowding)
+        beside = 0.0
+        ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
+        for stage in sorted(ended, key=ended.__getitem__):
+            beside = max(beside, ended[stage])
+            beside += summed * _reduce(own.after[stage] * each, replicas, cluster, crowding)
+        left = sum(own.tied.values()) if overlap else own.trained
+        end = max(end, beside) + summed * _reduce(left * each, replicas, cluster, crowding)
+        ends.append(end)
+        gathers.append(shared * _reduce(own.trained * each, replicas, cluster, crowding))
+    for rank, own in enumerate(owned):
+        end = ends[rank]
+        for owners, elements in own.tied.items():
+            holding = (chain.from_iterable(mesh.tensor_groups(owner)) for owner in owners)
+            ranks = cluster.slowest(zip(*holding, strict=True))
+            end = max(end, *(ends[owner] for owner in owners))
+            end += _reduce(elements / shards * each, ranks, cluster, crowding)
+        yield Phase(rank, "data", timeline[rank][-1].end, end)
+        joined.append(end)
+    ready = max(joined)  # the norm of all gradients needs all ranks
+    for rank, own in enumerate(owned):
+        stepping = optimizer_bytes(own, precision, shards, training.wide_gradients) / rate
+        yield Phase(rank, "optimizer", ready, ready + stepping + gathers[rank])
+
+
+def _reduce(count: float, ranks: Sequence[int], cluster: Cluster, crowding: float) -> float:
+    """Seconds of an all-reduce that `crowding` ranks make on each core: while one waits, others work."""
+    seconds = cluster.all_reduce_seconds(count, ranks)
+    return max(seconds, crowding * (seconds - 2 * cluster.waiting_seconds(ranks)))
+
+
+def _last_backward(entries: Sequence[TimelineEntry], stage: int) -> float:
+    """When `stage` has had its last backward."""
+    return next(e.end for e in reversed(entries) if e.action.kind == "B" and e.action.stage == stage)

@@ -1,0 +1,195 @@
+"""What stands beside a program's lines: shapes, bytes, module headings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.runtime import collectives
+from autoptd.runtime.collectives import COPIED
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+# A module with fewer calls than this of its own, and no module inside, is told under its parent's heading.
+_OWN_HEADING = 8
+
+
+def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = None, tensor: int = 1) -> str:
+    """``bf16[256, 1, 3072/4]``: a rank's share, its `divided` dimension as the whole over the ranks."""
+    sizes = [str(size) for size in shape]
+    if divided is not None and tensor > 1 and sizes:
+        sizes[divided] = f"{shape[divided] * tensor}/{tensor}"
+    return f"{_DTYPES.get(dtype) or str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+
+
+def write_bytes(count: int) -> str:
+    """``524 kB``: three digits, decimal units."""
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}"
+
+
+def write_value_shape(node: fx.Node, tensor: int) -> str:
+    """The shape of a node's value, or of each part of it; empty where it is unknown."""
+    return _shape_of(node.meta.get("val"), node.meta.get("divided"), tensor)
+
+
+def write_communication(node: fx.Node, tensor: int) -> str:
+    """What the call sends to the other tensor ranks, forward or backward; empty where nothing."""
+    target = node.target
+    module = getattr(target, "__module__", None) or ""
+    value = node.meta.get("val")
+    if tensor == 1 or not module.startswith("autoptd.runtime.") or not isinstance(value, Tensor):
+        return ""
+    name = getattr(target, "__name__", "")
+    if name == "copy_to_tensor":  # f: identity forward
+        return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
+    if name == "reduce_from_tensor":  # g: identity backward
+        return f"all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
+    if name == "cross_entropy" and isinstance(node.args[1], fx.Node):
+        logits = node.args[1].meta["val"]
+        row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
+        return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
+    return ""
+
+
+def write_hidden(node: fx.Node, tensor: int) -> str:
+    """What the call's backward sends to the other tensor ranks while it computes; empty where nothing."""
+    if tensor == 1 or node.target not in COPIED:
+        return ""
+    size = write_bytes(tensor_bytes(node.args[1].meta["val"]))  # type: ignore[union-attr]
+    whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
+    return f"backward: all-reduce, {size} over tensor, beside {whose}"
+
+
+def _shape_of(value: Any, divided: Any, tensor: int) -> str:
+    """Where the value has parts, `divided` has one dimension (or None) for each, or one for all."""
+    if isinstance(value, Tensor):
+        return write_shape(value.dtype, value.shape, divided, tensor)
+    if isinstance(value, (tuple, list)):
+        dims = divided if isinstance(divided, (tuple, list)) else [divided] * len(value)
+        parts = [_shape_of(part, dim, tensor) for part, dim in zip(value, dims, strict=True)]
+        if len(parts) > 1 and len(set(parts)) == 1:
+            return f"{len(parts)} x {parts[0]}"
+        return ", ".join(parts)
+    return ""
+
+
+class Headings:
+    """Under which module's heading each path is told, and what range of the model a stage covers."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        calls: Counter[str] = Counter()
+        self._ranges: dict[str, set[int]] = {}
+        self._paths: list[list[str]] = []
+        for index, stage in enumerate(stages):
+            own = Counter(n.meta.get("path", "") for n in stage.graph.nodes if n.op == "call_function")
+            calls += own
+            self._paths.append(list(own))
+            for path in own:
+                self._ranges.setdefault(_block(path), set()).add(index)
+        self._outer = outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
+        self._group = {
+            path: path if path in outer or count >= _OWN_HEADING else _caller(path, calls)
+            for path, count in calls.items()
+        }
+        self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
+
+    def group(self, path: str) -> str:
+        """The module whose heading covers `path`: itself, or its parent where it is a small leaf."""
+        return self._group.get(path, path)
+
+    def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:
+        """The name over a run of `nodes` told under `path`."""
+        if path:
+            return path
+        leaves = dict.fromkeys(node.meta.get("path", "").rpartition(".")[2] for node in nodes)
+        return ", ".join(leaf for leaf in leaves if leaf) or "loss" * _is_loss(nodes) or "model"
+
+    def stage_range(self, index: int) -> str:
+        """``h.6 - h.11, ln_f``: the repeated blocks and the modules between them that a stage computes."""
+        return self.path_range(self._paths[index]) or "loss"
+
+    def path_range(self, paths: Iterable[str]) -> str:
+        """The same of the calls under `paths`; empty where they are under no module."""
+        blocks = [b for b in dict.fromkeys(map(_block, paths)) if b and _is_block(b, self._outer)]
+        texts = [
+            (_short(block) if self._shorten else block) + " (part)" * (len(self._ranges[block]) > 1)
+            for block in blocks
+        ]
+        rows: list[list[str]] = []
+        for previous, block, text in zip(["", *blocks], blocks, texts, strict=False):
+            if _follows(previous, block):
+                rows[-1].append(text)
+            else:
+                rows.append([text])
+        return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
+
+
+def stage_bytes(stage: Stage, tensor: int) -> int:
+    """Bytes of the parameters and buffers that one rank holds of a stage."""
+    return sum(
+        prod(p.placement.local_shape(p.shape, tensor)) * p.dtype.itemsize for p in stage.parameters.values()
+    )
+
+
+def _is_loss(nodes: Sequence[fx.Node]) -> bool:
+    value = nodes[-1].meta.get("val") if nodes else None
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _block(path: str) -> str:
+    """The path up to its first number ("h.6" of "h.6.attn.c_attn"), or all of it."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return path
+
+
+def _short(block: str) -> str:
+    """Without the containers round it: "h.6" of "transformer.h.6", "ln_f" of "transformer.ln_f"."""
+    parts = block.split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+
+
+def _caller(path: str, calls: Mapping[str, int]) -> str:
+    """The module round a leaf; where that is a container of them all (a ModuleDict), the model."""
+    parent = path.rpartition(".")[0]
+    return parent if parent in calls or any(part.isdigit() for part in parent.split(".")) else ""
+
+
+def _is_block(block: str, outer: set[str]) -> bool:
+    """Whether it says more than its containers would: "transformer" round "transformer.h.0" does not."""
+    return block not in outer or block.rpartition(".")[2].isdigit()
+
+
+def _follows(block: str, other: str) -> bool:
+    stem, _, number = block.rpartition(".")
+    other_stem, _, other_number = other.rpartition(".")
+    return (
+        stem == other_stem
+        and number.isdigit()
+        and other_number.isdigit()
+        and int(other_number) == int(number) + 1
+    )

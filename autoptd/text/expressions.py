@@ -1,0 +1,186 @@
+"""How a node is written in a rank program: the names, the operator, the arguments."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+from autoptd.text.call_arguments import shorten_call
+from autoptd.text.overloads import resolve_overload
+
+# What a stage function itself speaks of, beside Python's own words.
+RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "recompute", "torch", "float", "slice"})
+
+_LITERALS = (int, bool, type(None), torch.dtype, torch.layout, torch.memory_format, complex)
+_DEVICE_KWARGS = frozenset({"device", "pin_memory", "layout"})
+_PLAIN = re.compile(r"[^\"\\\n\r\t]*")
+
+
+class Names:
+    """The names that the values of one function go by: the nodes' own, made legal and unlike each other."""
+
+    def __init__(self, parameters: str = "p") -> None:
+        self._texts: dict[fx.Node, str] = {}
+        self._taken: set[str] = set(RESERVED)
+        self._parameters = parameters
+
+    def add(self, node: fx.Node) -> str:
+        """Give `node` its name: ``p["..."]`` for what it owns, ``rank`` for its rank."""
+        if node.op == "get_attr":
+            text = f"{self._parameters}[{quote(str(node.target))}]"
+        elif node.op == "placeholder" and node.meta.get("role") == "rank":
+            text = "rank"
+        else:
+            text = self.take(node.name)
+        self._texts[node] = text
+        return text
+
+    def take(self, name: str) -> str:
+        """A name like `name` that nothing else has."""
+        text = self._unique(name)
+        self._taken.add(text)
+        return text
+
+    def __getitem__(self, node: fx.Node) -> str:
+        return self._texts[node]
+
+    def _unique(self, name: str) -> str:
+        if not name.isidentifier():
+            name = "_" + re.sub(r"\W", "_", name)
+        if keyword.iskeyword(name):
+            name += "_"
+        candidate, number = name, 0
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        return candidate
+
+
+def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, list[str]]:
+    """The operator and the arguments of a call, ``("aten.linear", ["x", 'p["w"]'])``.
+
+    `device` is how a device is written ("rank.device"); None leaves device, layout and pinning out. Raises
+    ValueError for a node that a rank program cannot hold.
+    """
+    if node.op != "call_function":
+        raise ValueError(
+            f"cannot write node {node.name} ({node.op} {node.target}) at {place_of(node)}; "
+            "expected a call_function"
+        )
+    text = _function(node.target)
+    if text is None:
+        raise ValueError(
+            f"cannot write {node.target!r}, the target of node {node.name} at {place_of(node)}; expected a "
+            "torch operator or a function of autoptd.runtime.kernels or autoptd.runtime.collectives"
+        )
+    args, kwargs = shorten_call(node.target, node.args, node.kwargs)
+    # Where a factory makes its tensor is the rank's to say.
+    options = {
+        name: value
+        for name, value in kwargs.items()
+        if name not in _DEVICE_KWARGS or (device is not None and value not in (None, False, torch.strided))
+    }
+    if isinstance(node.target, OpOverload) and not _packet_suffices(node.target, args, options):
+        text = f"{text}.{node.target._overloadname}"
+    texts = [write_value(arg, names, device) for arg in args]
+    texts += [f"{name}={write_value(value, names, device)}" for name, value in options.items()]
+    return text, texts
+
+
+def write_index(node: fx.Node, names: Names, device: str | None) -> str:
+    """``x[0]`` for a call of operator.getitem."""
+    value, index = node.args
+    items = index if isinstance(index, tuple) and index else (index,)
+    inner = ", ".join(_index(item, names, device) for item in items)
+    if isinstance(index, tuple) and len(index) == 1:
+        inner += ","
+    return f"{write_value(value, names, device)}[{inner}]"
+
+
+def is_index(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def write_value(value: Any, names: Names, device: str | None) -> str:
+    """An argument as Python source."""
+    kind = type(value)
+    if kind is fx.Node:
+        return names[value]
+    if kind in _LITERALS:
+        return repr(value)
+    if kind is float:
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if kind is str:
+        return quote(value)
+    if isinstance(value, (list, torch.Size)):
+        return f"[{', '.join(write_value(item, names, device) for item in value)}]"
+    if isinstance(value, tuple):
+        inner = ", ".join(write_value(item, names, device) for item in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, Mapping):
+        items = (f"{quote(str(key))}: {write_value(item, names, device)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if kind is slice:
+        ends = (value.start, value.stop, value.step)
+        return f"slice({', '.join(write_value(end, names, device) for end in ends)})"
+    if kind is torch.device:
+        return f"torch.device({quote(str(value))})" if device is None else device
+    if value is Ellipsis:
+        return "..."
+    raise ValueError(f"cannot write {value!r} of type {kind.__name__} as an argument")
+
+
+def quote(text: str) -> str:
+    """A string literal, in double quotes where nothing needs an escape."""
+    return f'"{text}"' if _PLAIN.fullmatch(text) and text.isprintable() else repr(text)
+
+
+def place_of(node: fx.Node) -> str:
+    """Where a node came from: its module path and source line, as far as they are known."""
+    path, line = node.meta.get("path", ""), node.meta.get("line", "")
+    return f"{path or 'the model'} ({line})" if line else path or "the model"
+
+
+def _index(item: Any, names: Names, device: str | None) -> str:
+    if not isinstance(item, slice):
+        return write_value(item, names, device)
+    start, stop, step = (
+        "" if end is None else write_value(end, names, device) for end in (item.start, item.stop, item.step)
+    )
+    return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+@cache
+def _function(target: Any) -> str | None:
+    """``aten.linear`` and the like, without the overload; None for what has no place in a program."""
+    if isinstance(target, OpOverload):
+        target = target.overloadpacket
+    if isinstance(target, OpOverloadPacket):
+        namespace, name = target._qualified_op_name.split("::")
+        return f"aten.{name}" if namespace == "aten" else f"torch.ops.{namespace}.{name}"
+    module = getattr(target, "__module__", None) or ""
+    for room in ("kernels", "collectives"):
+        if (module + ".").startswith(f"autoptd.runtime.{room}."):
+            return f"{room}.{target.__name__}"
+    return None
+
+
+def _packet_suffices(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``aten.add(...)`` means this very overload for these arguments."""
+    packet = overload.overloadpacket
+    if len(packet.overloads()) == 1:
+        return True
+    values, options = fx.map_arg((tuple(args), dict(kwargs)), lambda n: n.meta.get("val"))
+    try:
+        return resolve_overload(packet, values, options) is overload
+    except RuntimeError:  # none fits what is known of the arguments: be explicit
+        return False

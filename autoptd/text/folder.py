@@ -1,0 +1,125 @@
+"""A compiled program as a folder: its texts, manifest.json, schedule.txt, and the buffers' values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.manifest_json import FORMAT, from_json, to_json
+from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule_text import schedule_grid
+from autoptd.text.reader import program_filename
+
+MANIFEST, SCHEDULE, BUFFERS = "manifest.json", "schedule.txt", "buffers.safetensors"
+_PROGRAM, _SHAPE = re.compile(r"program_\d+\.py"), re.compile(r"shape_\d+")
+
+
+def save_folder(
+    path: str | Path,
+    texts: Sequence[str],
+    manifest: Manifest,
+    schedule: Sequence[Sequence[Action]],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Write a program into folder `path`, in place of one that was saved there before, with further shapes or without.
+
+    Raises ValueError where `path` is a file, or a folder with anything but a saved program in it.
+    """
+    folder = Path(path)
+    check_free(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if _PROGRAM.fullmatch(old.name):
+            old.unlink()
+        elif _SHAPE.fullmatch(old.name) and _is_ours(old):
+            shutil.rmtree(old)
+    for rank, text in enumerate(texts):
+        _write(folder / program_filename(rank, len(texts)), text)
+    _write(folder / MANIFEST, to_json(manifest))
+    _write(folder / SCHEDULE, _describe_schedule(schedule))
+    # Copies: two names may share one tensor's memory, which the file format refuses.
+    copies = {
+        name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, buffer in buffers.items()
+    }
+    save_file(copies, folder / BUFFERS)
+
+
+def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, Tensor]]:
+    """The texts, manifest and buffers of a saved program. Raises ValueError naming the file that is wrong."""
+    folder = Path(path)
+    manifest = from_json(_read(folder / MANIFEST), str(folder / MANIFEST))
+    count = manifest.mesh.pipeline
+    texts = tuple(_read(folder / program_filename(rank, count)) for rank in range(count))
+    if not (folder / BUFFERS).exists():
+        raise _missing(folder / BUFFERS)
+    try:
+        buffers = load_file(folder / BUFFERS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / BUFFERS}: {error}; save the program again") from error
+    return texts, manifest, buffers
+
+
+def program_hash(texts: Sequence[str], manifest: Manifest) -> str:
+    """What all ranks must agree on before they run: a SHA-256 of the texts and the manifest."""
+    digest = hashlib.sha256()
+    for part in (*texts, to_json(manifest)):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()
+
+
+def check_free(folder: Path) -> None:
+    """Raise ValueError, or OSError, where no program can be saved into `folder`."""
+    near = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not near.is_dir():
+        raise ValueError(f"{near} is a file; give a folder to save the program into")
+    if not os.access(near, os.W_OK):
+        raise ValueError(f"{near} may not be written to; give another folder to save the program into")
+    if near == folder and any(folder.iterdir()) and not _is_ours(folder):
+        raise ValueError(f"{folder} holds files and no saved program; give an empty or a new folder")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a saved program lies in `folder`."""
+    try:
+        found: object = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format")
+    except (OSError, ValueError, AttributeError):  # none, or another program's manifest.json
+        return False
+    return found == FORMAT
+
+
+def _describe_schedule(schedule: Sequence[Sequence[Action]]) -> str:
+    """Every action of every pipeline rank in its order, and the grid: a column per rank, a row per step."""
+    parts = [f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(schedule)]
+    return "\n".join([*parts, schedule_grid(tuple(tuple(actions) for actions in schedule))])
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _read(file: Path) -> str:
+    if not file.exists():
+        raise _missing(file)
+    try:
+        return file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error}); write it so, or save the program again") from error
+
+
+def _missing(file: Path) -> ValueError:
+    return ValueError(
+        f"{file} is missing; give the folder that program.save wrote, or save the program again"
+    )

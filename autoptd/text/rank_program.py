@@ -1,0 +1,157 @@
+"""One rank's program: where it stands, what it holds, whom it talks to, and the text that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Coordinates
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.program_text import read_program
+from autoptd.runtime.program.schedule import Action
+from autoptd.text.reader import text_filename, trace_stages
+
+
+class Slice(NamedTuple):
+    """Which part of a tensor a rank holds: `rows` of dimension `dim`, in order; all of it where None."""
+
+    dim: int | None
+    rows: tuple[range, ...]
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "all"
+        runs = ", ".join(f"{run.start}:{run.stop}" for run in self.rows)
+        return f"{runs or 'padding alone'} of dimension {self.dim}"
+
+
+class LocalParameter(NamedTuple):
+    """A tensor by its global shape, the shape that one rank holds, and which slice that is.
+
+    Rows past the global shape are padding: in the local shape, not in the slice.
+    """
+
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    slice: Slice
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A rank's process groups and its neighbours on the pipeline, as global ranks.
+
+    `previous` sends it activations and `next` takes them, round the ring where ranks run several stages; None
+    at the ends. `tied`: the ranks, it among them, that hold a parameter tied across stages.
+    """
+
+    tensor: tuple[int, ...]
+    pipeline: tuple[int, ...]
+    data: tuple[int, ...]
+    previous: int | None
+    next: int | None
+    tied: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The program of global rank `rank`; `code` is the text of its pipeline rank, and is what runs."""
+
+    manifest: Manifest = field(repr=False)
+    rank: int
+    code: str = field(repr=False)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.manifest.mesh.coordinates(self.rank)
+
+    @cached_property
+    def schedule(self) -> tuple[Action, ...]:
+        """What it does in one step, in order: the text's SCHEDULE."""
+        return read_program(self.code, self._filename).actions
+
+    @cached_property
+    def parameters(self) -> dict[str, LocalParameter]:
+        """The tensors it holds, by their names in the user's ``state_dict``."""
+        tensor, at = self.manifest.mesh.tensor, self.coordinates
+        return {
+            name: LocalParameter(
+                parameter.shape,
+                parameter.placement.local_shape(parameter.shape, tensor),
+                find_slice(parameter, tensor, at.tensor),
+            )
+            for name, parameter in self.manifest.parameters.items()
+            if at.pipeline in self.manifest.owners(name)
+        }
+
+    @cached_property
+    def peers(self) -> Peers:
+        mesh, at = self.manifest.mesh, self.coordinates
+        line = mesh.pipeline_group(self.rank)
+        ring = len(self.manifest.stages) > mesh.pipeline > 1
+        before, after = at.pipeline - 1, at.pipeline + 1
+        return Peers(
+            mesh.tensor_group(self.rank),
+            line,
+            mesh.data_group(self.rank),
+            line[before] if before >= 0 or ring else None,
+            line[after % mesh.pipeline] if after < mesh.pipeline or ring else None,
+            {
+                name: tuple(line[owner] for owner in owners)
+                for name in self.parameters
+                if len(owners := self.manifest.owners(name)) > 1
+            },
+        )
+
+    def module(self, device: str | torch.device = "meta") -> nn.Module:
+        """The text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).
+
+        A stage takes (rank, received values, batch inputs), as its function does without ``p``. Parameters
+        have the rank's own shapes, on `device` and without values; no process group is needed. What the text
+        recomputes is computed once here, and kept: the same values and gradients with more memory; its calls
+        have the name of their function in ``meta["recompute"]``. Raises ValueError for a text that does not
+        trace.
+        """
+        placed = torch.device(device)
+        tensors: dict[str, Tensor] = {}
+        for name, local in self.parameters.items():
+            parameter = self.manifest.parameters[name]
+            value = torch.empty(local.local_shape, dtype=parameter.dtype, device=placed)
+            trained = parameter.kind == "parameter"
+            tensors[name] = nn.Parameter(value, parameter.requires_grad) if trained else value
+        root = nn.Module()
+        for index, graph in trace_stages(self.code, self._filename, self.manifest).items():
+            for node in graph.nodes:  # rank.device, where the stage makes tensors itself
+                node.kwargs = {k: placed if k == "device" else v for k, v in node.kwargs.items()}
+            own = {name: tensors[name] for name in self.manifest.stages[index].parameters}
+            root.add_module(f"stage_{index}", fx.GraphModule(own, graph, f"Stage{index}"))
+        return root
+
+    @property
+    def _filename(self) -> str:
+        return text_filename(self.manifest, self.coordinates.pipeline)
+
+
+def find_slice(parameter: Parameter, size: int, index: int) -> Slice:
+    """The slice of a tensor that tensor rank `index` of `size` holds, neighbouring rows joined."""
+    placement = parameter.placement
+    if placement.dim is None:
+        return Slice(None, ())
+    runs: list[range] = []
+    start, end = 0, parameter.shape[placement.dim]
+    for segment in placement.segments:
+        block = segment.size * segment.inner
+        share = block // size if segment.divided else block
+        for outer in range(segment.outer):
+            first = start + outer * block + (index * share if segment.divided else 0)
+            run = range(min(first, end), min(first + share, end))
+            if runs and runs[-1].stop == run.start:
+                runs[-1] = range(runs[-1].start, run.stop)
+            elif run:
+                runs.append(run)
+        start += segment.rows
+    return Slice(placement.dim, tuple(runs))

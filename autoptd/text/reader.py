@@ -1,0 +1,199 @@
+"""Read program texts back into stages, by running each of their functions once on traced values.
+
+So an edited program is checked like any other: what is judged is the text, never a stored graph.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.check.program import check_manifest
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.program import Program, Stage
+from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.program_text import ProgramText, read_program
+from autoptd.text.recorder import META, Recorder, Targets
+
+
+def trace_program(
+    texts: Sequence[str],
+    manifest: Manifest,
+    *,
+    filenames: Sequence[str] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> Program:
+    """Rebuild the cut program from its `texts`, one per pipeline rank, with values on meta tensors.
+
+    Runs the texts' code. `filenames` are for messages; `buffers` are what ``constants(p)`` may read beside
+    the manifest's own. A node's ``line`` is its place in the text; ``path`` is empty, ``divided`` and
+    ``partial`` unknown (None, False): a text does not say them. ValueError names file and line for what does
+    not trace, `ProgramError` a manifest that no text can follow.
+    """
+    check_manifest(manifest)
+    names = filenames or [text_filename(manifest, rank) for rank in range(len(texts))]
+    propagation = Propagation(manifest.mesh)
+    propagation.rank.device = META
+    stages: dict[int, Stage] = {}
+    for rank, (text, filename) in enumerate(zip(texts, names, strict=True)):
+        program = read_program(text, filename)
+        expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
+        if list(program.stages) != expected:
+            raise ValueError(
+                f"{filename}: has {_list_functions(program.stages)}; pipeline rank {rank} of "
+                f"{manifest.mesh.pipeline} runs {_list_functions(expected)}"
+            )
+        stages.update(_trace_rank(text, program, manifest, propagation, buffers or {}))
+    return Program(
+        mesh=manifest.mesh,
+        stages=tuple(stages[index] for index in range(len(manifest.stages))),
+        inputs=manifest.inputs,
+        output=manifest.output,
+        aliases=manifest.aliases,
+        log=(f"read {len(texts)} program texts",),
+        buffers=buffers or {},
+    )
+
+
+def program_filename(pipeline_rank: int, num_pipeline_ranks: int) -> str:
+    """``program_07.py``: the file of a pipeline rank's program."""
+    width = max(2, len(str(num_pipeline_ranks - 1)))
+    return f"program_{pipeline_rank:0{width}}.py"
+
+
+def shape_folder(number: int) -> str:
+    """``shape_1``: the folder of a further input shape's program, below that of the first."""
+    return f"shape_{number}"
+
+
+def text_filename(manifest: Manifest, pipeline_rank: int) -> str:
+    """What messages and tracebacks call the text of a pipeline rank: its file in the folder of the first shape."""
+    name = program_filename(pipeline_rank, manifest.mesh.pipeline)
+    return f"{shape_folder(manifest.shape)}/{name}" if manifest.shape else name
+
+
+def trace_stages(text: str, filename: str, manifest: Manifest) -> dict[int, fx.Graph]:
+    """The graphs of one text's stages by index; see `trace_program`."""
+    propagation = Propagation(manifest.mesh)
+    propagation.rank.device = META
+    program = read_program(text, filename)
+    targets = _find_targets(text)
+    return {index: _trace_stage(program, index, manifest, targets, propagation) for index in program.stages}
+
+
+def _list_functions(indices: Iterable[int]) -> str:
+    return ", ".join(f"stage_{index}" for index in indices) or "no stage"
+
+
+def _trace_rank(
+    text: str,
+    program: ProgramText,
+    manifest: Manifest,
+    propagation: Propagation,
+    buffers: Mapping[str, Tensor],
+) -> Iterator[tuple[int, Stage]]:
+    targets = _find_targets(text)
+    constants = _trace_constants(program, manifest, targets, propagation, buffers)
+    for index in program.stages:
+        graph = _trace_stage(program, index, manifest, targets, propagation)
+        parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
+        yield index, Stage(graph, parameters, _select(constants, parameters))
+
+
+def _trace_stage(
+    program: ProgramText, index: int, manifest: Manifest, targets: Targets, propagation: Propagation
+) -> fx.Graph:
+    function, interface = program.stages[index], manifest.stages[index]
+    values = _arguments(manifest, interface)
+    names = list(inspect.signature(function).parameters)
+    if len(names) != 2 + len(values):
+        expected = ", ".join(["rank", "p", *(value.name for value in values)])
+        raise ValueError(
+            f"{program.filename}:{_first_line(function)}: stage_{index} takes ({', '.join(names)}); "
+            f"expected {2 + len(values)} arguments ({expected})"
+        )
+    parameters = {
+        name: _meta(p.placement.local_shape(p.shape, manifest.mesh.tensor), p.dtype)
+        for name in interface.parameters
+        if (p := manifest.parameters[name])
+    }
+    recorder = Recorder(program.filename, targets, parameters, propagation)
+    rank = recorder.placeholder("rank", "rank", "rank", propagation.rank)
+    traced = []
+    for name, value in zip(names[2:], values, strict=True):
+        role = "boundary" if isinstance(value, Boundary) else "input"
+        traced.append(recorder.placeholder(name, value.name, role, _meta(value.shape, value.dtype)))
+        if isinstance(value, Boundary):
+            traced[-1].node.meta["requires_grad"] = value.requires_grad
+    return recorder.record(function, rank, recorder.parameters, *traced)
+
+
+def _arguments(manifest: Manifest, interface: StageInterface) -> list[Boundary | Input]:
+    """What the stage's function takes after ``rank`` and ``p``."""
+    inputs = {value.name: value for value in manifest.inputs}
+    return [*interface.receives, *(inputs[name] for name in interface.inputs)]
+
+
+def _trace_constants(
+    program: ProgramText,
+    manifest: Manifest,
+    targets: Targets,
+    propagation: Propagation,
+    buffers: Mapping[str, Tensor],
+) -> fx.Graph | None:
+    if program.constants is None:
+        return None
+    tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+    for name, parameter in manifest.parameters.items():
+        if parameter.kind != "constant":
+            tensors[name] = _meta(parameter.shape, parameter.dtype)
+    recorder = Recorder(program.filename, targets, tensors, propagation)
+    graph = recorder.record(program.constants, recorder.parameters)
+    table = next(iter(reversed(graph.nodes))).args[0]
+    if not isinstance(table, dict):
+        line = _first_line(program.constants)
+        raise ValueError(f"{program.filename}:{line}: constants(p) returns no dict of tensors by name")
+    return graph
+
+
+def _select(constants: fx.Graph | None, parameters: Mapping[str, Parameter]) -> fx.Graph:
+    """The part of a rank's constants that one stage uses."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    table: Any = {}
+    for node in constants.nodes if constants else ():
+        if node.op == "output":
+            table = {name: value for name, value in node.args[0].items() if name in parameters}
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(fx.map_arg(table, copies.__getitem__))
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _first_line(function: Callable[..., Any]) -> int:
+    return function.__code__.co_firstlineno
+
+
+def _find_targets(text: str) -> dict[int, tuple[str, ...]]:
+    """The names that each line of the text assigns to."""
+    found: dict[int, tuple[str, ...]] = {}
+    for statement in ast.walk(ast.parse(text)):
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0]
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            names = tuple(part.id for part in parts if isinstance(part, ast.Name))
+            if len(names) == len(parts):
+                lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+                found.update(dict.fromkeys(lines, names))
+    return found

@@ -1,0 +1,260 @@
+"""Run a function of a program text on traced values: each call becomes a node, with its meta value."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx.proxy import GraphAppendingTracer
+
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.program_text import line_of
+from autoptd.runtime.recomputation import recompute
+from autoptd.text.call_arguments import spread_call
+from autoptd.text.comments import write_shape
+from autoptd.text.overloads import resolve_overload
+
+META = torch.device("meta")
+Targets = Mapping[int, tuple[str, ...]]
+
+
+class RecordingError(ValueError):
+    """A program text that cannot be read back; names file and line."""
+
+
+class TracedValue(fx.Proxy):
+    """A value of a program that is being traced: its shape is known, its elements are not."""
+
+    @property
+    def value(self) -> Any:
+        return self.node.meta["val"]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor("shape").shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor("dtype").dtype
+
+    @property
+    def device(self) -> torch.device:
+        return META
+
+    @property
+    def ndim(self) -> int:
+        return self._tensor("ndim").ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        shape = self._tensor("size").shape
+        return shape if dim is None else shape[dim]
+
+    def dim(self) -> int:
+        return self._tensor("dim").dim()
+
+    def numel(self) -> int:
+        return self._tensor("numel").numel()
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        return (self.__getitem__(index) for index in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __bool__(self) -> bool:
+        raise ValueError(f"{self.node.name} is asked for its value, and a program may depend on shapes alone")
+
+    def _tensor(self, name: str) -> Tensor:
+        if not isinstance(self.value, Tensor):
+            raise AttributeError(f"{self.node.name} is a {type(self.value).__name__} and has no {name}")
+        return self.value
+
+
+class Recorder(GraphAppendingTracer):
+    """Records one function of the text `filename` as `graph`.
+
+    `parameters` are meta tensors of what ``p`` holds; `targets` are the names that each line assigns to, so
+    that nodes are called as the text calls them.
+    """
+
+    def __init__(
+        self, filename: str, targets: Targets, parameters: Mapping[str, Tensor], propagation: Propagation
+    ) -> None:
+        super().__init__(fx.Graph())
+        self.filename = filename
+        self.parameters = TracedParameters(self, parameters)
+        self._propagation = propagation
+        self._targets = targets
+        self._groups: Counter[str] = Counter()
+        self._group: str | None = None
+
+    def record(self, function: Callable[..., Any], *args: object) -> fx.Graph:
+        """Run `function` on traced values and give its graph. RecordingError for what does not run."""
+        scope = function.__globals__
+        scope.update({name: _Recorded.wrap(self, value) for name, value in scope.items()})
+        try:
+            result = self.create_arg(function(*args))
+        except RecordingError:
+            raise
+        except Exception as error:
+            line = line_of(error, self.filename)
+            raise RecordingError(f"{self.filename}:{line}: in {function.__name__}: {error}") from error
+        self.graph.output(result).meta["val"] = fx.map_arg(result, _value_of)
+        return self.graph
+
+    def placeholder(self, name: str, target: str, role: str, value: Rank | Tensor) -> TracedValue:
+        """Add an argument of the function: `name` in its signature, `target` in the manifest."""
+        node = self.graph.create_node("placeholder", target, (), {}, name)
+        node.meta |= {"role": role, "val": value, "path": "", "line": ""}
+        return self.proxy(node)
+
+    def run_group(self, rank: object, function: Callable[..., Any], *values: object) -> Any:
+        """Run what ``recompute(rank, function, *values)`` recomputes, its calls marked with its name.
+
+        One inside another is recomputed with it.
+        """
+        if getattr(rank, "node", None) is None or rank.node.meta.get("role") != "rank":  # type: ignore[attr-defined]
+            raise ValueError(f"recompute is given {rank} first; expected recompute(rank, function, *values)")
+        if self._group is not None:
+            return function(rank, *values)
+        name = function.__name__
+        count = self._groups[name]
+        self._groups[name] += 1
+        self._group = f"{name}_again{count}" if count else name
+        try:
+            return function(rank, *values)
+        finally:
+            self._group = None
+
+    def proxy(self, node: fx.Node) -> TracedValue:
+        return TracedValue(node, self)
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        line = self._line()
+        if kind == "call_method":  # an edit's x.view(...)
+            kind, target = "call_function", getattr(Tensor, target)
+        if kind == "call_function":
+            name = self._assigned_name(line, args) or name
+        try:
+            if isinstance(target, OpOverloadPacket):
+                target = resolve_overload(target, *fx.map_arg((args, kwargs), _value_of))
+            if isinstance(target, OpOverload) and "device" not in kwargs and _takes_device(target):
+                kwargs = {**kwargs, "device": META}  # which a text leaves to the default
+            if kind == "call_function":
+                args, kwargs = spread_call(target, args, kwargs)
+            node = super().create_node(kind, target, args, kwargs, name, type_expr)
+            node.meta |= {"path": "", "line": f"{self.filename}:{line}", "divided": None, "partial": False}
+            if self._group is not None and kind == "call_function":
+                node.meta["recompute"] = self._group
+            given = kind == "get_attr"
+            node.meta["val"] = self.parameters.tensors[target] if given else self._propagation.run(node)
+        except Exception as error:  # any of torch's operators, any of their errors
+            call = _describe_call(target, *fx.map_arg((args, kwargs), _value_of))
+            raise RecordingError(f"{self.filename}:{line}: {call} failed: {error}") from error
+        return node
+
+    def _assigned_name(self, line: int, args: tuple[Any, ...]) -> str | None:
+        names = self._targets.get(line, ())
+        if len(names) == 1:
+            return names[0]
+        if len(names) > 1 and len(args) == 2 and isinstance(args[1], int) and 0 <= args[1] < len(names):
+            return names[args[1]]
+        return None
+
+    def _line(self) -> int:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == self.filename:
+                return frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return 0
+
+
+class TracedParameters:
+    """The ``p`` of a function that is being traced."""
+
+    def __init__(self, recorder: Recorder, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self._recorder = recorder
+        self._seen: dict[str, fx.Proxy] = {}
+
+    def __getitem__(self, name: str) -> fx.Proxy:
+        if name not in self.tensors:
+            near = difflib.get_close_matches(str(name), self.tensors, n=1, cutoff=0.0)
+            hint = f'did you mean p["{near[0]}"]?' if near else "it owns none"
+            raise ValueError(f'p["{name}"] is no parameter, buffer or constant of this function; {hint}')
+        if name not in self._seen:
+            self._seen[name] = self._recorder.create_proxy("get_attr", name, (), {})
+        return self._seen[name]
+
+
+class _Recorded:
+    """A module, operator or function of torch or the runtime, as a traced function sees it."""
+
+    def __init__(self, recorder: Recorder, value: Any) -> None:
+        self._recorder = recorder
+        self._value = value
+
+    @classmethod
+    def wrap(cls, recorder: Recorder, value: Any) -> Any:
+        """`value` itself, or where calling it or its members belongs into the graph, its recorded form."""
+        if isinstance(value, _Recorded):  # wrapped before, for another function of the text
+            value = value._value
+        if isinstance(value, (OpOverload, OpOverloadPacket)):
+            return cls(recorder, value)
+        if isinstance(value, ModuleType):
+            name = value.__name__
+        elif inspect.isroutine(value):
+            name = getattr(value, "__module__", None) or ""
+        else:
+            return value
+        return cls(recorder, value) if name.partition(".")[0] in ("torch", "autoptd") else value
+
+    def __getattr__(self, name: str) -> Any:
+        return self.wrap(self._recorder, getattr(self._value, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._value is recompute:
+            return self._recorder.run_group(*args, **kwargs)
+        return self._recorder.create_proxy("call_function", self._value, args, kwargs)
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _takes_device(overload: OpOverload) -> bool:
+    return any(argument.name == "device" and argument.kwarg_only for argument in overload._schema.arguments)
+
+
+def _describe_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """``aten.add.Tensor(f32[4, 8], 1)``: a call with shapes in place of tensors."""
+    name = getattr(target, "__name__", target) if inspect.isroutine(target) else target
+    texts = [_describe(arg) for arg in args]
+    texts += [f"{key}={_describe(value)}" for key, value in kwargs.items()]
+    return f"{name}({', '.join(texts)})"
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return write_shape(value.dtype, value.shape)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_describe, value))}]"
+    return "rank" if isinstance(value, Rank) else repr(value)

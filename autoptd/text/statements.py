@@ -1,0 +1,137 @@
+"""The lines of a rank program: a heading per module, a statement per call, a comment at the side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import fx
+
+from autoptd.text.comments import write_communication, write_hidden, write_value_shape
+from autoptd.text.expressions import Names, is_index, write_call, write_index
+
+WIDTH = 110
+COMMENT_COLUMN = 76
+INDENT = " " * 4
+_SHAPE_WIDTH = 20
+_PARAMETER = re.compile(r" (?=p\[)")
+_SHAPE_KEPT = ("copy_to_tensor", "reduce_from_tensor")  # their lines have more to say
+
+
+def write_heading(name: str, line: str, indent: str = INDENT) -> str:
+    """``# h.6.attn ... gpt.py:52``: the module that the lines below belong to, and its line in the source."""
+    text = f"{indent}# {name}"
+    return f"{text:<{COMMENT_COLUMN + 1}} {line}" if line else text
+
+
+def write_calls(
+    nodes: Sequence[fx.Node],
+    names: Names,
+    tensor: int,
+    device: str | None,
+    indent: str = INDENT,
+    repeated: Collection[fx.Node] = (),
+) -> Iterator[str]:
+    """The lines of consecutive calls; a split is unpacked where its parts are taken at once.
+
+    `tensor` and `device`: the tensor ranks and how a device is written, as in `write_call`; `repeated`: the calls
+    that the backward runs again.
+    """
+    position = 0
+    while position < len(nodes):
+        node = nodes[position]
+        parts = _parts_taken(node, nodes, position + 1)
+        position += 1 + len(parts)
+        target = ", ".join(names[part] for part in parts or [node])
+        shape, note = _explain(node, tensor)
+        if node in repeated and note.startswith("all-reduce"):
+            note += ", and again"
+        if is_index(node):
+            yield beside(f"{indent}{target} = {write_index(node, names, device)}", write_comment(shape, note))
+        else:
+            function, args = write_call(node, names, device)
+            after = write_comment(write_hidden(node, tensor))
+            yield from write_statement(f"{target} = {function}", args, shape, note, indent, after=after)
+
+
+def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
+    """A shape and what else there is to say of a line, in two columns; empty where there is nothing."""
+    if not (shape and note):
+        return f"# {shape or note}" if shape or note else ""
+    wide = f"# {shape:<{_SHAPE_WIDTH}}  {note}"
+    return wide if columns and COMMENT_COLUMN + len(wide) <= WIDTH else f"# {shape}  {note}"
+
+
+def beside(code: str, comment: str, column: int = COMMENT_COLUMN) -> str:
+    """Code and its comment, which starts at `column` unless that takes it over the width."""
+    if not comment:
+        return code
+    column = min(column, WIDTH - len(comment))
+    return f"{code:<{max(column, len(code) + 2)}}{comment}"
+
+
+def align(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines of code, each with its comment, all comments at one column."""
+    longest = max((len(comment) for _, comment in rows), default=0)
+    column = min(COMMENT_COLUMN, WIDTH - longest)
+    return [beside(code, comment, column) for code, comment in rows]
+
+
+def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
+    """The shape of a call's value, and a note: a partial sum, or what the call sends."""
+    if node.meta.get("partial"):
+        return write_value_shape(node, tensor), "partial"
+    sent = write_communication(node, tensor)
+    if sent and getattr(node.target, "__name__", "") in _SHAPE_KEPT:
+        return "", sent
+    return write_value_shape(node, tensor), sent
+
+
+def _take_apart(arg: str) -> list[str]:
+    """What of an argument may stand on lines of its own: the parameters of a list too long for one."""
+    return _PARAMETER.split(arg) if arg.startswith("[") and len(arg) > WIDTH // 2 else [arg]
+
+
+def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequence[fx.Node]:
+    """The nodes from `position` on that take part 0, 1, ... of `node`'s value, where nobody else uses it."""
+    value = node.meta.get("val")
+    if not isinstance(value, (tuple, list)) or len(node.users) != len(value) or len(value) < 2:
+        return ()
+    parts = nodes[position : position + len(value)]
+    if len(parts) == len(value) and all(
+        is_index(part) and part.args == (node, number) for number, part in enumerate(parts)
+    ):
+        return parts
+    return ()
+
+
+def write_statement(
+    start: str,
+    args: Sequence[str],
+    shape: str,
+    note: str,
+    indent: str = INDENT,
+    end: str = ")",
+    after: str = "",
+) -> Iterator[str]:
+    """``start(args)`` on one line where it fits, else the arguments on lines of their own below the comment.
+
+    So too where there is a comment for `after` them.
+    """
+    code = f"{indent}{start}({', '.join(args)}{end}"
+    comment = write_comment(shape, note, columns=len(code) + 2 <= COMMENT_COLUMN)
+    if not after and len(code) + 2 + len(comment) <= WIDTH:
+        yield beside(code, comment)
+        return
+    yield beside(f"{indent}{start}(", write_comment(shape, note))
+    margin = indent + " " * 3
+    line = margin
+    words = [word for arg in args for word in _take_apart(f"{arg},")]
+    for number, text in enumerate(words):
+        word = f" {text}" if number + 1 < len(words) else f" {text[:-1]}"
+        if len(line) + len(word) > WIDTH and line.strip():
+            yield line
+            line = margin
+        line += word
+    yield line
+    yield beside(f"{indent}{end}", after)

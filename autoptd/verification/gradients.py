@@ -1,0 +1,106 @@
+"""All ranks' gradients put together, compared with each other and with the plain model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.optimizer.gradient_buckets import split_rows
+from autoptd.runtime.program.manifest import Manifest
+
+FLOOR = 1e-6  # of the largest gradient of all: what smaller ones are measured against
+ZERO = 1e-12, 1e-3  # of the same: a gradient that is only rounding, and what that is measured against
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank's step: the loss, its slices' gradients, and how many casts were promoted."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    promoted: int
+
+
+def join_gradients(
+    manifest: Manifest, found: Sequence[RankResult]
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Whole gradients from the first replica's first owners, and where ranks that must agree do not."""
+    mesh = manifest.mesh
+    wrong = [
+        f"rank {rank} has the loss {result.loss!r}, rank 0 {found[0].loss!r}"
+        for rank, result in enumerate(found)
+        if result.loss != found[0].loss
+        and not (result.loss != result.loss and found[0].loss != found[0].loss)
+    ]
+    whole: dict[str, Tensor] = {}
+    for name, parameter in manifest.parameters.items():
+        placement = parameter.placement
+        for pipeline in manifest.owners(name):
+            ranks = [mesh.rank_of(0, pipeline, tensor) for tensor in range(mesh.tensor)]
+            shards = [found[rank].gradients.get(name) for rank in ranks]
+            if any(shard is None for shard in shards):
+                continue
+            parts = [shard for shard in shards if shard is not None]
+            wrong += _compare_replicas(manifest, found, name, pipeline)
+            for rank, part in zip(ranks, parts, strict=True):
+                rows = split_rows(placement, part, mesh.tensor, divided=False)
+                first = split_rows(placement, parts[0], mesh.tensor, divided=False)
+                wrong += _say_different(rows, first, f"undivided gradient of {name}", rank, ranks[0])
+            joined = placement.join(parts)
+            if name in whole:
+                owner = mesh.rank_of(0, manifest.owners(name)[0], 0)
+                wrong += _say_different(
+                    [joined], [whole[name]], f"gradient of the tied {name}", ranks[0], owner
+                )
+            whole.setdefault(name, joined)
+    return whole, tuple(wrong)
+
+
+def _compare_replicas(
+    manifest: Manifest, found: Sequence[RankResult], name: str, pipeline: int
+) -> Iterator[str]:
+    """Data replicas must have the same bits."""
+    mesh = manifest.mesh
+    for tensor in range(mesh.tensor):
+        first = mesh.rank_of(0, pipeline, tensor)
+        for data in range(1, mesh.data):
+            rank = mesh.rank_of(data, pipeline, tensor)
+            other = found[rank].gradients.get(name)
+            if other is None or not torch.equal(found[first].gradients[name], other):
+                yield f"replicas differ: the gradient of {name} on rank {rank} is not that of rank {first}"
+
+
+def _say_different(
+    found: Sequence[Tensor], expected: Sequence[Tensor], what: str, rank: int, other: int
+) -> Iterator[str]:
+    for own, first in zip(found, expected, strict=True):
+        scale = float(first.abs().max()) if first.numel() else 0.0
+        if own.numel() and not float((own - first).abs().max()) <= ROUNDING * scale:
+            yield f"ranks differ: the {what} on rank {rank} is not that of rank {other}"
+
+
+def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative error of each gradient; one that only one side has is compared with zero."""
+    largest = {name: _largest(gradient) for name, gradient in expected.items()}
+    top = max(largest.values(), default=0.0)
+    noise, unit = ZERO
+    errors = {}
+    for name in dict.fromkeys([*expected, *found]):
+        if name in found and name in expected:
+            difference = _largest(found[name] - expected[name])
+        else:
+            difference = _largest(found.get(name, expected.get(name)))
+        own = largest.get(name, 0.0)
+        # A key's bias, say, shifts all scores alike: its gradient is zero but for rounding.
+        scale = max(own, FLOOR * top) if own > noise * top else unit * top
+        errors[name] = (difference / scale if scale else math.inf) if difference else 0.0
+    return errors
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0

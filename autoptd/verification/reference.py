@@ -1,0 +1,148 @@
+"""The plain model's own step in float64: what all ranks' together is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module  # private: functional_call's, for the backward too
+
+from autoptd.capture.autocast_state import leave_autocast
+from autoptd.capture.custom_autograd import Functions
+from autoptd.capture.dropout_off import Undropped
+from autoptd.capture.example_inputs import make_example, read_examples
+from autoptd.capture.fake_module import set_training
+from autoptd.capture.module_state import keeping_attributes
+from autoptd.capture.objective import Objective
+from autoptd.runtime.engine.label_weights import count_valid
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.verification.float64 import Promotion
+
+ROUNDING = 1e-9  # of a loss in float64, beyond which two are not one
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """The loss over all microbatches, its gradients, how many casts were promoted, and what is to say of the loss."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    promoted: int
+    notes: tuple[str, ...]
+
+
+def run_plain(
+    manifest: Manifest,
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    tensors: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+) -> PlainStep:
+    """One step; microbatches count by their valid labels where the program weighs them so, else alike."""
+    examples = read_examples(model, make_example(manifest), loss_fn, None)
+    names = [i.name for i in manifest.inputs]
+    objective = Objective(model, names, examples.constants, loss_fn, examples.targets)
+    leaves = {}
+    for name, parameter in manifest.parameters.items():
+        if parameter.kind != "constant" and name in tensors:
+            trained = parameter.kind == "parameter" and parameter.requires_grad
+            leaves[name] = tensors[name].detach().clone().requires_grad_(trained)
+    swapped = _find_places(objective, model, leaves)
+    count = manifest.num_microbatches * manifest.mesh.data
+    labels = manifest.weighing_labels
+    valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
+    losses: dict[int, float] = {}
+    sums: dict[str, Tensor] = {}
+    with (
+        keeping_attributes(objective),
+        _reparametrize_module(objective, swapped),
+        torch.enable_grad(),
+        leave_autocast(),
+        Functions().watch(),  # what a checkpoint computes again in the backward would have its dropout
+        Undropped(),
+        Promotion(_find_rounding(manifest)) as promotion,
+    ):
+        for part in objective.children():
+            set_training(part)
+        for index in range(count):
+            if valid.any() and not valid[index]:
+                continue  # the mean over none of its labels counts nothing
+            loss = objective(*_take(manifest, batch, index))
+            losses[index] = float(loss.detach())
+            (loss / float(valid.sum() / valid[index])).backward()
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:  # not in place: two parameters' may be in one memory
+                    sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
+                    leaf.grad = None
+        promoted, pair = promotion.count, list(losses)[:2]
+        apart = _average({index: losses[index] for index in pair}, valid)
+        notes = tuple(_compare_losses(apart, lambda: objective(*_take(manifest, batch, *pair))))
+    return PlainStep(_average(losses, valid), sums, promoted, notes if count > 1 else ())
+
+
+def _take(manifest: Manifest, batch: Mapping[str, Tensor], *indices: int) -> list[Tensor]:
+    """The microbatches of `indices` as one."""
+    count = manifest.num_microbatches * manifest.mesh.data
+    return [
+        batch[i.name]
+        if i.batch_dim is None
+        else torch.cat([batch[i.name].chunk(count, i.batch_dim)[index] for index in indices], i.batch_dim)
+        for i in manifest.inputs
+    ]
+
+
+def _average(losses: Mapping[int, float], valid: Tensor) -> float:
+    """Of microbatches' `losses` by index, as the `valid` labels of each weigh them; nan without any."""
+    counts = {index: float(valid[index]) for index in losses}
+    return sum(losses[index] * n for index, n in counts.items()) / (sum(counts.values()) or math.nan)
+
+
+def _compare_losses(apart: float, run: Callable[[], Tensor]) -> Iterator[str]:
+    """What is said where microbatches that `run` joins have another loss than, `apart`, their mean."""
+    try:
+        joined = float(run().detach())
+    except Exception as error:  # of the model's own code, with a batch of another size
+        yield (
+            "whether the whole batch's loss is the mean of the microbatches' was not seen: the plain model does not "
+            f"take two at once ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+        )
+        return
+    if abs(joined - apart) > ROUNDING * abs(apart):
+        yield (
+            f"two microbatches at once have loss {joined:.6g}, and {apart:.6g} is the mean of theirs, which a step "
+            "takes: over the whole batch the loss is another one"
+        )
+
+
+def _find_rounding(manifest: Manifest) -> torch.dtype | None:
+    """What the program's literals of its activations' dtype were rounded to, where all parameters have one.
+
+    None where it keeps others in float64: then the model may have meant literals of that.
+    """
+    tensors = manifest.parameters.values()
+    trained = {p.dtype for p in tensors if p.kind == "parameter"}
+    exact = any(p.kind != "parameter" and p.dtype is torch.float64 for p in tensors)
+    return None if exact or len(trained) != 1 else trained.pop()
+
+
+def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaf for every place in the objective that holds a tensor, tied ones included: each place once.
+
+    A module that is registered under several names is one place. Under the second one torch would take the leaf
+    for what was there, and leave it in the user's model.
+    """
+    inside = next(path for path, part in objective.named_modules() if part is model)
+    own = {n: id(t) for n, t in (*objective.named_parameters(), *objective.named_buffers())}
+    # A loss_fn's buffers have their names in the objective; tensors in forward's code have none.
+    by_tensor = {
+        own[n]: leaf for name, leaf in leaves.items() for n in (name, f"{inside}.{name}") if n in own
+    }
+    return {
+        f"{path}.{name}": by_tensor[id(tensor)]
+        for path, part in objective.named_modules()
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        if id(tensor) in by_tensor
+    }

@@ -1,0 +1,210 @@
+"""Where a program's weights come from: a module, a state_dict, or safetensors on disk, of which rows are read alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.user_warnings import warn_caller
+from autoptd.runtime.weights.slices import Stored, all_names, check_tied, has_values, is_meta
+from autoptd.weights.safetensors_folder import SafetensorsFolder
+
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SHOWN = 3  # missing names an error shows with the nearest one there is
+WAYS_OUT = (
+    "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, "
+    "as you would call it on one with real weights, and all of it where its constructor does more than build"
+)
+
+
+def read_weights(
+    weights: nn.Module | Mapping[str, Tensor] | str | Path | None, buffers: Mapping[str, Tensor]
+) -> Overlay:
+    """Whole tensors by the user's names; `buffers` fill in what `weights` lacks.
+
+    A path is a safetensors file, or a folder of them (with or without Hugging Face's index). Raises ValueError for
+    None or an empty folder, TypeError for other types.
+    """
+    if weights is None:
+        raise ValueError(
+            "this program has no model to take weights from; pass weights= (module, state_dict or folder)"
+        )
+    if isinstance(weights, nn.Module):
+        own: Mapping[str, Tensor] = {
+            **dict(weights.named_parameters(remove_duplicate=False)),
+            **dict(weights.named_buffers(remove_duplicate=False)),
+        }
+    elif isinstance(weights, (str, Path)):
+        own = SafetensorsFolder(Path(weights))
+    elif isinstance(weights, Mapping):
+        own = weights
+        for name, value in () if isinstance(weights, Stored) else weights.items():
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                raise TypeError(f"weights[{name!r}] is a {type(value).__name__}; expected a dense tensor")
+    else:
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; expected a module, a state_dict, or a path of safetensors"
+        )
+    return Overlay(own, buffers)
+
+
+def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless every tensor has values, or the manifest says how it begins."""
+    empty = [
+        name
+        for name, p in manifest.parameters.items()
+        if p.kind != "constant"
+        and not p.initial
+        and manifest.homes(name)
+        and not has_values(manifest, tensors, name)
+    ]
+    if not empty:
+        return
+    kinds = {manifest.parameters[name].kind for name in empty}
+    why = manifest.uninitialized if "parameter" in kinds else "buffers get their values from the user alone"
+    raise ValueError(
+        f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), nor is it known "
+        f"how they begin: {why}. {WAYS_OUT}"
+    )
+
+
+def check_given(manifest: Manifest, tensors: Stored) -> None:
+    """Raise ValueError unless `tensors` has every tensor of the program, with values, in its shape and as numbers.
+
+    Reads none, but some rows of those that the program has tied, which must be the same. Warns of others.
+    """
+    wanted = [
+        name for name, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(name)
+    ]
+    missing = [name for name in wanted if not any(known in tensors for known in all_names(manifest, name))]
+    if missing:
+        raise ValueError(_describe_missing(manifest, tensors, missing, len(wanted)))
+    for name in wanted:
+        known = next(known for known in all_names(manifest, name) if known in tensors)
+        if tensors.is_meta(known):
+            raise ValueError(f"{known} is on the meta device and has no values: give real weights=")
+        found, expected = tensors.shape(known), manifest.parameters[name].shape
+        if found != expected:
+            raise ValueError(
+                f"{known} has shape {list(found)} in the weights given, {list(expected)} in the program: give the "
+                "weights of the model that was compiled, or compile the model with their sizes"
+            )
+        if manifest.parameters[name].dtype.is_floating_point and tensors.dtype(known) not in FLOATING:
+            raise ValueError(
+                f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
+                "program: numbers of a quantized model are no weights without its scales; give them dequantized"
+            )
+    check_tied(manifest, tensors)
+    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
+    others = [name for name in tensors if name not in own]
+    if others and os.environ.get("RANK", "0") == "0":
+        warn_caller(
+            f"{len(others)} of the tensors given are none of the program's, and are left out: "
+            f"{', '.join(others[:SHOWN])}{', ...' * (len(others) > SHOWN)}. Are they of the model that was compiled?"
+        )
+
+
+def check_parameters(manifest: Manifest, model: nn.Module) -> None:
+    """Raise ValueError where `model` has other parameters than the program, or others of them are tied or trained.
+
+    And where a buffer that is one tensor in the program has two values in it.
+    """
+    found = dict(model.named_parameters(remove_duplicate=False))
+    more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
+    fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
+    if more or fewer:
+        text = (
+            f"has {more[0]}, which the program lacks" if more else f"lacks {fewer[0]}, which the program has"
+        )
+        raise ValueError(
+            f"the model {text} ({len(more)} more, {len(fewer)} fewer): give the model that was compiled, or "
+            "compile this one"
+        )
+    homes: dict[int, str] = {}
+    for name, p in found.items():
+        stored = manifest.aliases.get(name, name)
+        if found.get(stored) is not p:
+            raise ValueError(
+                f"{name} is one tensor with {stored} in the program, and another in the model: tie them"
+            )
+        if (home := homes.setdefault(id(p), stored)) != stored:
+            raise ValueError(
+                f"{name} is one tensor with {home} in the model, and another in the program: compile it again"
+            )
+        if manifest.parameters[stored].requires_grad != p.requires_grad:
+            raise ValueError(
+                f"the parameter {name} {'requires' if p.requires_grad else 'requires no'} gradient now, unlike when "
+                "the model was compiled: compile it again, or bind(weights=model.state_dict()) if only its values count"
+            )
+    check_tied(manifest, dict(model.named_buffers(remove_duplicate=False)))
+
+
+def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], wanted: int) -> str:
+    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
+    others = [name for name in tensors if name not in own]
+    shown = []
+    for name in missing[:SHOWN]:
+        ends = (other for other in others if name.endswith("." + other) or other.endswith("." + name))
+        near = next(ends, "") or next(iter(get_close_matches(name, others, 1)), "")
+        shown.append(f"{name}{list(manifest.parameters[name].shape)}" + f" (nearest: {near})" * bool(near))
+    more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
+    return (
+        f"{len(missing)} of the model's {wanted} tensors are not among the {len(tensors)} given: {', '.join(shown)}"
+        f"{more}; give the whole model's, under the names of its state_dict. Files of the class below, or for another "
+        "version of the model, have other names: give weights=autoptd.SafetensorsFolder(path, rename=function), or "
+        "(where experts are saved one by one, too) load them with from_pretrained of the compiled class and save with "
+        "save_pretrained(folder, save_original_format=False)"
+    )
+
+
+class Overlay(Stored):
+    """`first`, and `second` for what it lacks or has on the meta device only."""
+
+    def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+        self._first = first
+        self._second = second
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(self._first), **dict.fromkeys(self._second)})
+
+    def __len__(self) -> int:
+        return len({*self._first, *self._second})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._first or name in self._second
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        source = self._source(name)
+        return source.shape(name) if isinstance(source, Stored) else tuple(source[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        source = self._source(name)
+        return source.dtype(name) if isinstance(source, Stored) else source[name].dtype
+
+    def is_meta(self, name: str) -> bool:
+        return is_meta(self._source(name), name)
+
+    def in_memory(self, name: str) -> Tensor | None:
+        source = self._source(name)
+        return source.in_memory(name) if isinstance(source, Stored) else source[name]
+
+    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
+        source = self._source(name)
+        if isinstance(source, Stored):
+            source.copy_rows(name, dim, first, end, into)
+        else:
+            into.copy_(source[name].detach().narrow(dim, first, end - first))
+
+    def _source(self, name: str) -> Mapping[str, Tensor]:
+        if name in self._first and not (name in self._second and is_meta(self._first, name)):
+            return self._first
+        return self._second

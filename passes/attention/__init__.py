@@ -1,0 +1,1 @@
+"""Recognize attention that is written out in products and softmax, and replace it by one operator."""

@@ -1,0 +1,227 @@
+"""The operators that an attention is made of, found from its softmax by where values come from and go to.
+
+product of two activations -> scale, mask, views, casts -> softmax -> cast, dropout, views -> product with values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.attention.products import Product, Result, Step, read_product, read_result
+from autoptd.passes.ir.nodes import called, operator_name, shape_of
+from autoptd.runtime import kernels
+from autoptd.runtime.kernels.precision import HALF
+
+Number = Callable[[Any], "float | None"]
+
+_VIEWS = (
+    *("aten.reshape", "aten.transpose", "aten.permute", "aten.contiguous"),
+    *("aten.expand", "aten.unsqueeze", "aten.to"),
+)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What was found round one softmax.
+
+    `steps` are in the order they are done, `weights` the nodes from the softmax on up to the `result`. `stop` says
+    why there is no `product`, `open_end` why there is no `result`.
+    """
+
+    softmax: fx.Node
+    steps: tuple[Step, ...]
+    product: Product | None
+    stop: str
+    weights: tuple[fx.Node, ...]
+    result: Result | None
+    open_end: str
+
+
+def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain:
+    """Walk from a softmax back to its scores, and on to what its weights are multiplied with.
+
+    `number` reads an argument that is one number; `learned` are the nodes that depend on parameters.
+    """
+    steps: list[Step] = []
+    product, stop = None, ""
+    scores: Any = softmax.args[0]
+    reader = softmax
+    while not stop:
+        others = [user for user in scores.users if user is not reader]
+        product = None if others else read_product(scores)
+        if product is not None:
+            break
+        step = None if others else _read_step(scores, number, learned)
+        if others:
+            stop = f"{_name(others[0])} reads its scores too"
+        elif step is None:
+            stop = _explain(scores, learned)
+        else:
+            steps.insert(0, step)
+            scores, reader = step.source, scores
+    if product is not None and any(map(_is_parameter, (product.queries.node, product.keys.node))):
+        product, stop = None, f"a factor of {_name(scores)} is a parameter"
+    weights, result, open_end = _follow(softmax)
+    return Chain(softmax, tuple(steps), product, stop, weights, result, open_end)
+
+
+def _name(node: fx.Node) -> str:
+    return called(node) if node.op == "call_function" else f"the {node.op} {node.target}"
+
+
+def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
+    """What an operator does to scores that is no step."""
+    if (
+        node.op == "call_function"
+        and operator_name(node.target) == "aten.add"
+        and learned.issuperset(node.args)
+    ):
+        return f"{called(node)} adds what is learned to its scores"
+    made, *given = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    scores = [v.dtype for v in given if isinstance(v, Tensor) and v.dim() > 2 and v.is_floating_point()]
+    if not isinstance(made, Tensor) or all(dtype == made.dtype for dtype in scores):
+        return f"its scores pass {_name(node)}"
+    return f"its scores pass {_name(node)}, which makes them {made.dtype}"
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    while node.op == "call_function" and operator_name(node.target) in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "get_attr"
+
+
+# Back, to the scores
+
+
+def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    """The step that a node is, if it is one: it keeps the scores' shape, but for a view, and their dtype."""
+    read = _STEPS.get(operator_name(node.target)) if node.op == "call_function" else None
+    step = read(node, number, learned) if read is not None else None
+    if step is None or not isinstance(step.source, fx.Node):
+        return None
+    given, val = step.source.meta["val"], node.meta["val"]
+    if not given.is_floating_point() or given.dim() < 3:
+        return None
+    same_dtype = given.dtype == val.dtype or step.kind == "cast"
+    same_shape = given.shape == val.shape or step.kind == "view"
+    return replace(step, frame=tuple(given.shape)) if same_dtype and same_shape else None
+
+
+def _scale(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    """Times, or divided by, one positive number."""
+    divides = operator_name(node.target) == "aten.div"
+    pairs = [(node.args[0], node.args[1])] if divides else [node.args[:2], node.args[1::-1]]
+    for source, other in pairs:
+        factor = number(other)
+        if (
+            isinstance(source, fx.Node)
+            and factor is not None
+            and 0 < factor < float("inf")
+            and not node.kwargs
+        ):
+            return Step(source, "scale", (), 1 / factor if divides else factor)
+    return None
+
+
+def _add(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    """Plus a mask: what no parameter is in, and no scores can be."""
+    first, second = node.args[:2]
+    if node.kwargs or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    for source, mask in ((first, second), (second, first)):
+        if source in learned and mask not in learned and mask.meta["val"].is_floating_point():
+            return Step(source, "add", (), mask=mask)
+    return None
+
+
+def _fill(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    """One number in the place of the scores that a mask hides: ``masked_fill``, ``where``."""
+    if operator_name(node.target) == "aten.masked_fill":
+        source, mask, value = node.args[:3]
+        hides = True
+    else:
+        mask, source, value = node.args[:3]
+        hides = number(source) is not None
+        source, value = (value, source) if hides else (source, value)
+    factor = number(value)
+    if factor is None or mask in learned or not isinstance(mask, fx.Node) or not isinstance(source, fx.Node):
+        return None
+    return Step(source, "fill", (), factor, mask, hides) if mask.meta["val"].dtype == torch.bool else None
+
+
+def _cast(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    source: Any = node.args[0]
+    wider = source.meta["val"].dtype in HALF and node.meta["val"].dtype == torch.float32
+    return Step(source, "cast", ()) if wider else None
+
+
+def _view(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    """Leading dimensions merged or split; queries and keys stay."""
+    source: Any = node.args[0]
+    return Step(source, "view", ()) if keeps_rows(source, node) else None
+
+
+def keeps_rows(source: fx.Node, node: fx.Node) -> bool:
+    """Whether a view leaves the last two dimensions as they are."""
+    return shape_of(source)[-2:] == shape_of(node)[-2:] and len(shape_of(source)) > 2 < len(shape_of(node))
+
+
+_STEPS: dict[str, Callable[[fx.Node, Number, set[fx.Node]], Step | None]] = {
+    "aten.mul": _scale,
+    "aten.div": _scale,
+    "aten.add": _add,
+    "aten.masked_fill": _fill,
+    "aten.where": _fill,
+    "aten.to": _cast,
+    "aten.reshape": _view,
+    "aten.contiguous": _view,
+}
+
+
+# On, from the weights
+
+
+def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
+    """What is done to the weights, the product they end in, or why they do not end in one."""
+    weights = [softmax]
+    while True:
+        readers = list(weights[-1].users)
+        if len(readers) != 1:
+            return tuple(weights), None, f"{len(readers)} operators read its weights"
+        (reader,) = readers
+        result = read_result(reader, weights[-1])
+        if result is not None:
+            return tuple(weights), result, ""
+        if reader.target is kernels.dropout:
+            fits = reader.args[1] is weights[-1]
+        else:
+            name = operator_name(reader.target) if reader.op == "call_function" else ""
+            same = name in ("aten.reshape", "aten.contiguous") and keeps_rows(weights[-1], reader)
+            fits = same or (name == "aten.to" and reader.meta["val"].is_floating_point())
+        rounded = _first_rounded(weights)
+        if fits and rounded is not None and reader.meta["val"].dtype != rounded:
+            return (
+                tuple(weights),
+                None,
+                f"its weights pass {_name(reader)}, after they were rounded to {rounded}",
+            )
+        if not fits:
+            return tuple(weights), None, f"its weights pass {_name(reader)}"
+        weights.append(reader)
+
+
+def _first_rounded(weights: Sequence[fx.Node]) -> torch.dtype | None:
+    """The dtype of fewer digits to which weights were cast; None where none was lost so far.
+
+    Half precision of a softmax in float32 is what fused operators give; that it was so in between they would forget.
+    """
+    for before, after in pairwise(node.meta["val"].dtype for node in weights):
+        if torch.promote_types(before, after) != after:
+            return after  # type: ignore[no-any-return]
+    return None

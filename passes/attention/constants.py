@@ -1,0 +1,123 @@
+"""A stage's constants while masks are read: their values, and further ones made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.ir.names import live_nodes, operator_word
+from autoptd.passes.ir.nodes import is_lifted
+from autoptd.passes.ir.program import Stage, copy_graph
+from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
+from autoptd.runtime.program.placement import Parameter
+
+
+class Constants:
+    """A copy of a stage's constants; `judge` computes them, `sources` has them and their buffers by name."""
+
+    def __init__(self, stage: Stage, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = dict(stage.parameters)
+        self.judge = MaskJudge(buffers)
+        self.graph = copy_graph(stage.constants)
+        self.sources: dict[str, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            if node.op == "output":
+                self.sources.update(node.args[0])
+                self.graph.erase_node(node)
+            elif node.op == "get_attr":
+                self.sources[str(node.target)] = node
+        self.made: dict[Any, Any] = {}
+
+    def source(self, value: Any) -> fx.Node | None:
+        """What computes a value of the stage's graph from buffers at most; None for what is no constant."""
+        if not isinstance(value, fx.Node) or value.op != "get_attr":
+            return None
+        name = str(value.target)
+        if name not in self.sources:
+            if self.parameters[name].kind != "buffer":
+                return None
+            self.sources[name] = made = self.graph.create_node("get_attr", name)
+            made.meta = value.meta
+        return self.sources[name]
+
+    def number(self, value: Any) -> float | None:
+        """The number that an argument is, if it is one: itself, or a constant of one element in the model's code.
+
+        It is as its code has it, before a dtype rounds it: ``torch.sqrt(torch.tensor(8.0))`` is a factor in any
+        precision. A buffer's number is none: what is loaded later may be another.
+        """
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        source = self.source(value)
+        if source is None or source.meta["val"].numel() != 1 or buffers_under(source):
+            return None
+        found = self.judge.value(source)
+        if found is None:
+            return None
+        return float(_exact(source, self.judge) if math.isfinite(found) else found)
+
+    def name(self, source: fx.Node) -> str:
+        """The name under which the stage loads a constant; a new one's where it has none."""
+        for name, node in self.sources.items():
+            if node is source:
+                return name
+        name, count = "constant.attention_mask", 0
+        while name in self.parameters:
+            count += 1
+            name = f"constant.attention_mask_{count}"
+        val = source.meta["val"]
+        self.parameters[name] = Parameter(name, tuple(val.shape), val.dtype, "constant", False)
+        self.sources[name] = source
+        return name
+
+    def finish(self, graph: fx.Graph) -> Stage:
+        """The stage of `graph`: what it does not load any more is dropped."""
+        used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        wanted = {
+            n: node for n, node in self.sources.items() if n in used and self.parameters[n].kind == "constant"
+        }
+        constants = fx.Graph()
+        if wanted:
+            self.graph.output(wanted)
+            values: dict[fx.Node, fx.Node] = {}
+            for node in live_nodes(self.graph):
+                values[node] = constants.node_copy(node, values.__getitem__)
+        used.update(str(node.target) for node in constants.nodes if node.op == "get_attr")
+        kept = {
+            name: p
+            for name, p in self.parameters.items()
+            if name in used or (p.kind != "constant" and not is_lifted(name))
+        }
+        return Stage(graph, kept, constants)
+
+    def emit(self, target: Any, *args: Any) -> fx.Node:
+        """A further constant, each distinct one once."""
+        key = (target, str(args))
+        if key not in self.made:
+            node = self.graph.create_node("call_function", target, args, name=operator_word(target))
+            val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+            first: Any = args[0]
+            node.meta = {**first.meta, "val": val}
+            self.made[key] = node
+        found: fx.Node = self.made[key]
+        return found
+
+
+def _exact(node: fx.Node, judge: MaskJudge) -> Any:
+    """The value of a constant that `judge` has computed, in float64 all the way."""
+    if node.op == "get_attr" or not node.meta["val"].is_floating_point():
+        value = judge.value(node)
+        return value.double() if value.is_floating_point() else value
+    target: Any = node.target
+    given = fx.map_arg((node.args, node.kwargs), lambda n: _exact(n, judge))
+    args, kwargs = list(given[0]), dict(given[1])
+    names = [a.name for a in target._schema.arguments]
+    if "dtype" in names[: len(args)]:
+        args[names.index("dtype")] = torch.float64
+    elif "dtype" in names:
+        kwargs["dtype"] = torch.float64
+    return target(*args, **kwargs)

@@ -1,0 +1,267 @@
+"""What the masks of an attention come to: constants are computed to prove it, others taken as they are.
+
+Only where every query sees a key do hiding by the least finite number, hiding by -inf and replacing the score mean
+the same: the hidden keys' weights are 0. A query that sees none has even weights, or none, and gradients that torch's
+fused attention gets wrong; so an attention is rewritten to hide otherwise only where that is proved not to happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.attention.constants import Constants
+from autoptd.passes.attention.products import Step
+from autoptd.passes.ir.nodes import called
+from autoptd.passes.normal_form.constant_masks import buffers_under
+from autoptd.runtime import aten
+
+_VIEWS = (
+    aten.expand.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+    aten.contiguous.default,
+    aten.transpose.int,
+)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What the masks of one attention come to.
+
+    `verdict`: "causal", "open" (no mask is needed) or "kept". What is passed then is `constant`, a node among the
+    constants (bool: True where seen; else added), or `given`, a floating node of the stage's graph. `words` describe
+    it to a person; `doubt` says why some query may see no key, "" where every one is proved to see one.
+    """
+
+    verdict: str
+    words: str
+    doubt: str = ""
+    constant: fx.Node | None = None
+    given: fx.Node | None = None
+    proved: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Of a floating constant: does it hide keys, does it add to scores, is every element finite."""
+
+    hides: bool
+    adds: bool
+    finite: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of one constant mask: the keys `seen` (bool; None: all), and the `bias` it adds to their scores (None: none)."""
+
+    seen: fx.Node | None
+    bias: fx.Node | None = None
+
+
+class Masks:
+    """Reads the masks of attentions; those that are needed anew become constants."""
+
+    def __init__(self, constants: Constants) -> None:
+        self.constants = constants
+        self.judge = constants.judge
+        self._known: dict[Any, Any] = {}
+
+    def combine(self, steps: Sequence[Step], shape: Sequence[int], dtype: torch.dtype) -> Mask | str:
+        """What the masks among an attention's `steps` come to for scores of `shape`, or why that is not known."""
+        masks = [step for step in steps if step.mask is not None]
+        if not masks:
+            return Mask("open", "no mask")
+        if any(step.kind == "scale" for step in steps[steps.index(masks[0]) :]):
+            return "its scores are scaled after they are masked"
+        sources = [self.constants.source(step.mask) for step in masks]
+        if None in sources:
+            return self._take(masks, dtype)
+        applied = tuple((s.kind, s.factor, s.hides, s.frame) for s in masks)
+        key = (applied, tuple(sources), tuple(shape), dtype)
+        if key not in self._known:
+            known = [source for source in sources if source is not None]
+            merged = self._merge(masks, known, shape, dtype)
+            proved = frozenset(name for source in known for name in buffers_under(source))
+            self._known[key] = replace(merged, proved=proved) if isinstance(merged, Mask) else merged
+        found: Mask | str = self._known[key]
+        return found
+
+    def describe(self, mask: fx.Node | None) -> str:
+        """In words, the mask that an operator is given."""
+        source = self.constants.source(mask)
+        if mask is None or source is None:
+            return "no mask" if mask is None else "computed in the step"
+        shape, dtype = source.meta["val"].shape, source.meta["val"].dtype
+        hidden = float("-inf")
+        step = Step(mask, "fill" if dtype == torch.bool else "add", tuple(shape), hidden, mask)
+        found = self.combine([step], tuple(shape), torch.float32)
+        return found.words if isinstance(found, Mask) else "constant"
+
+    def _take(self, masks: Sequence[Step], dtype: torch.dtype) -> Mask | str:
+        """Masks that depend on the batch."""
+        (first, *rest) = masks
+        if rest:
+            return "one of its masks is computed in the step"
+        if first.kind == "fill":
+            return "the batch decides which keys are hidden, and may leave a query none"
+        assert first.mask is not None
+        if first.mask.meta["val"].dtype != dtype:
+            return _wider(first.mask, dtype)
+        proved = self._bound(first.mask)
+        if proved is None:
+            return "the batch may leave a query no key, by -inf"
+        doubt = "the batch may leave a query no key"
+        return Mask("kept", "from the batch", doubt, given=first.mask, proved=proved)
+
+    def _bound(self, node: Any) -> frozenset[str] | None:
+        """The user's buffers by which a floating value is finite, whatever the batch; None where it may not be."""
+        number = self.constants.number(node)
+        if number is not None:
+            return frozenset() if abs(number) != float("inf") else None
+        source = self.constants.source(node)
+        if source is not None:
+            content = self._read(source)
+            return buffers_under(source) if content is not None and content.finite else None
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            return None
+        if node.target in _VIEWS:
+            return self._bound(node.args[0])
+        if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+            first, second = map(self._bound, node.args[1:])
+        elif node.target is aten.masked_fill.Scalar:
+            first, second = self._bound(node.args[0]), self._bound(node.args[2])
+        else:
+            return None
+        return None if first is None or second is None else first | second
+
+    def _merge(
+        self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
+    ) -> Mask | str:
+        """One mask for several constant ones, with the proof that every query sees a key."""
+        seen: fx.Node | None = None
+        bias: fx.Node | None = None
+        for step, source in zip(masks, sources, strict=True):
+            part = self._divide(step, source, shape, dtype)
+            if isinstance(part, str):
+                return part
+            seen = self._join(aten.logical_and.default, seen, part.seen)
+            bias = self._join(aten.add.Tensor, bias, part.bias)
+        judged = "open" if seen is None else self.judge.judge(seen)
+        if judged == "unknown":
+            return f"its mask, {_origin(sources[0])}, has no known values"
+        if seen is not None and judged == "kept" and not self._sees_all(seen):
+            return self._leave(masks, sources, shape, dtype)
+        words = ", ".join(filter(None, ["additive bias" if bias else "", self._shape_word(seen, judged)]))
+        if bias is not None:
+            return self._add(bias, seen, words, dtype)
+        square = seen is not None and tuple(seen.meta["val"].shape[-2:]) == tuple(shape[-2:])
+        if judged == "open" or (judged == "causal" and square):
+            return Mask(judged, words or "no mask")
+        return Mask("kept", words, constant=seen)
+
+    def _divide(self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> _Part | str:
+        """What one constant mask shows, and what it adds to the scores; or why that is not known."""
+        mask = self._widen(source, step.frame, shape)
+        if step.kind == "fill":
+            if not step.factor <= torch.finfo(dtype).min:
+                return f"it hides keys by the score {step.factor}, which may count"
+            return _Part(self.constants.emit(aten.logical_not.default, mask) if step.hides else mask)
+        content = self._read(mask)
+        if content is None:
+            return f"its mask, {_origin(source)}, has no known values"
+        least = torch.finfo(mask.meta["val"].dtype).min
+        seen = self.constants.emit(aten.gt.Scalar, mask, least) if content.hides else None
+        return _Part(seen, mask if content.adds else None)
+
+    def _leave(
+        self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
+    ) -> Mask | str:
+        """Masks that leave a query no key: adding the only one, all finite, is what the model does."""
+        doubt = "its mask leaves a query no key"
+        only = self._widen(sources[0], masks[0].frame, shape)
+        content = self._read(only) if len(masks) == 1 and masks[0].kind == "add" else None
+        same = content is not None and content.finite and only.meta["val"].dtype == dtype
+        return Mask("kept", "constant", doubt, constant=only) if same else doubt
+
+    def _add(self, bias: fx.Node, seen: fx.Node | None, words: str, dtype: torch.dtype) -> Mask | str:
+        """A bias on the scores, and the keys that are hidden, as one additive mask."""
+        if torch.promote_types(bias.meta["val"].dtype, dtype) != dtype:
+            return _wider(bias, dtype)
+        if bias.meta["val"].dtype != dtype:
+            bias = self.constants.emit(aten.to.dtype, bias, dtype)
+        if seen is not None:
+            bias = self.constants.emit(aten.where.ScalarOther, seen, bias, float("-inf"))
+        return Mask("kept", words, constant=bias)
+
+    def _join(self, target: Any, first: fx.Node | None, second: fx.Node | None) -> fx.Node | None:
+        return (
+            self.constants.emit(target, first, second)
+            if first is not None and second is not None
+            else first or second
+        )
+
+    def _widen(self, source: fx.Node, frame: Sequence[int], shape: Sequence[int]) -> fx.Node:
+        """A mask of scores that were viewed as `frame` as one of scores of `shape`: batch and heads regrouped."""
+        own: list[int] = [1, 1, *source.meta["val"].shape]
+        lead, rows, keys = own[:-2], own[-2], own[-1]
+        if tuple(frame) == tuple(shape):
+            return source
+        if prod(lead) == 1:
+            return self.constants.emit(aten.reshape.default, source, [rows, keys])
+        whole = self.constants.emit(aten.expand.default, source, [*frame[:-2], rows, keys])
+        return self.constants.emit(aten.reshape.default, whole, [*shape[:-2], rows, keys])
+
+    def _read(self, node: fx.Node) -> _Content | None:
+        """What a floating constant holds; None where it cannot be computed, or holds nan or +inf."""
+        key = ("content", node)
+        if key not in self._known:
+            self._known[key] = self._measure(node)
+        found: _Content | None = self._known[key]
+        return found
+
+    def _measure(self, node: fx.Node) -> _Content | None:
+        content = _Content(hides=False, adds=False, finite=True)
+        for _, block in self.judge.blocks(node):
+            if block is None or not block.is_floating_point() or not (block < torch.inf).all():
+                return None
+            hidden = block <= torch.finfo(block.dtype).min
+            content = replace(
+                content,
+                hides=content.hides or bool(hidden.any()),
+                adds=content.adds or not bool((hidden | (block == 0)).all()),
+                finite=content.finite and bool((block > -torch.inf).all()),
+            )
+        return content
+
+    def _sees_all(self, seen: fx.Node) -> bool:
+        """Has every row a True?"""
+        return all(block is not None and bool(block.any(-1).all()) for _, block in self.judge.blocks(seen))
+
+    def _shape_word(self, seen: fx.Node | None, judged: str) -> str:
+        if seen is None or judged != "kept":
+            return "causal" if judged == "causal" else ""
+        value = self.judge.value(seen)
+        if value is None or value.shape[-1] != value.shape[-2]:
+            return "constant"
+        first = value.reshape(-1, *value.shape[-2:])[0]
+        width = int(first[-1].sum())
+        window = torch.ones_like(first).tril().triu(1 - width)
+        return f"sliding window of {width}" if bool((value == window).all()) else "constant"
+
+
+def _wider(mask: fx.Node, dtype: torch.dtype) -> str:
+    return f"its mask is {mask.meta['val'].dtype}, its scores {dtype}"
+
+
+def _origin(source: fx.Node) -> str:
+    """A constant as a message names it."""
+    while source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    return str(source.target) if source.op == "get_attr" else called(source)

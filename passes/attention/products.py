@@ -1,0 +1,154 @@
+"""The two products of an attention, as matmul, bmm, baddbmm or einsum write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import argument, operator_name, shape_of
+from autoptd.runtime import aten
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator between the product and the softmax, and the scores before it, `source` of shape `frame`.
+
+    "scale": times `factor`; "add": plus `mask`; "fill": `factor` where `mask` `hides` (or does not show); "view"
+    and "cast": the same numbers.
+    """
+
+    source: fx.Node
+    kind: Literal["scale", "add", "fill", "view", "cast"]
+    frame: tuple[int, ...]
+    factor: float = 1.0
+    mask: fx.Node | None = None
+    hides: bool = False
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of a product, its dimensions in the order `dims` (None: as they are)."""
+
+    node: fx.Node
+    dims: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Product:
+    """Scores: queries [.., queries, size] by keys [.., keys, size]; `steps` are what the operator does on top."""
+
+    node: fx.Node
+    queries: Factor
+    keys: Factor
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """The product of the weights with `values` [.., keys, size], given in the order `dims` (None: as it is)."""
+
+    node: fx.Node
+    values: Factor
+    dims: tuple[int, ...] | None = None
+
+
+def read_product(node: fx.Node) -> Product | None:
+    """Scores as a product over the last dimension of queries and keys."""
+    name = operator_name(node.target) if node.op == "call_function" else ""
+    if name in ("aten.matmul", "aten.bmm"):
+        first, second = node.args[:2]
+        steps: tuple[Step, ...] = ()
+    elif name == "aten.baddbmm":
+        bias, first, second = node.args[:3]
+        frame, beta = shape_of(node), argument(node, 3, "beta", 1)
+        steps = (Step(node, "scale", frame, float(argument(node, 4, "alpha", 1))),)
+        if beta not in (0, 1) or not isinstance(bias, fx.Node) or steps[0].factor <= 0:
+            return None
+        if beta:  # with 0 what `bias` has does not count, not even a nan
+            steps += (Step(node, "add", frame, mask=bias),)
+    elif name == "aten.einsum":
+        return _read_einsum(node)
+    else:
+        return None
+    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    ranks = {len(shape_of(first)), len(shape_of(second)), len(shape_of(node))}
+    return Product(node, Factor(first), swap(second), steps) if len(ranks) == 1 and ranks.pop() > 2 else None
+
+
+def swap(node: fx.Node) -> Factor:
+    """A factor with its last two dimensions swapped: what was transposed to be multiplied, where it was."""
+    rank = len(shape_of(node))
+    order = (*range(rank - 2), rank - 1, rank - 2)
+    if node.target is aten.transpose.int and {int(d) % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:  # type: ignore[arg-type]
+        return Factor(node.args[0])  # type: ignore[arg-type]
+    return Factor(node, order)
+
+
+def _read_einsum(node: fx.Node) -> Product | None:
+    """Scores by an equation such as "bqhd,bkhd->bhqk"."""
+    parsed = _parse(node)
+    if parsed is None:
+        return None
+    groups, out, operands = parsed
+    *batch, row, column = list(out)
+    (summed, *others) = sorted({*groups[0], *groups[1]} - {*out}) or [""]
+    if row in groups[1]:
+        groups, operands = groups[::-1], operands[::-1]
+    fits = set(groups[0]) == {*batch, row, summed} and set(groups[1]) == {*batch, column, summed}
+    if others or not fits:
+        return None
+    queries, keys = (
+        Factor(operand, _order(group, (*batch, letter, summed)))
+        for operand, group, letter in zip(operands, groups, (row, column), strict=True)
+    )
+    return Product(node, queries, keys)
+
+
+def _parse(node: fx.Node) -> tuple[list[str], str, Sequence[fx.Node]] | None:
+    """The letters of both operands and of the result, if there are two and no letter is repeated or left out."""
+    equation = str(node.args[0]).replace(" ", "")
+    operands: Any = node.args[1]
+    groups, _, out = equation.partition("->")
+    letters = groups.split(",")
+    plain = len(operands) == len(letters) == 2 and len(out) > 2 and "." not in equation
+    if not plain or any(len(set(group)) != len(group) for group in (*letters, out)):
+        return None
+    return letters, out, operands
+
+
+def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
+    """Where each wanted dimension is among the letters; None where they are in order."""
+    order = tuple(letters.index(letter) for letter in wanted)
+    return None if order == tuple(range(len(order))) else order
+
+
+def read_result(node: fx.Node, weights: fx.Node) -> Result | None:
+    """The product of the weights with values over the keys."""
+    name = operator_name(node.target) if node.op == "call_function" else ""
+    if name in ("aten.matmul", "aten.bmm"):
+        values: Any = node.args[1]
+        fits = (
+            node.args[0] is weights
+            and values is not weights
+            and len(shape_of(values)) == len(shape_of(weights)) > 2
+        )
+        return Result(node, Factor(values)) if fits else None
+    parsed = _parse(node) if name == "aten.einsum" else None
+    if parsed is None:
+        return None
+    groups, out, operands = parsed
+    if operands[0] is operands[1] or weights not in operands:
+        return None
+    if operands[1] is weights:
+        groups, operands = groups[::-1], operands[::-1]
+    *batch, row, column = list(groups[0])
+    size = sorted(set(out) - {*batch, row})
+    fits = len(size) == 1 and set(out) == {*batch, row, *size} and set(groups[1]) == {*batch, column, *size}
+    if not fits or column in out:
+        return None
+    made = "".join((*batch, row, *size))
+    return Result(node, Factor(operands[1], _order(groups[1], (*batch, column, *size))), _order(made, out))

@@ -1,0 +1,122 @@
+"""Attention, however it is written, as torch's fused attention or as the softmax kernel between two products.
+
+It is found by dataflow, from each softmax (see `attention_chain`); what its masks mean is proved (see
+`attention_masks`). Without dropout, and where every query is proved to see a key, the whole chain becomes
+``scaled_dot_product_attention``. Else the part round the softmax that means the same becomes
+``kernels.scaled_softmax`` (SC21 §4.2): scale, mask, softmax, keyed dropout. What is neither is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoptd.passes.attention.chain import read_chain
+from autoptd.passes.attention.constants import Constants
+from autoptd.passes.attention.rewriting import Rewriter, find_groups
+from autoptd.passes.cost.work import describe_saving
+from autoptd.passes.ir.nodes import argument, called, shape_of, where
+from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.runtime import aten, kernels
+
+_SDPA = aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One attention of the model: which rule fired, what its mask is, and why no better rule did.
+
+    `rule`: "sdpa", "softmax" (``kernels.scaled_softmax`` between products) or "" (left as it is). `place` is its
+    module path and source line.
+    """
+
+    rule: str
+    mask: str
+    reason: str
+    place: str
+
+
+def recognize_attention(program: Program) -> Program:
+    """Rewrite the one-stage program's attentions, and log each distinct one with the rule or the reason."""
+    return _recognize(program)[0]
+
+
+def find_attentions(program: Program) -> tuple[Finding, ...]:
+    """What `recognize_attention` finds in the program, in graph order."""
+    return _recognize(program)[1]
+
+
+def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
+    (stage,) = program.stages
+    written = any(node.target is aten.softmax.int for node in stage.graph.nodes)
+    grouped = any(node.target is _SDPA and find_groups(node) is not None for node in stage.graph.nodes)
+    # Without either there is nothing to rewrite, and a copy of a large graph takes its time.
+    graph = copy_graph(stage.graph) if written or grouped else stage.graph
+    constants = Constants(stage, program.buffers)
+    rewriter = Rewriter(graph, constants, program)
+    learned = _find_learned(graph, constants) if written else set()
+    findings = [f for node in list(graph.nodes) for f in [_visit(rewriter, node, learned)] if f is not None]
+    entry = f"recognize_attention {_describe(findings)}"
+    if rewriter.changed:
+        before, stage = stage, rewriter.finish()
+        entry += f"; {describe_saving((before,), (stage,))}"
+    return program.replace_stages((stage,), entry, proved=rewriter.proved), tuple(findings)
+
+
+def _find_learned(graph: fx.Graph, constants: Constants) -> set[fx.Node]:
+    """The nodes that depend on parameters, trained or not."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        parameter = node.op == "get_attr" and constants.parameters[str(node.target)].kind == "parameter"
+        if parameter or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding | None:
+    """Rewrite the attention that a node stands for or is the softmax of; None where it is none."""
+    if node.target is _SDPA:
+        rewriter.group_heads(node)
+        return Finding("sdpa", _mask_words(rewriter, node, 3, "attn_mask"), "", where(node))
+    if node.target is kernels.scaled_softmax:
+        return Finding("softmax", _mask_words(rewriter, node, 2, "mask"), "of dropout", where(node))
+    if node.target is not aten.softmax.int:
+        return None
+    chain = read_chain(node, rewriter.constants.number, learned)
+    if chain.product is None and chain.result is None:
+        return None
+    rank, dim = len(shape_of(node)), int(argument(node, 1, "dim"))
+    if dim % rank != rank - 1 or rank < 3:
+        return Finding("", "", f"{called(node)} runs over dimension {dim} of {rank}", where(node))
+    mask = rewriter.fuse_whole(chain)
+    if not isinstance(mask, str):
+        return Finding("sdpa", mask.words, "", where(node))
+    part, reason = rewriter.fuse_softmax(chain, mask)
+    return Finding("softmax" if part else "", part.words if part else "", reason, where(node))
+
+
+def _mask_words(rewriter: Rewriter, node: fx.Node, position: int, name: str) -> str:
+    causal = argument(node, 5 if node.target is _SDPA else 3, "is_causal", False)
+    return "causal" if causal else rewriter.masks.describe(argument(node, position, name))
+
+
+def _describe(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "no attention"
+    known = Counter((f.rule, f.mask, f.reason) for f in findings if f.rule)
+    parts = []
+    for (rule, mask, reason), count in known.items():
+        words = {"causal": " causal", "no mask": ""}.get(mask, f" with mask ({mask})")
+        name = f"{rule}{words}" if rule == "sdpa" else f"softmax only{words}"
+        parts.append(f"{count} {name}" + (f" because {reason}" if reason else ""))
+    unknown: dict[str, list[str]] = {}
+    for finding in findings:
+        if not finding.rule:
+            unknown.setdefault(finding.reason, []).append(finding.place)
+    for reason, places in unknown.items():
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        parts.append(f"{len(places)} not recognised because {reason}: {places[0]}{more}")
+    return f"{len(findings)} attentions: {', '.join(parts)}"

@@ -1,0 +1,287 @@
+"""Writes what was found of an attention anew: all of it, or the part round its softmax (see `attention`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.attention.chain import Chain
+from autoptd.passes.attention.constants import Constants
+from autoptd.passes.attention.masks import Mask, Masks
+from autoptd.passes.attention.products import Factor, Step
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.names import live_nodes
+from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
+from autoptd.passes.ir.program import Program, Stage
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.precision import HALF
+
+_MOVES = ("aten.reshape", "aten.transpose", "aten.permute", "aten.contiguous")
+_FLASH_SIZE = 256  # the largest head that torch's flash attention takes
+
+
+class Rewriter:
+    """Writes into `graph`; `changed` once it did, which holds for buffers with the values of those `proved`."""
+
+    def __init__(self, graph: fx.Graph, constants: Constants, program: Program) -> None:
+        self.graph = graph
+        self.constants = constants
+        self.masks = Masks(constants)
+        self.propagation = Propagation(program.mesh)
+        self.rank = next(n for n in graph.nodes if n.meta.get("role") == "rank")
+        self.loads = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
+        self.names: dict[fx.Node, str] = {}
+        self.changed = False
+        self.proved: frozenset[str] = frozenset()
+
+    def finish(self) -> Stage:
+        """The rewritten stage, without what nothing needs any more; new operators are named like old ones."""
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for node in live_nodes(self.graph):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            name = self.names.get(node, node.name)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+            values[node].meta = node.meta
+        return self.constants.finish(graph)
+
+    # The whole chain
+
+    def fuse_whole(self, chain: Chain) -> Mask | str:
+        """Write torch's fused attention for the chain, and return its mask; or say why it is not the same."""
+        product, result, last = chain.product, chain.result, chain.weights[-1]
+        if product is None or result is None:
+            return chain.stop or chain.open_end
+        if any(node.target is kernels.dropout for node in chain.weights):
+            return "of dropout"
+        dtype = result.values.node.meta["val"].dtype
+        queries, keys = self._without_cast(product.queries, dtype), self._without_cast(product.keys, dtype)
+        if not {last.meta["val"].dtype, *(f.node.meta["val"].dtype for f in (queries, keys))} <= {dtype}:
+            return f"its factors have other dtypes than its values, {dtype}"
+        if not _same_softmax(chain.softmax, dtype, dtype):
+            return _other_softmax(chain.softmax, dtype)
+        steps = (*product.steps, *chain.steps)
+        shapes = {shape_of(n) for n in (product.node, chain.softmax, *chain.weights)} | {
+            s.frame for s in steps
+        }
+        shape = max(shapes, key=len)
+        if any(len(other) == len(shape) and other != shape for other in shapes):
+            return "its views regroup the heads"
+        mask = self.masks.combine(steps, shape, dtype)
+        if isinstance(mask, str) or mask.doubt:
+            return mask if isinstance(mask, str) else mask.doubt
+        factors = [self._shape_factor(f, shape, result.node) for f in (queries, keys, result.values)]
+        if any(factor is None for factor in factors) or shape_of(factors[0])[:-2] != shape[:-2]:  # type: ignore[arg-type]
+            return "its factors do not have the batch and heads of its scores"
+        q, k, v = (factor for factor in factors if factor is not None)
+        (q, of_queries), (k, of_keys) = self._without_scale(q), self._without_scale(k)
+        scale = prod(s.factor for s in steps if s.kind == "scale") * of_queries * of_keys
+        self._write_whole(chain, (q, k, v), mask, scale)
+        self.proved |= mask.proved
+        return mask
+
+    def _write_whole(
+        self, chain: Chain, factors: tuple[fx.Node, fx.Node, fx.Node], mask: Mask, scale: float
+    ) -> None:
+        assert chain.result is not None
+        old = chain.result.node
+        masks = () if mask.constant is None else (self._load(mask.constant, old),)
+        options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
+        new = self._emit(
+            old, aten.scaled_dot_product_attention.default, *factors, *masks, **options, scale=scale
+        )
+        self.names[new] = re.sub(r"(matmul|bmm|einsum)(_\d+)?$", "sdpa", old.name)
+        self.group_heads(new)
+        if chain.result.dims is not None:
+            new = self._emit(old, aten.permute.default, new, list(chain.result.dims))
+        for user in list(old.users):
+            if user.target is aten.reshape.default and shape_of(user) == shape_of(new):
+                user.replace_all_uses_with(new)
+        if shape_of(new) != shape_of(old):
+            new = self._emit(old, aten.reshape.default, new, list(shape_of(old)))
+        old.replace_all_uses_with(new)
+
+    def _without_cast(self, factor: Factor, dtype: torch.dtype) -> Factor:
+        """The factor before a cast to float32: fused attention sums half precision in float32 itself."""
+        source = factor.node.args[0] if factor.node.target is aten.to.dtype else None
+        if isinstance(source, fx.Node) and dtype in HALF and source.meta["val"].dtype == dtype:
+            wider = factor.node.meta["val"].dtype == torch.float32
+            return replace(factor, node=source) if wider else factor
+        return factor
+
+    def _shape_factor(self, factor: Factor, shape: Sequence[int], before: fx.Node) -> fx.Node | None:
+        """The factor as [batch, heads, rows, size]; keys and values may have one head for all."""
+        node = factor.node
+        if factor.dims is not None:
+            node = self._emit(before, aten.permute.default, node, list(factor.dims))
+        own, lead = shape_of(node), tuple(shape[:-2])
+        if len(own) == 3 and len(shape) == 4 and own[0] == prod(lead):
+            wanted = (*lead, *own[1:])
+            source = node.args[0] if node.target is aten.reshape.default else None
+            if isinstance(source, fx.Node) and shape_of(source) == wanted:
+                return source
+            return self._emit(before, aten.reshape.default, node, list(wanted))
+        one_head = len(own) == 4 and own[:-2] == (*lead[:-1], 1)
+        return node if own[:-2] == lead or one_head else None
+
+    def _without_scale(self, factor: fx.Node) -> tuple[fx.Node, float]:
+        """The factor before it was multiplied by a number, and the number (1), where nobody else reads the product."""
+        node = factor
+        while len(node.users) == 1 and node.op == "call_function":
+            name = operator_name(node.target)
+            source: Any = node.args[0]
+            if name in _MOVES:
+                node = source
+                continue
+            number = self.constants.number(node.args[1]) if name in ("aten.mul", "aten.div") else None
+            if (
+                number is None
+                or not 0 < number < float("inf")
+                or node.kwargs
+                or not isinstance(source, fx.Node)
+            ):
+                break
+            if source.meta["val"].dtype != node.meta["val"].dtype or shape_of(source) != shape_of(node):
+                break
+            node.replace_all_uses_with(source)
+            return source if node is factor else factor, number if name == "aten.mul" else 1 / number
+        return factor, 1.0
+
+    def group_heads(self, node: fx.Node) -> None:
+        """Hand grouped keys and values to fused attention as they are; its kernels repeat them themselves."""
+        groups = find_groups(node)
+        if groups is not None:
+            node.args = (node.args[0], *groups)
+            node.kwargs = {**node.kwargs, "enable_gqa": True}
+            self.changed = True
+
+    # The part round the softmax
+
+    def fuse_softmax(self, chain: Chain, reason: str) -> tuple[Mask | None, str]:
+        """Write the softmax kernel for as much of the chain as means the same, and return its mask (None: nothing is).
+
+        `reason` is why the whole is not fused; it is returned, or a nearer one.
+        """
+        dropout, end = self._end_of_kernel(chain)
+        for start in range(len(chain.steps) + 1):
+            steps = chain.steps[start:]
+            scores: Any = steps[0].source if steps else chain.softmax.args[0]
+            dtype = scores.meta["val"].dtype
+            if any(step.kind == "view" for step in steps):
+                continue
+            if not _same_softmax(chain.softmax, dtype, end.meta["val"].dtype):
+                reason = _other_softmax(chain.softmax, dtype)
+                continue
+            mask = self.masks.combine(steps, shape_of(scores), dtype)
+            if isinstance(mask, str):
+                continue
+            if dropout is None and all(step.kind == "cast" for step in steps):
+                break  # nothing to fuse
+            self._write_softmax(chain, scores, steps, mask, dropout, end)
+            self.proved |= mask.proved
+            return mask, reason
+        return None, reason
+
+    def _end_of_kernel(self, chain: Chain) -> tuple[fx.Node | None, fx.Node]:
+        """The dropout of the weights, if there is one, and the last node that the kernel stands for."""
+        dropout, end = None, chain.softmax
+        for node in chain.weights[1:]:
+            if node.target is kernels.dropout and dropout is None:
+                dropout = node
+            elif node.target is not aten.to.dtype:
+                break
+            end = node
+        return dropout, end
+
+    def _write_softmax(
+        self,
+        chain: Chain,
+        scores: fx.Node,
+        steps: Sequence[Step],
+        mask: Mask,
+        dropout: fx.Node | None,
+        end: fx.Node,
+    ) -> None:
+        softmax = chain.softmax
+        options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
+        options["scale"] = prod(s.factor for s in steps if s.kind == "scale")
+        if dropout is not None:
+            options |= {"p": dropout.args[2], "operator": dropout.args[3]}
+        passed = mask.given if mask.constant is None else self._load(mask.constant, softmax)
+        masks = () if passed is None else (passed,)
+        new = self._emit(softmax, kernels.scaled_softmax, self.rank, scores, *masks, **options)
+        self.names[new] = softmax.name
+        if new.meta["val"].dtype != end.meta["val"].dtype:
+            new = self._emit(softmax, aten.to.dtype, new, end.meta["val"].dtype)
+        end.replace_all_uses_with(new)
+
+    # Writing
+
+    def _emit(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call in front of `before`, which it is a part of in the user's model."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {**before.meta}
+        node.meta["val"] = self.propagation.run(node)
+        self.changed = True
+        return node
+
+    def _load(self, source: fx.Node, before: fx.Node) -> fx.Node:
+        """A constant as a value of the stage's graph, loaded once."""
+        name = self.constants.name(source)
+        if name not in self.loads:
+            with self.graph.inserting_before(before):
+                self.loads[name] = node = self.graph.create_node("get_attr", name)
+            node.meta = source.meta
+            self.names[node] = name.removeprefix("constant.")
+        loaded: fx.Node = self.loads[name]
+        return loaded
+
+
+def _same_softmax(softmax: fx.Node, given: torch.dtype, end: torch.dtype) -> bool:
+    """Whether fused operators compute this softmax: float32 for half precision, which they give, else the own dtype."""
+    computed = softmax.meta["val"].dtype
+    return bool(computed == given or (given in HALF and computed == torch.float32 and end == given))
+
+
+def _other_softmax(softmax: fx.Node, dtype: torch.dtype) -> str:
+    return f"{called(softmax)} computes {dtype} scores in {softmax.meta['val'].dtype}"
+
+
+def find_groups(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The keys and values [b, g, s, d] of a fused attention that is given them repeated, where its kernel may do that.
+
+    That is without a mask: with one, torch would write the scores out.
+    """
+    q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
+    flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
+    if not flash or argument(node, 3, "attn_mask") is not None:
+        return None
+    keys, values = (_unrepeated(n) for n in node.args[1:3])
+    if keys is None or values is None:
+        return None
+    heads = {shape_of(n)[1] for n in (keys, values)}
+    return (keys, values) if len(heads) == 1 and not heads & {q.shape[1]} else None
+
+
+def _unrepeated(node: Any) -> fx.Node | None:
+    """[b, g, s, d] of what repeats each of its heads n times to [b, g n, s, d], neighbours together."""
+    if not isinstance(node, fx.Node):
+        return None
+    if shape_of(node)[1] == 1:
+        return node
+    wide = node.args[0] if node.target is aten.reshape.default else None
+    thin = wide.args[0] if isinstance(wide, fx.Node) and wide.target is aten.expand.default else None
+    if not isinstance(thin, fx.Node) or thin.target not in (aten.unsqueeze.default, aten.reshape.default):
+        return None
+    source: Any = thin.args[0]
+    b, g, s, d = shape_of(source) if len(shape_of(source)) == 4 else (0, 0, 0, 0)
+    repeats = shape_of(node)[1] // max(g, 1)
+    shapes = (shape_of(thin), shape_of(wide), shape_of(node))  # type: ignore[arg-type]
+    return source if shapes == ((b, g, 1, s, d), (b, g, repeats, s, d), (b, g * repeats, s, d)) else None

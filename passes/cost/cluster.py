@@ -1,0 +1,355 @@
+"""A cluster in numbers, read from a TOML file: devices, nodes and network, and how long they take for some work."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from autoptd.passes.cost.cluster_file import read_number, read_table, suggest, write_tables
+from autoptd.passes.cost.work import Product, Work
+
+SHIPPED = Path(__file__).parent / "clusters"
+ITEM_BYTES: Mapping[str, float] = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "fp4": 0.5,
+}
+ELEMENT_FLOPS = 20  # of an element of an elementwise kernel: an exponential and what is round it
+SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not worth their loads
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a link of one device (in a node), or of one network card.
+
+    `bandwidth` is the maker's, in bytes/s. Large messages reach the share `message_efficiency` of it, collectives,
+    which all devices run at once, `collective_efficiency`. The smallest message takes `latency_seconds`, of which
+    a device works `core_seconds` and else waits. Where devices share cores (see `Cluster`) it works
+    `crowded_seconds`: the core is given away and taken again, with another's data in its caches.
+    """
+
+    bandwidth: float
+    message_efficiency: float
+    collective_efficiency: float
+    latency_seconds: float
+    core_seconds: float
+    crowded_seconds: float
+
+    @property
+    def message_rate(self) -> float:
+        """Bytes/s of a large message."""
+        return self.bandwidth * self.message_efficiency
+
+    @property
+    def crowded(self) -> Link:
+        """The link between devices that share cores."""
+        more = self.crowded_seconds - self.core_seconds
+        return replace(self, latency_seconds=self.latency_seconds + more, core_seconds=self.crowded_seconds)
+
+    @property
+    def collective_rate(self) -> float:
+        """Bytes/s over a link of a large ring."""
+        return self.bandwidth * self.collective_efficiency
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    `peak_flops` is by dtype; `memory_bandwidth` in bytes/s; both as the maker gives them. `gemm_efficiency` and
+    `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
+    `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
+    A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
+    `multiprocessors` at a time. Processes that take turns on a core find its caches cold each time: of its speed they
+    have `crowded_efficiency`.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    gemm_efficiency: float
+    memory_efficiency: float
+    vector_flops: float
+    multiprocessors: int
+    tile_rows: int
+    tile_columns: int
+    launch_seconds: float
+    crowded_efficiency: float
+
+    @property
+    def crowded(self) -> Device:
+        """The device as one of several processes that take turns on its core has it."""
+        share = self.crowded_efficiency
+        return replace(
+            self,
+            gemm_efficiency=self.gemm_efficiency * share,
+            memory_efficiency=self.memory_efficiency * share,
+            vector_flops=self.vector_flops * share,
+            launch_seconds=self.launch_seconds / share,
+            crowded_efficiency=1.0,
+        )
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in `dtype`. ValueError where the device computes in no such type."""
+        if dtype not in self.peak_flops:
+            raise ValueError(f"{self.name} has no {dtype}: expected one of {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+    def seconds(self, work: Work, dtype: str, scale: float = 1.0) -> float:
+        """Time of `work` on this device alone; its all-reduces are the cluster's matter.
+
+        GEMMs take what their tiles or their memory traffic takes, whichever is longer; what else is moved, or
+        computed if that takes longer, comes on top. Products that move less than their factors are one fused kernel.
+        `scale` converts the bytes of `work` to `dtype`.
+        """
+        moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
+        time = work.launches * self.launch_seconds
+        beside = work.elementwise * ELEMENT_FLOPS / self.vector_flops
+        if not work.products:
+            return float(time + max(moved / rate, beside))
+        computed = [(product, _narrower(product, dtype, scale)) for product in work.products]
+        computing = [self._product_seconds(*product) for product in computed]
+        traffic = [_product_bytes(*product) for product in computed]
+        if sum(traffic) > moved * 1.01:
+            return float(time + max(sum(computing), moved / rate))
+        own = sum(max(seconds, size / rate) for seconds, size in zip(computing, traffic, strict=True))
+        return float(time + own + max((moved - sum(traffic)) / rate, beside))
+
+    def _product_seconds(self, product: Product, dtype: str) -> float:
+        rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
+        return rounded / (self.peak(dtype) * self.gemm_efficiency)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of `devices_per_node` devices and `nics_per_node` network cards; rank r is in node r // devices_per_node.
+
+    `node` is each device's link to the others of its node, `network` one card's link to other nodes. Of a node's
+    devices `devices_at_once` compute, or copy messages, at a time: fewer than all where they are processes that
+    share cores.
+    """
+
+    name: str
+    device: Device
+    devices_per_node: int
+    devices_at_once: int
+    nics_per_node: int
+    node: Link
+    network: Link
+
+    @classmethod
+    def load(cls, name: Cluster | str | Path) -> Cluster:
+        """A cluster by its shipped name ("dgx-a100"), or from a TOML file of your own by path; a cluster is itself.
+
+        Raises TypeError for another type, ValueError for an unknown name, and for a file with missing, unknown or
+        impossible values, all named.
+        """
+        if isinstance(name, Cluster):
+            return name
+        if not isinstance(name, (str, PathLike)):
+            raise TypeError(
+                f'cluster is {name!r}; expected a shipped name such as "dgx-a100", the path of a .toml file, '
+                "or a Cluster"
+            )
+        path = Path(name)
+        if path.suffix != ".toml":
+            known = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+            if str(name) not in known:
+                raise ValueError(
+                    f"cluster {str(name)!r} is not shipped{suggest(str(name), known)}: expected one of "
+                    f"{', '.join(known)}, or the path of a .toml file"
+                )
+            path = SHIPPED / f"{name}.toml"
+        try:
+            table = tomllib.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"cluster file {path} is no TOML: {error}") from None
+        return _read_cluster(table, str(path))
+
+    def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:
+        """Write a TOML file that `load` reads, each value with where it is from: `source`, or what `others` says.
+
+        `others` is by value, or table of values: "nics_per_node", "network". ValueError where `path` cannot be
+        written, or is no .toml, which `load` would not take for a file.
+        """
+        file = Path(path)
+        if file.suffix != ".toml":
+            raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
+        try:
+            file.write_text(write_tables(self, source, others or {}), "utf-8")
+        except OSError as error:
+            raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
+
+    def crowding(self, ranks: Sequence[int]) -> float:
+        """How many times as long `ranks` take that all compute, for sharing their nodes' cores; 1 where none do."""
+        return max([1.0, *(count / self.devices_at_once for count in self.nodes(ranks).values())])
+
+    def shared_by(self, count: int) -> Cluster:
+        """The cluster as `count` ranks find it: with slower devices and links where they share cores."""
+        if self.crowding(range(count)) <= 1:
+            return self
+        return replace(self, device=self.device.crowded, node=self.node.crowded, network=self.network.crowded)
+
+    def nodes(self, ranks: Sequence[int]) -> Counter[int]:
+        """How many of `ranks` are in each node."""
+        return Counter(rank // self.devices_per_node for rank in ranks)
+
+    def slowest(self, groups: Iterable[Sequence[int]]) -> Sequence[int]:
+        """The first of those `groups` that are slowest where they stand: groups of one size may part over nodes."""
+        return max(groups, key=lambda ranks: (-self.ring_rate(ranks), self.ring_latency(ranks)))
+
+    def farthest(self, pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+        """The first of those pairs that are in different nodes, if there are any."""
+        size = self.devices_per_node
+        return max(pairs, key=lambda pair: pair[0] // size != pair[1] // size)
+
+    def ring_rate(self, ranks: Sequence[int]) -> float:
+        """Bytes/s over the slowest link of a ring through `ranks`, while all other devices are in like rings.
+
+        A node's cards are shared evenly: a ring with k of its devices has k shares.
+        """
+        nodes = self.nodes(ranks)
+        if len(nodes) < 2:
+            return self.node.collective_rate
+        cards = min(nodes.values()) * self.nics_per_node / self.devices_per_node
+        return min(self.node.collective_rate, cards * self.network.collective_rate)
+
+    def all_reduce_seconds(self, count: float, ranks: Sequence[int]) -> float:
+        """All-reduce of `count` bytes by a ring: 2 (n - 1) steps of 1/n each (SC21 §3.3.1)."""
+        return 2 * self.all_gather_seconds(count, ranks)
+
+    def exposed_seconds(
+        self, work: Work, ranks: Sequence[int], dtype: str, scale: float = 1.0, *, overlap: bool = True
+    ) -> float:
+        """What of the all-reduces of `work` over `ranks` its device waits for, while it computes what is beside them.
+
+        A device of one multiprocessor, a core, sums and copies itself, and hides nothing. `scale` is as of
+        `Device.seconds`; without `overlap` nothing is beside.
+        """
+        seconds = self.all_reduce_seconds(work.reduced * scale, ranks)
+        if work.beside is None or not overlap or self.device.multiprocessors == 1:
+            return seconds
+        return max(0.0, seconds - self.device.seconds(work.beside, dtype, scale))
+
+    def all_gather_seconds(self, count: float, ranks: Sequence[int]) -> float:
+        """All-gather to `count` bytes, or reduce-scatter of them: n - 1 steps of 1/n each."""
+        number = len(ranks)
+        if number < 2 or not count:
+            return 0.0
+        return (number - 1) * count / number / self.ring_rate(ranks) + self.ring_latency(ranks)
+
+    def ring_latency(self, ranks: Sequence[int]) -> float:
+        """What of an all-gather's time no smaller size takes away."""
+        return (len(ranks) - 1) * self._link(ranks).latency_seconds
+
+    def waiting_seconds(self, ranks: Sequence[int]) -> float:
+        """What of an all-gather's latency, or of a message's between two ranks, takes no core."""
+        link = self._link(ranks)
+        return (len(ranks) - 1) * (link.latency_seconds - link.core_seconds)
+
+    def _link(self, ranks: Sequence[int]) -> Link:
+        """The one with the most latency between `ranks`."""
+        return self.node if len(self.nodes(ranks)) < 2 else self.network
+
+    def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
+        """One message of `count` bytes, while `senders` devices of the node send like ones."""
+        if not count:
+            return 0.0
+        if len(self.nodes((source, destination))) < 2:
+            return count / self.node.message_rate + self.node.latency_seconds
+        share = min(1.0, self.nics_per_node / min(senders, self.devices_per_node))
+        return count / (self.network.message_rate * share) + self.network.latency_seconds
+
+
+def _narrower(product: Product, dtype: str, scale: float) -> str:
+    """What a product is computed in: `dtype`, or its own where that is narrower than its program's."""
+    own = product.dtype
+    return own if own and ITEM_BYTES[own] * scale < ITEM_BYTES[dtype] else dtype
+
+
+def _product_bytes(product: Product, dtype: str) -> float:
+    """What a GEMM reads and writes at least."""
+    m, n, k = product.rows, product.columns, product.inner
+    return float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
+
+
+@lru_cache(maxsize=4096)
+def round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
+    """A product's FLOPs with those that its best tiling wastes.
+
+    Tiles run in waves over all multiprocessors, and a wave takes its time whether it is full or not. A tile of
+    r x c loads r + c elements for every r c products: smaller tiles are slower in proportion.
+    """
+    best = math.inf
+    for rows, columns in _tiles(tile_rows, tile_columns):
+        tiles = product.batch * ceil(product.rows / rows) * ceil(product.columns / columns)
+        slowness = _intensity(tile_rows, tile_columns) / _intensity(rows, columns)
+        best = min(best, ceil(tiles / multiprocessors) * rows * columns * slowness)
+    return float(2 * best * product.inner * multiprocessors)
+
+
+def _intensity(rows: int, columns: int) -> float:
+    return rows * columns / (rows + columns)
+
+
+@lru_cache
+def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """The largest tile, its halves and theirs, either way round."""
+    found: set[tuple[int, int]] = set()
+    pending = [(rows, columns), (columns, rows)]
+    while pending:
+        tile = pending.pop()
+        if tile in found or (found and tile[0] * tile[1] < min(SMALLEST_TILE, rows * columns)):
+            continue
+        found.add(tile)
+        pending += [(max(1, tile[0] // 2), tile[1]), (tile[0], max(1, tile[1] // 2))]
+    return tuple(sorted(found))
+
+
+# Reading
+
+
+def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
+    values = read_table(table, Cluster, source, "")
+    device = read_table(values["device"], Device, source, "device.")
+    device["peak_flops"] = {
+        key: read_number(value, float, source, f"device.peak_flops.{key}")
+        for key, value in device["peak_flops"].items()
+    }
+    unknown = [key for key in device["peak_flops"] if key not in ITEM_BYTES]
+    if unknown or not device["peak_flops"]:
+        found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
+        raise ValueError(f"{source}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
+    if values["devices_at_once"] > values["devices_per_node"]:
+        raise ValueError(
+            f"{source}: devices_at_once = {values['devices_at_once']}: expected at most devices_per_node, "
+            f"{values['devices_per_node']}"
+        )
+    for name in ("node", "network"):
+        link = values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
+        if link.core_seconds > link.latency_seconds:
+            raise ValueError(
+                f"{source}: {name}.core_seconds = {link.core_seconds:g}: expected at most the whole "
+                f"latency_seconds, {link.latency_seconds:g}"
+            )
+        if link.crowded_seconds < link.core_seconds:
+            raise ValueError(
+                f"{source}: {name}.crowded_seconds = {link.crowded_seconds:g}: expected at least core_seconds, "
+                f"{link.core_seconds:g}"
+            )
+    return Cluster(**{**values, "device": Device(**device)})

@@ -1,0 +1,203 @@
+"""What autograd saves for the backward of a stage, tensor by tensor: an exact ledger, without running it.
+
+The stage is run on meta tensors with autograd, and each tensor that an operator saves is written down under the
+operator. A storage counts once, whoever saves it; parameters and batch inputs, which are held anyway, do not. What an
+operator does differently on a GPU is not seen: there the loss of logits in float32 keeps these, and not their softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, fx
+
+from autoptd.passes.cost.quantities import Number, Sizes, tensor_arguments
+from autoptd.passes.ir.nodes import has_gradients, values_taken
+from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.vocabulary_loss import keeps_softmax, leaves_to_torch
+from autoptd.runtime.program.mesh import Mesh
+
+META = torch.device("meta")
+
+
+class Ledger:
+    """The storages that each call of `stage` saves, on one rank of `mesh`, for one microbatch."""
+
+    def __init__(self, stage: Stage, mesh: Mesh) -> None:
+        self._rank = Rank.local(mesh, device=META)
+        self._values: dict[fx.Node, Any] = {}
+        self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
+        self._held: set[UntypedStorage] = set()
+        self._shapes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}  # how it was saved first
+        self._replaced: set[UntypedStorage] = set()  # whose gradient lies in what the loss has saved
+        with torch.enable_grad():
+            for node in stage.graph.nodes:
+                if node.op == "call_function":
+                    self._values[node] = self._run(node)
+                elif node.op != "output":
+                    self._values[node] = self._give(node, stage)
+
+    def _give(self, node: fx.Node, stage: Stage) -> Any:
+        """A value from outside, with a storage of its own."""
+        if node.meta.get("role") == "rank":
+            return self._rank
+        value, boundary = node.meta["val"], node.meta.get("role") == "boundary"
+        received = boundary and self._rank.mesh.pipeline > 1  # packed
+        strides = torch.empty(value.shape, device=META).stride() if received else value.stride()
+        given = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=META)
+        if node.op == "get_attr":
+            given.requires_grad_(stage.parameters[str(node.target)].requires_grad)
+        elif boundary:
+            given.requires_grad_(bool(node.meta.get("requires_grad", has_gradients(value))))
+            return given
+        self._held.add(given.untyped_storage())
+        return given
+
+    def _run(self, node: fx.Node) -> Any:
+        saved = self._saved[node] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor.untyped_storage())
+            self._shapes.setdefault(saved[-1], (node, tensor))
+            return tensor
+
+        args: Any = fx.map_arg(node.args, self._values.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
+        run: Any = STAND_INS.get(node.target, node.target)
+        if node.target is kernels.cross_entropy and keeps_softmax(args[1]) and not self._is_torchs_loss(node):
+            self._replaced.add(args[1].untyped_storage())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return run(*args, **kwargs)
+
+    @property
+    def nodes(self) -> Iterable[fx.Node]:
+        """The calls of the stage."""
+        return self._saved.keys()
+
+    def saved(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
+        """What `nodes` save, without parameters and batch inputs."""
+        return {s for node in nodes for s in self._saved[node]} - self._held
+
+    def storages(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
+        """Where the values of `nodes` lie, without parameters and batch inputs."""
+        values = [self._values[node] for node in nodes]
+        tensors = (t for v in values for t in (v if isinstance(v, (tuple, list)) else [v]))
+        return {t.untyped_storage() for t in tensors if isinstance(t, Tensor)} - self._held
+
+    def kept(self, groups: Collection[Sequence[fx.Node]]) -> set[UntypedStorage]:
+        """What the stage keeps for its backward where `groups` are recomputed."""
+        inside = {node for group in groups for node in group}
+        taken = {source for group in groups for source in values_taken(group)}
+        return self.saved(node for node in self.nodes if node not in inside) | self.storages(taken)
+
+    def itemize(
+        self, groups: Collection[Sequence[fx.Node]], sizes: Sizes
+    ) -> Iterator[tuple[fx.Node, Number]]:
+        """What the stage keeps where `groups` are recomputed, once each: the first call that keeps it, and its bytes
+        in the numbers of `sizes`. Of what lies in a part of a storage, all parts are taken to be alike."""
+        ends = {group[0]: group for group in groups}
+        inside = {node for group in groups for node in group}
+        homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
+        for node, value in self._values.items():
+            for tensor in value if isinstance(value, (tuple, list)) else [value]:
+                if not isinstance(tensor, Tensor):
+                    continue
+                fills = tensor_bytes(tensor) == tensor.untyped_storage().nbytes()
+                if fills or node.op == "placeholder":
+                    homes.setdefault(tensor.untyped_storage(), (node, tensor))
+        done = set(self._held)
+        for node in self.nodes:
+            found = self.storages(values_taken(ends[node])) if node in ends else set(self._saved[node])
+            for storage in found - done if node in ends or node not in inside else ():
+                done.add(storage)
+                home, tensor = homes.get(storage) or self._shapes[storage]
+                times, rest = divmod(storage.nbytes(), max(1, tensor_bytes(tensor)))
+                shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)
+                yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
+
+    def differentiated(self, node: fx.Node, trained: Collection[fx.Node]) -> int:
+        """Bytes of the gradients that there are at once where `node` is differentiated, those of weights included.
+
+        `trained` are the values that have a gradient. A view's gradient lies where its source's does; torch's own
+        cross entropy differentiates its two halves one by one, ours makes the gradient of a softmax that it kept.
+        """
+        if node not in trained:
+            return 0
+        sources = [source for source in node.all_input_nodes if source in trained]
+        weights = sum(tensor_bytes(source.meta["val"]) for source in sources if source.op == "get_attr")
+        halves = sources if self._is_torchs_loss(node) else []
+        there = count_bytes(self.storages([node, *sources]) - self._replaced)
+        return weights + there + count_bytes(self.storages(halves))
+
+    def _is_torchs_loss(self, node: fx.Node) -> bool:
+        """Whether torch's own cross entropy computes the node."""
+        if node.target is not kernels.cross_entropy:
+            return node.target is aten.cross_entropy_loss.default
+        args: Any = fx.map_arg(node.args, self._values.__getitem__)
+        return leaves_to_torch(self._rank, args[1], args[3])
+
+    def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
+        """The nodes of a recomputed `group` that run again: up to the last one that saves anything."""
+        last = max((i for i, node in enumerate(group) if self._saved[node]), default=-1)
+        return group[: last + 1]
+
+
+def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
+    """The shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
+    for node in nodes:
+        value, named = node.meta["val"], sizes(node)
+        for own, shape in [(value, named)] if isinstance(value, Tensor) else zip(value, named, strict=True):
+            pairs = list(zip(tensor.shape, own.shape, shape, strict=False))
+            if len(pairs) == tensor.dim() and all(size in (1, other) for size, other, _ in pairs):
+                return [number if size == other else 1 for size, other, number in pairs]
+    return tuple(tensor.shape)
+
+
+def count_bytes(storages: Iterable[UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
+
+
+def find_repeated(stage: Stage, mesh: Mesh) -> set[fx.Node]:
+    """The calls of a stage that its backward runs again."""
+    groups = recomputed_groups(stage.graph)
+    if not groups:
+        return set()
+    ledger = Ledger(stage, mesh)
+    return {node for group in groups for node in ledger.repeated(group)}
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a fused attention saves on a device: its arguments, its result and a number per query and head.
+
+    On meta tensors torch's own would run, and save, the products written out. The result lies in memory in the
+    order of the queries; a bool mask is saved as the numbers that it adds to the scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        shape = (*q.shape[:-1], v.shape[-1])
+        result = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
+        masks = () if mask is None else (mask.to(q.dtype),)
+        ctx.save_for_backward(q, k, v, result, q.new_empty(q.shape[:-1], dtype=widen(q.dtype)), *masks)
+        return result
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = _FusedAttention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _attend_groups(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    return _attend(q, k, v)
+
+
+STAND_INS: Mapping[Any, Any] = {
+    aten.scaled_dot_product_attention.default: _attend,
+    kernels.grouped_attention: _attend_groups,
+}

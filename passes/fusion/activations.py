@@ -1,0 +1,108 @@
+"""Activations that a model writes out: found by computing them, whatever form they have.
+
+A chain of analytic operators on one value is evaluated in float64 beside each known activation, over its
+bulk and its tails; where the two agree to the last bits, it is that activation. What is piecewise never
+enters a chain, so agreement at the points is agreement between them. A tanh-GELU whose sqrt(2 / pi) is
+rounded is another activation than torch's: our kernels take the number that the chain has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+
+from autoptd.passes.fusion.patterns import Call, Match, alike, split_bias
+from autoptd.passes.ir.nodes import shape_of
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
+
+ANALYTIC = frozenset(
+    {
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        aten.tanh.default,
+        aten.sigmoid.default,
+        aten.erf.default,
+        aten.exp.default,
+        aten.square.default,
+    }
+)
+LONGEST = 12  # operators of a chain; BLOOM's tanh-GELU has ten
+POINTS = torch.cat([torch.linspace(-6, 6, 2001), torch.linspace(-40, 40, 400)]).double()
+KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
+    (aten.gelu.default, {"approximate": "tanh"}, partial(functional.gelu, approximate="tanh")),
+    (aten.gelu.default, {}, functional.gelu),
+    (aten.silu.default, {}, functional.silu),
+)
+
+
+def match_activation(node: fx.Node) -> Match | None:
+    """The written-out activation that ends in `node`, if there is one."""
+    if node.target not in ANALYTIC or not node.meta["val"].is_floating_point():
+        return None
+    for source, members in _chains(node):
+        target, kwargs = _recognize(tuple(_signature(source, members)))
+        if target is not None and target is not kernels.bias_gelu:
+            return Match(Call(target, (source,), node, kwargs), (node,), frozenset(members))
+        biased = split_bias(source, members, of_linear=True) if target else None
+        if biased is not None:
+            call = Call(target, (biased.x, biased.bias), node, kwargs)
+            return Match(call, (node,), frozenset((*members, *biased.members)))
+    return None
+
+
+def _chains(end: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Each value that `end` is a function of alone, nearest first, with the operators in between in order."""
+    members: list[fx.Node] = []
+    frontier = {end}
+    while frontier and len(members) <= LONGEST:
+        node = max(frontier)  # the last in graph order
+        if len(frontier) == 1 and node is not end:
+            yield node, members[::-1]
+        inside = node is end or all(user in members for user in node.users)
+        if node.target not in ANALYTIC or not inside or not _is_elementwise(node, end):
+            return
+        frontier.remove(node)
+        members.append(node)
+        frontier.update(node.all_input_nodes)
+
+
+def _is_elementwise(node: fx.Node, end: fx.Node) -> bool:
+    """Whether the operator works element by element on tensors of `end`'s shape and dtype, and on numbers."""
+    same = all(shape_of(n) == shape_of(end) for n in node.all_input_nodes)
+    return same and alike(node.meta["val"], end.meta["val"]) and not node.kwargs
+
+
+def _signature(source: fx.Node, members: list[fx.Node]) -> Iterator[Any]:
+    number = {source: 0, **{node: i + 1 for i, node in enumerate(members)}}
+    for node in members:
+        yield node.target, tuple(("node", number[a]) if isinstance(a, fx.Node) else a for a in node.args)
+
+
+@cache
+def _recognize(chain: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """The operator that a chain is, and its keywords; equal chains of repeated layers are computed once."""
+    known, values = list(KNOWN), [POINTS]
+    for target, args in chain:
+        values.append(target(*(values[a[1]] if isinstance(a, tuple) else a for a in args)))
+    bound = 8 * torch.finfo(torch.float64).eps * (POINTS.abs() + 1)
+    # BLOOM's sqrt(2 / pi) has eight digits, transformers' fast GELU's ten: beyond the bound of torch's.
+    for number in (a for _, args in chain for a in args if isinstance(a, float)):
+        if math.isclose(number, SQRT_2_OVER_PI, rel_tol=1e-3):
+            kwargs: Any = {"approximate": "tanh", "coefficient": number}
+            rounded = partial(kernels.bias_gelu, bias=torch.zeros_like(POINTS), **kwargs)
+            known.append((kernels.bias_gelu, kwargs, rounded))
+    for target, kwargs, function in known:
+        if bool(((values[-1] - function(POINTS)).abs() <= bound).all()):
+            return target, kwargs
+    return None, {}

@@ -1,0 +1,73 @@
+"""Losses that become the kernel's, which keeps one tensor as wide as the vocabulary.
+
+Of half-precision logits that a model casts to float32 first it sums in float32 without the copy; of whole logits it
+keeps the softmax, which becomes the gradient, where torch makes two tensors more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.fusion.patterns import RESHAPES, Call, Match, is_call, is_single
+from autoptd.passes.ir.nodes import argument, shape_of
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.precision import HALF
+
+REDUCTIONS = {1: "mean", 2: "sum"}
+
+
+def match_half_loss(node: fx.Node) -> Match | None:
+    """kernels.cross_entropy(logits.float(), target), of logits that are divided over the tensor ranks."""
+    if not is_call(node, kernels.cross_entropy):
+        return None
+    narrow = _narrow(node.args[1])
+    if narrow is None:
+        return None
+    return _match(node, *narrow, node.args[2:], {**node.kwargs, "dtype": torch.float32})
+
+
+def match_whole_loss(node: fx.Node) -> Match | None:
+    """cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
+    if not is_call(node, aten.cross_entropy_loss.default):
+        return None
+    logits: Any = node.args[0]
+    target: Any = node.args[1]
+    weight, reduction, ignored, smoothing = (argument(node, i, name, d) for i, name, d in _OPTIONS)
+    plain = weight is None and smoothing == 0 and reduction in REDUCTIONS
+    if not plain or len(shape_of(logits)) != 2 or len(shape_of(target)) != 1:
+        return None
+    options = {"ignore_index": ignored, "reduction": REDUCTIONS[reduction]}
+    rest = (target, shape_of(logits)[1])
+    narrow = _narrow(logits)
+    if narrow is None:
+        return _match(node, logits, (), rest, options)
+    return _match(node, *narrow, rest, {**options, "dtype": torch.float32})
+
+
+def _match(
+    node: fx.Node, logits: Any, cast: Sequence[fx.Node], rest: Sequence[Any], options: Mapping[str, Any]
+) -> Match:
+    rank = next(iter(node.graph.nodes))
+    return Match(Call(kernels.cross_entropy, (rank, logits, *rest), node, options), (node,), frozenset(cast))
+
+
+_OPTIONS = ((2, "weight", None), (3, "reduction", 1), (4, "ignore_index", -100), (5, "label_smoothing", 0.0))
+
+
+def _narrow(logits: Any) -> tuple[Any, list[fx.Node]] | None:
+    """The half-precision logits that single-use reshapes of a cast to float32 are of, and those nodes."""
+    if not isinstance(logits, fx.Node) or not is_single(logits):
+        return None
+    if is_call(logits, *RESHAPES):
+        inner = _narrow(logits.args[0])
+        if inner is None:
+            return None
+        return Call(logits.target, (inner[0], *logits.args[1:]), logits), [*inner[1], logits]
+    source: Any = logits.args[0] if is_call(logits, aten.to.dtype) else None
+    if source is None or source.meta["val"].dtype not in HALF or logits.meta["val"].dtype != torch.float32:
+        return None
+    return source, [logits]

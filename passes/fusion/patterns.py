@@ -1,0 +1,157 @@
+"""What a fusion rule reads of a graph: single-use chains, biases, casts; and how it says what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.ir.nodes import argument, shape_of
+from autoptd.runtime import aten
+
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that is to be written: arguments are nodes, constants, or calls written before it."""
+
+    target: Any
+    args: tuple[Any, ...]
+    like: fx.Node
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A chain that one call stands for.
+
+    `results` are the nodes whose values the call gives: one, or one per element of the tuple it returns, in
+    graph order. `members` are the nodes it makes superfluous beside them, `constants` what it gives no gradient.
+    """
+
+    call: Call
+    results: tuple[fx.Node, ...]
+    members: frozenset[fx.Node]
+    constants: tuple[fx.Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Biased:
+    """``x + bias``, with `bias` a parameter of the last dimension's size; `members` are the nodes that say so."""
+
+    x: Any
+    bias: fx.Node
+    members: tuple[fx.Node, ...]
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def both_orders(node: Any) -> tuple[tuple[Any, Any], ...]:
+    """The two arguments of a commutative call, either first; nothing where it has more, or options."""
+    if node.kwargs or len(node.args) != 2:
+        return ()
+    one, other = node.args
+    return (one, other), (other, one)
+
+
+def is_single(node: fx.Node) -> bool:
+    """Whether one node alone reads the value."""
+    return len(node.users) == 1
+
+
+def plain_add(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """The terms of a sum of two tensors of the result's shape and dtype, without ``alpha``."""
+    if not is_call(node, aten.add.Tensor) or node.kwargs or len(node.args) != 2:
+        return None
+    one, other = node.args
+    val = node.meta["val"]
+    fits = all(isinstance(term, fx.Node) and alike(term.meta["val"], val) for term in (one, other))
+    return (one, other) if fits else None
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def is_vector(node: Any, size: int) -> bool:
+    """Whether the node is a parameter of one dimension of this size."""
+    return isinstance(node, fx.Node) and node.op == "get_attr" and shape_of(node) == (size,)
+
+
+def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool = False) -> Biased | None:
+    """Read a value as something and a bias added to it, through reshapes that keep the last dimension.
+
+    No value may have two readers, but for those that are `members` alone. A bias inside a linear costs nothing there
+    and is left, unless `of_linear` asks for it; behind the all-reduce of a row-parallel one it is added.
+    """
+    if not is_single(node) and not all(user in members for user in node.users):
+        return None
+    if is_call(node, *RESHAPES):
+        source: Any = node.args[0]
+        if shape_of(source)[-1:] != shape_of(node)[-1:]:
+            return None
+        inner = split_bias(source, of_linear=of_linear)
+        if inner is None:
+            return None
+        shaped = Call(node.target, (inner.x, *node.args[1:]), node)
+        return Biased(shaped, inner.bias, (*inner.members, node))
+    linear = read_linear(node) if of_linear else None
+    if linear is None:
+        return _split_add(node)
+    target = aten.mm.default if linear.transposed else aten.linear.default
+    return Biased(Call(target, (linear.x, linear.weight), node), linear.bias, (node,))
+
+
+def _split_add(node: fx.Node) -> Biased | None:
+    if not is_call(node, aten.add.Tensor) or not shape_of(node):
+        return None
+    for x, bias in both_orders(node):
+        is_bias = is_vector(bias, shape_of(node)[-1])
+        if is_bias and isinstance(x, fx.Node) and alike(x.meta["val"], node.meta["val"]):
+            return Biased(x, bias, (node,))
+    return None
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``linear(x, weight, bias)``, its weight [out, in], or [in, out] where `transposed`."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node
+    transposed: bool
+
+
+def read_linear(node: Any) -> Linear | None:
+    """Read a product with a bias, of the result's dtype."""
+    if not is_call(node, aten.linear.default, aten.addmm.default) or node.kwargs:
+        return None
+    transposed = node.target is aten.addmm.default
+    bias, x, weight = node.args if transposed else (argument(node, 2, "bias"), *node.args[:2])
+    if not is_vector(bias, shape_of(node)[-1]) or bias.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return Linear(node, x, weight, bias, transposed)
+
+
+def last_dim(node: fx.Node, dims: Any) -> bool:
+    """Whether `dims` is the node's last dimension alone."""
+    dims, count = [dims] if isinstance(dims, int) else dims, len(shape_of(node))
+    return isinstance(dims, (list, tuple)) and [d % count for d in dims] == [count - 1]
+
+
+def uncast(node: Any) -> fx.Node:
+    """What a cast is of; the node itself where it is none."""
+    source: fx.Node = node.args[0] if is_call(node, aten.to.dtype) else node
+    return source
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which kernels sum: float32 for half precision, else the values' own."""
+    return torch.promote_types(dtype, torch.float32)

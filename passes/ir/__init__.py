@@ -1,0 +1,1 @@
+"""Define the Program that passes rewrite: its stages, the facts about their nodes, and how to read a node."""

@@ -1,0 +1,56 @@
+"""Shapes, by running operators on the meta device: each distinct call once."""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import isfunction, signature
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.mesh import Mesh
+
+Key = tuple[Any, ...]
+
+
+@cache
+def _operator_place(target: Any) -> int | None:
+    """Which argument of a kernel is its operator's number."""
+    names = list(signature(target).parameters) if isfunction(target) else []
+    return names.index("operator") if "operator" in names else None
+
+
+class Propagation:
+    """Runs nodes on their arguments' ``meta["val"]``; equal calls of repeated layers share one result."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank = Rank.local(mesh)
+        self.known: dict[Key, Any] = {}
+
+    def run(self, node: fx.Node) -> Any:
+        """The meta value of a ``call_function`` node, from its arguments' values."""
+        args, place = node.args, _operator_place(node.target)
+        if place is not None:  # the number of a dropout says nothing about shapes
+            args = (*args[:place], *args[place + 1 :])
+        key = (node.target, self._key(args), self._key(tuple(sorted(node.kwargs.items()))))
+        if key not in self.known:
+            args = fx.node.map_arg(node.args, self._value)
+            kwargs = fx.node.map_arg(node.kwargs, self._value)
+            with torch.no_grad():
+                self.known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self.known[key]
+
+    def _value(self, node: fx.Node) -> Any:
+        return self.rank if node.meta.get("role") == "rank" else node.meta["val"]
+
+    def _key(self, value: Any) -> Key:
+        if isinstance(value, fx.Node):
+            found = self._value(value)
+            return ("rank",) if found is self.rank else self._key(found)
+        if isinstance(value, torch.Tensor):
+            return (tuple(value.shape), value.stride(), value.dtype)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._key(v) for v in value)
+        return (type(value), value if value.__hash__ else str(value))

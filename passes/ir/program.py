@@ -1,0 +1,101 @@
+"""Program and Stage: what the compiler rewrites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from autoptd.passes.ir.autocast import Autocast
+from autoptd.runtime.program.manifest import Fixed, Input, Output
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous part of the model: a graph, and the tensors it owns by their ``state_dict`` names.
+
+    `graph`: placeholder ``rank`` first, then the boundary values it receives, then batch inputs; ``get_attr`` nodes
+    name entries of `parameters`. `constants`: a graph without placeholders whose output is a dict from the name of
+    each constant to its node; it runs once, at bind. Every node's ``meta`` holds
+
+    - ``val``: a meta tensor (or tuple of them) with the shape ONE rank holds;
+    - ``path``: the module path the user knows ("h.0.attn"), ``line``: "gpt.py:52" (either may be "");
+    - ``divided``: the dimension divided over the tensor ranks, or None; ``partial``: True for a partial sum;
+    - ``sizes``: the shape of ``val`` in letters (see `letters`), as sympy expressions, where they are known;
+      of a parameter ``whole_sizes`` that of all ranks;
+    - ``layer``: the stack of layers that a call is of, and which layer of it, where it is of one;
+    - ``recompute``: the label of the group that the backward computes again; not there for what is kept.
+    """
+
+    graph: fx.Graph
+    parameters: Mapping[str, Parameter]
+    constants: fx.Graph
+
+
+@dataclass(frozen=True)
+class Program:
+    """The model on its way through the compiler: frozen, each pass makes the next one.
+
+    `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
+    the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
+    holds for these values only. `letters`: the sizes of the model's axes. `uninitialized` says why no one knows how
+    the weights begin, where they have none. `autocast`: what was on around `compile`. `model_flops` as
+    in the manifest. `fixed` are the arguments of a call that are no tensors.
+    """
+
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    inputs: tuple[Input, ...]
+    output: Output
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    proved: frozenset[str] = frozenset()
+    uninitialized: str = ""
+    letters: Mapping[str, int] = field(default_factory=dict, repr=False)
+    model_flops: int = 0
+    autocast: Autocast | None = None
+    fixed: tuple[Fixed, ...] = ()
+
+    def replace_stages(
+        self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()
+    ) -> Program:
+        """The same program with other stages, one more log line, and what these were `proved` of."""
+        return replace(self, stages=stages, log=(*self.log, entry), proved=self.proved | proved)
+
+
+Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes have ``meta`` dicts of their own (values shared: replace them, never mutate)."""
+    copy = fx.Graph()
+    copy.set_codegen(graph._codegen)
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = copy.node_copy(node, lambda n: values[n])
+    return copy
+
+
+def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    """What the backward computes again: groups of neighbouring calls with one label in ``meta["recompute"]``."""
+    groups: list[list[fx.Node]] = []
+    previous = None
+    for node in graph.nodes:
+        if node.op == "call_function":
+            label = node.meta.get("recompute")
+            if label is not None and label == previous:
+                groups[-1].append(node)
+            elif label is not None:
+                groups.append([node])
+            previous = label
+    return groups
+
+
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of a (meta) tensor's elements."""
+    return value.numel() * value.element_size()

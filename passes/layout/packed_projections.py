@@ -1,0 +1,113 @@
+"""Packed projections taken apart: a linear whose output is split into query, key and value.
+
+In [s, b, 3 * heads * size] the heads of one tensor are no even steps apart once there are several sequences, so that
+no batched product can read them in place. Written as ``kernels.split_linear`` each lies by itself. Fused attention
+takes any steps, and needs none of this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.nodes import argument, operator_name, shape_of
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.program.mesh import Mesh
+
+_PRODUCTS = ("aten.matmul", "aten.bmm", "aten.baddbmm")
+_SPLITS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
+
+
+def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """`graph`, or where it has attention as two products a copy whose packed projections give their parts one by one.
+
+    These are linears (or ``addmm``, with or without a reshape of its rows) whose only reader splits them into equal
+    parts, each of which is split further, into heads.
+    """
+    if not any(_is_product(node) for node in graph.nodes):
+        return graph
+    packed = {split: chain for split in graph.nodes if (chain := _chain(split))}
+    gone = {node for chain in packed.values() for node in chain}
+    copy = fx.Graph()
+    propagation = Propagation(mesh)
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in packed:
+            values[node] = _unpack(copy, node, packed[node], values, propagation)
+        elif node not in gone:
+            values[node] = copy.node_copy(node, values.__getitem__)
+    return copy
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Does it multiply two batches of matrices?"""
+    if node.op != "call_function" or operator_name(node.target) not in _PRODUCTS:
+        return False
+    factors = [n for n in node.args if isinstance(n, fx.Node) and n.meta["val"] is not None]
+    return all(len(shape_of(n)) > 2 for n in factors[:2])
+
+
+def _chain(split: fx.Node) -> list[fx.Node]:
+    """The linear that `split` takes apart, and the reshape of its rows behind it if any; [] where it is none."""
+    if split.op != "call_function" or operator_name(split.target) not in _SPLITS:
+        return []
+    source: Any = split.args[0]
+    chain = [source] if len(source.users) == 1 else []
+    if chain and source.target is aten.reshape.default:
+        source = source.args[0]
+        same = source.op == "call_function" and shape_of(source)[-1] == shape_of(chain[0])[-1]
+        chain = [source, *chain] if same and len(source.users) == 1 else []
+    rank = len(shape_of(split.args[0]))  # type: ignore[arg-type]
+    parts = split.meta["val"]
+    last = int(argument(split, 2, "dim", 0)) % rank == rank - 1
+    if not chain or not last or len({part.shape for part in parts}) > 1 or len(parts) < 2:
+        return []
+    plain = not source.kwargs and (
+        source.target is aten.linear.default
+        or (source.target is aten.addmm.default and len(shape_of(source.args[0])) == 1)
+    )
+    heads = all(any(_is_heads(user) for user in piece.users) for piece in split.users)
+    return chain if plain and heads else []
+
+
+def _is_heads(node: fx.Node) -> bool:
+    """Does it split the last dimension of its argument, and no other?"""
+    if node.target is not aten.reshape.default:
+        return False
+    before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
+    return len(after) == len(before) + 1 and after[: len(before) - 1] == before[:-1]
+
+
+def _unpack(
+    graph: fx.Graph,
+    split: fx.Node,
+    chain: list[fx.Node],
+    values: dict[fx.Node, fx.Node],
+    propagation: Propagation,
+) -> fx.Node:
+    linear, *reshaped = chain
+    sections = len(split.meta["val"])
+    if linear.target is aten.addmm.default:
+        bias, x, weight = linear.args[:3]
+        arguments: tuple[Any, ...] = (x, weight, bias, sections, True)
+    else:
+        x, weight, *given = linear.args
+        arguments = (x, weight, given[0] if given else None, sections)
+    node = graph.create_node(
+        "call_function", kernels.split_linear, fx.map_arg(arguments, values.__getitem__), {}, linear.name
+    )
+    _describe(node, linear, propagation)
+    for view in reshaped:
+        shape = [sections, *shape_of(view)[:-1], shape_of(view)[-1] // sections]
+        node = graph.create_node("call_function", aten.reshape.default, (node, shape), {}, view.name)
+        _describe(node, view, propagation)
+    node = graph.create_node("call_function", aten.unbind.int, (node, 0), {}, split.name)
+    _describe(node, split, propagation)
+    return node
+
+
+def _describe(node: fx.Node, like: fx.Node, propagation: Propagation) -> None:
+    node.meta = dict(like.meta)
+    node.meta["val"] = propagation.run(node)

@@ -1,0 +1,125 @@
+"""The sequence-first layout: activations go from [b, s, h] to [s, b, h] between the embedding and the loss (SC21 §4.2).
+
+The exchange of batch and sequence is pushed through the graph, operator by operator, until it cancels: token numbers
+are transposed (a few bytes), every operator is written on what its arguments became (see `rules`), transposes
+to heads and back absorb the exchange, and the loss sees rows and labels in the same order. Where an operator cannot
+take it, the exchange is undone in front of it and what that copies is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.ir.nodes import operator_name
+from autoptd.passes.ir.program import Program
+from autoptd.passes.layout.batch_sequence import BATCH, SEQUENCE, Form, plain_form
+from autoptd.passes.layout.copies import Strides, count_copied_bytes
+from autoptd.passes.layout.packed_projections import unpack_projections
+from autoptd.passes.layout.rules import RULES, elementwise
+from autoptd.passes.layout.writer import Found, LayoutWriter
+from autoptd.passes.tensor_parallel.analysis import find_axes
+from autoptd.passes.tensor_parallel.sharding import find_batch
+from autoptd.runtime import aten
+
+
+def rewrite_layout(program: Program) -> Program:
+    """Hold activations [s, b, h] instead of [b, s, h], if that copies less memory, or no more for several tensor ranks.
+
+    Dimension 0 of what tensor ranks exchange is then the sequence, and attention reads its heads as strided views. The
+    model is left alone, and the log says why, when it is sequence-first already, has no [b, s] token input, or when
+    nothing is gained. Same numbers but for the order in which rows are added up.
+    """
+    (stage,) = program.stages
+    axis_map = find_axes(stage.graph, stage.parameters, tensor=1, rules={})
+    inputs, _ = find_batch(program.inputs, axis_map)
+    tokens = {i.name: i.shape for i in inputs if i.batch_dim is not None and _is_token(i.shape, i.dtype)}
+    if any(i.batch_dim for i in inputs if i.name in tokens):
+        return _leave(program, "it is [s, b, h] already")
+    if not tokens:
+        return _leave(program, "no input holds token numbers [b, s]")
+    if any(node.target is aten.as_strided.default for node in stage.graph.nodes):
+        return _leave(program, "as_strided reads its memory as it is")
+    # Of one sequence, all heads are even steps apart.
+    several = any(min(shape) > 1 for shape in tokens.values())
+    source = unpack_projections(stage.graph, program.mesh) if several else stage.graph
+    strides = Strides(program.mesh)
+    writer = LayoutWriter(source, strides, tokens)
+    graph = _run(writer)
+    if not writer.moved:
+        return _leave(program, "no activation is [b, s, h]")
+    before, after = (count_copied_bytes(g, strides) for g in (stage.graph, graph))
+    undone = "".join(f"; undone for {count} {name}" for name, count in writer.undone.most_common(3))
+    if after > before:
+        return _leave(program, f"[s, b, h] would copy {after:,} instead of {before:,} bytes{undone}")
+    if after == before and program.mesh.tensor == 1:
+        return _leave(
+            program, f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
+        )
+    entry = (
+        f"rewrite_layout [b, s, h] -> [s, b, h]: {before:,} -> {after:,} bytes copied per microbatch{undone}"
+    )
+    return program.replace_stages((replace(stage, graph=graph),), entry)
+
+
+def _is_token(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    return len(shape) == 2 and not dtype.is_floating_point
+
+
+def _leave(program: Program, reason: str) -> Program:
+    return program.replace_stages(program.stages, f"rewrite_layout: left as it is, {reason}")
+
+
+def _run(writer: LayoutWriter) -> fx.Graph:
+    """The new graph; its results are in the user's order."""
+    for node in writer.source.nodes:
+        writer.current = node
+        if node.op == "output":
+            writer.graph.output(fx.map_arg(node.args[0], writer.restore)).meta = dict(node.meta)
+        elif node.op == "call_function":
+            _rewrite(writer, node)
+        else:
+            _enter(writer, node)
+    return writer.graph
+
+
+def _enter(writer: LayoutWriter, node: fx.Node) -> None:
+    """Take over an input or a parameter."""
+    new = writer.graph.node_copy(node)
+    new.meta = dict(node.meta)
+    writer.strides.visit(new)
+    if node.op == "placeholder" and str(node.target) in writer.tokens:
+        batch, sequence = writer.tokens[str(node.target)]
+        writer.forms[node] = Form((((BATCH, batch),), ((SEQUENCE, sequence),)), moved=True)
+        writer.made["user", node] = new
+        return
+    writer.values[node] = new
+    if isinstance(node.meta["val"], torch.Tensor):
+        writer.forms[node] = plain_form(node.meta["val"].shape)
+
+
+def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
+    rule = RULES.get(operator_name(node.target))
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if rule is None and pointwise and isinstance(node.meta["val"], torch.Tensor):
+        rule = elementwise
+    written = rule(writer, node) if rule is not None else None
+    if written is None:
+        written = writer.undo(node, node.args), _plain(node.meta["val"])
+    new, found = written
+    writer.values[node], writer.forms[node] = new, found
+    forms: Any = found if isinstance(found, tuple) else (found,)
+    before, after = (v if isinstance(found, tuple) else (v,) for v in (node.meta["val"], new.meta["val"]))
+    for form, old, val in zip(forms, before, after, strict=True):
+        assert form.shape == list(old.shape), f"{node}: {form.dims} is not {list(old.shape)}"
+        assert form.arrange(form.shape) == list(val.shape), f"{node}: {form} is not {list(val.shape)}"
+        writer.moved += form.moved and val.is_floating_point()
+
+
+def _plain(val: Any) -> Found:
+    several = isinstance(val, (tuple, list))
+    return tuple(plain_form(v.shape) for v in val) if several else plain_form(val.shape)

@@ -1,0 +1,196 @@
+"""What ``torch.autocast`` does at each operator, as casts: which operators compute in fewer bits, which in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.ir.autocast import KERNELS, Autocast
+from autoptd.passes.ir.nodes import where
+from autoptd.passes.normal_form.functionalize import is_mutation
+from autoptd.passes.normal_form.operator_rewrites import Writer
+from autoptd.runtime import aten
+
+
+def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enabled: bool) -> Autocast | None:
+    """The state inside a region ``torch.autocast(device, dtype, enabled)`` of the forward, in one where `outer` holds.
+
+    Models are traced on the CPU, so that a region of ``x.device.type`` says "cpu" whatever the program will run on: it
+    speaks of the device that `outer` is of. A region of CUDA devices has no say in a model that autocasts on the CPU.
+    Raises ValueError for an enabled region of other devices.
+    """
+    if device not in KERNELS:
+        if enabled:
+            raise ValueError(
+                f"torch.autocast({device!r}) inside forward is not supported, only 'cpu' and 'cuda': cast explicitly, "
+                "or leave it out of the model"
+            )
+        return outer
+    if outer is None:
+        return Autocast(device, dtype, enabled)
+    if device == "cuda" and outer.device == "cpu":
+        return outer
+    return Autocast(outer.device, dtype, enabled)
+
+
+def find_casts(
+    state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[frozenset[fx.Node], torch.dtype] | None:
+    """Which arguments of the call `node`, of the new graph, autocast casts, and to what; None: none.
+
+    Raises ValueError, with file and line, for what torch refuses under autocast.
+    """
+    policy = state.policy(node.target)
+    eligible = [n for n in _nodes((args, kwargs)) if is_eligible(n.meta["val"])]
+    if policy is None or not eligible:
+        return None
+    dtype = torch.float32
+    if policy == "refused":
+        raise ValueError(
+            f"{where(node)}: {node.target} is unsafe to autocast, torch says: use the form with_logits, or disable "
+            "autocast there"
+        )
+    if policy == "lower" or (policy == "inside" and node.meta["val"].dtype == state.dtype):
+        dtype = state.dtype
+    elif policy == "inside":
+        return None
+    elif policy == "widest":
+        dtypes = {n.meta["val"].dtype for n in eligible}
+        if len(dtypes) == 1:
+            return None
+        if not dtypes <= {torch.float32, state.dtype}:
+            raise ValueError(
+                f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast of "
+                f"{state.dtype}, which torch does not join; cast its arguments explicitly"
+            )
+    elif policy == "sum":
+        first = args[0]
+        if first not in eligible or _says_dtype(node.target, args, kwargs):
+            return None
+        eligible = [first]
+    cast = frozenset(n for n in eligible if n.meta["val"].dtype != dtype)
+    return (cast, dtype) if cast else None
+
+
+def is_eligible(value: object) -> bool:
+    """Whether autocast may cast a value: floating and not float64."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return list(dict.fromkeys(found))
+
+
+def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call says in which dtype its result is."""
+    names = [argument.name for argument in target._schema.arguments]
+    if "dtype" not in names:
+        return False
+    place = names.index("dtype")
+    return (args[place] if place < len(args) else kwargs.get("dtype")) is not None
+
+
+class Casts:
+    """Writes autocast's casts into a normalised graph: of each value once per dtype, where it is first used so.
+
+    A parameter is cast at each of its uses, which may be in several stages: there it is, and its cast need not be sent.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+
+    def cast(
+        self, state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments, of the new graph, of the exported call `node`, cast as `state` has it.
+
+        Raises ValueError as `find_casts` does.
+        """
+        found = find_casts(state, node, args, kwargs)
+        if found is None:
+            return args, kwargs
+        cast, dtype = found
+
+        def read(source: fx.Node) -> fx.Node:
+            return self._take(source, dtype, node) if source in cast else source
+
+        return fx.map_arg(args, read), fx.map_arg(kwargs, read)
+
+    def _take(self, source: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
+        known = self._known.get((source, dtype))
+        if known is not None:
+            return known
+        meta = {**user.meta, "val": _retype(source.meta["val"], dtype)}
+        made = self.writer.emit(aten.to.dtype, (source, dtype), meta)
+        if source.op != "get_attr":
+            self._known[source, dtype] = made
+        return made
+
+
+def describe_result(
+    state: Autocast | None, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The ``meta`` of the exported call `node`, which becomes `target` of `args`, with the dtypes that it gives.
+
+    The model was traced under autocast on the CPU, so that there another dtype than the traced one means that torch
+    casts inside of the operator: ValueError.
+    """
+    traced = node.meta["val"]
+    given = [n.meta["val"] for n in _nodes((args, kwargs))]
+    same = [n.meta["val"] for n in _nodes((node.args, node.kwargs))]
+    enabled = state is not None and state.enabled
+    if not any(isinstance(v, Tensor) and v.is_floating_point() for v in given) or not (
+        enabled or is_mutation(node.target) or _dtypes(given) != _dtypes(same)
+    ):
+        return node.meta
+    try:
+        with torch.no_grad():
+            found = target(*_meta_values(args), **_meta_values(kwargs))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{where(node)}: under autocast {node.target} gets {_names(given)}, which it does not take "
+            f"({str(error).splitlines()[0]}); cast its arguments explicitly"
+        ) from error
+    checked = state is not None and state.enabled and state.device == "cpu" and not is_mutation(node.target)
+    if checked and _dtypes(found) != _dtypes(traced):
+        raise ValueError(
+            f"{where(node)}: under autocast torch casts inside of {node.target}, which then gives {_names(traced)}, "
+            f"here {_names(found)}; call it with autocast disabled, and cast explicitly"
+        )
+    return {**node.meta, "val": _with_dtypes(traced, found)}
+
+
+def _meta_values(value: Any) -> Any:
+    """Arguments to run an operator with on the meta device."""
+
+    def place(x: Any) -> Any:
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    return fx.node.map_aggregate(fx.map_arg(value, lambda n: n.meta["val"]), place)
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v.dtype for v in values if isinstance(v, Tensor)]
+
+
+def _names(value: Any) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in _dtypes(value))
+
+
+def _retype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
+
+
+def _with_dtypes(traced: Any, found: Any) -> Any:
+    if isinstance(traced, (list, tuple)):
+        return type(traced)(_with_dtypes(t, f) for t, f in zip(traced, found, strict=True))
+    if not isinstance(traced, Tensor) or traced.dtype == found.dtype:
+        return traced
+    return _retype(traced, found.dtype)

@@ -1,0 +1,139 @@
+"""Which attention masks are exactly causal: proved by computing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoptd.passes.ir.nodes import is_lifted, loads_under
+from autoptd.runtime import aten
+
+_BLOCK = 1 << 26  # mask elements computed at once
+_LIMIT = 1 << 31  # a larger mask is left as it is
+_FACTORIES = (aten.ones.default, aten.zeros.default, aten.full.default)
+# Pointwise operators that are made of others, and so do not say it of themselves.
+_POINTWISE = (aten.where.ScalarOther, aten.where.ScalarSelf, aten.to.dtype)
+_TRIANGLES: dict[Any, Any] = {aten.tril.default: torch.tril, aten.triu.default: torch.triu}
+
+
+class MaskJudge:
+    """Computes constants on the CPU, large masks in blocks of query rows."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.buffers = buffers
+        self.values: dict[fx.Node, Any] = {}
+        self.verdicts: dict[fx.Node, str] = {}
+
+    def judge(self, mask: fx.Node) -> str:
+        """What a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed)."""
+        if mask not in self.verdicts:
+            self.verdicts[mask] = self._compare(mask)
+        return self.verdicts[mask]
+
+    def _compare(self, mask: fx.Node) -> str:
+        shape = mask.meta["val"].shape
+        if len(shape) < 2:
+            return "kept"
+        verdicts = {"causal", "open"} if shape[-2] == shape[-1] else {"open"}
+        for start, block in self.blocks(mask):
+            if block is None:
+                return "unknown"
+            verdicts &= _allowed(block, start)
+            if not verdicts:
+                return "kept"
+        return "open" if "open" in verdicts else "causal"
+
+    def blocks(self, mask: fx.Node) -> Iterator[tuple[int, Tensor | None]]:
+        """The rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed."""
+        shape = mask.meta["val"].shape
+        if len(shape) < 2 or shape.numel() > _LIMIT:
+            yield 0, self.value(mask) if len(shape) < 2 else None
+            return
+        rows = max(1, _BLOCK // max(1, shape.numel() // shape[-2]))
+        for start in range(0, shape[-2], rows):
+            yield start, self._rows(mask, start, min(rows, shape[-2] - start))
+
+    def _rows(self, node: fx.Node, start: int, count: int) -> Tensor | None:
+        """Rows ``start .. start + count - 1`` of dimension -2, or None where they cannot be computed."""
+        val = node.meta["val"]
+        if not isinstance(val, Tensor):
+            return None
+        if val.numel() <= _BLOCK:
+            whole: Tensor | None = self.value(node)
+            if whole is None:
+                return None
+            return whole.narrow(-2, start, count) if whole.dim() > 1 and whole.shape[-2] > 1 else whole
+        if node.target is aten.expand.default:
+            source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
+            return None if source is None else source.expand(*val.shape[:-2], count, val.shape[-1])
+        if node.target in _FACTORIES:
+            shape = [*val.shape[:-2], count, val.shape[-1]]
+            made: Tensor = node.target(shape, *node.args[1:], **node.kwargs)
+            return made
+        if node.target in _TRIANGLES:
+            source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
+            diagonal: Any = node.args[1] if len(node.args) > 1 else 0
+            return None if source is None else _TRIANGLES[node.target](source, diagonal + start)
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _POINTWISE:
+            return None
+        rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
+        if any(value is None for value in rows.values()):
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
+        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a constant; None where it needs a buffer without data."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            waiting = [n for n in top.all_input_nodes if n not in self.values]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            stack.pop()
+            if top not in self.values:
+                self.values[top] = self._compute(top)
+        return self.values[node]
+
+    def _compute(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            buffer = self.buffers.get(str(node.target))
+            return None if buffer is None else buffer.cpu()
+        given = [self.values[n] for n in node.all_input_nodes]
+        val = node.meta["val"]
+        if any(v is None for v in given) or (isinstance(val, Tensor) and val.numel() > 2 * _BLOCK):
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def buffers_under(constant: fx.Node) -> frozenset[str]:
+    """The user's buffers whose values a constant is computed from."""
+    names = {str(load.target) for load in loads_under(constant)}
+    return frozenset(name for name in names if not is_lifted(name))
+
+
+def _allowed(block: Tensor, start: int) -> set[str]:
+    """What rows ``start ...`` of a mask agree with: "causal", "open"."""
+    if block.dtype == torch.bool:
+        allowed = block
+    elif block.is_floating_point():
+        allowed = block == 0
+        # An additive mask must be 0 or shut a key out altogether: anything between is a bias (ALiBi).
+        if not (allowed | (block <= torch.finfo(block.dtype).min)).all():
+            return set()
+    else:
+        return set()
+    rows, columns = block.shape[-2:]
+    seen = torch.ones(rows, columns, dtype=torch.bool).tril(start)
+    found = set()
+    if bool(allowed.all()):
+        found.add("open")
+    if bool((allowed == seen).all()):
+        found.add("causal")
+    return found

@@ -1,0 +1,233 @@
+"""What depends on neither parameters nor data: moved out of the step, and attention masks proved causal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoptd.passes.ir.names import live_nodes
+from autoptd.passes.ir.nodes import argument, is_lifted, where
+from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
+from autoptd.runtime import aten, kernels
+from autoptd.runtime.program.placement import Parameter
+
+# Operators with a mask: its position and its name.
+_MASKS: dict[Any, tuple[int, str]] = {
+    aten.scaled_dot_product_attention.default: (3, "attn_mask"),
+    kernels.scaled_softmax: (2, "mask"),
+}
+LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
+_SHAPE_ONLY = (
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.select.int,
+)
+
+# Operators that read no more than a tensor's shape and dtype -> what makes the same from nothing.
+_FACTORIES: dict[Any, OpOverload] = {
+    aten.new_ones.default: aten.ones.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_full.default: aten.full.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.full_like.default: aten.full.default,
+}
+
+
+def fold_constants(program: Program) -> Program:
+    """Move constant subgraphs to ``Stage.constants``, each made once; drop masks that are exactly causal.
+
+    A constant depends on buffers at most. Attention whose mask is proved, by computing it, to allow just the
+    keys up to each query gets ``is_causal=True``; one that allows every key gets no mask; others are kept.
+    Raises ValueError for an embedding of constant numbers, such as positions, that its table lacks.
+    """
+    (stage,) = program.stages
+    folder = _Folder(stage, program.buffers)
+    folder.check_lookups()
+    folder.slice_indices()
+    verdicts = folder.drop_masks()
+    constants = folder.split()
+    graph, made = folder.graph, folder.made
+    used = {str(n.target) for g in (graph, constants) for n in g.nodes if n.op == "get_attr"}
+    kept = {
+        name: parameter for name, parameter in stage.parameters.items() if name in used or not is_lifted(name)
+    }
+    size = sum(p.bytes for p in made.values())
+    before, after = len(stage.graph.nodes), len(graph.nodes)
+    entry = f"fold_constants {before} -> {after} nodes, {len(made)} constants of {size} bytes"
+    proofs = "".join(f"; {count} attention masks {verdict}" for verdict, count in sorted(verdicts.items()))
+    stages = (Stage(graph, {**kept, **made}, constants),)
+    return program.replace_stages(stages, entry + proofs, proved=folder.proved)
+
+
+class _Folder:
+    """A copy of a stage's graph, equal constants merged, from which they are taken out."""
+
+    def __init__(self, stage: Stage, buffers: Mapping[str, Tensor]) -> None:
+        self.parameters = stage.parameters
+        self.judge = MaskJudge(buffers)
+        self.graph = fx.Graph()
+        self.constant: set[fx.Node] = set()
+        self.made: dict[str, Parameter] = {}
+        self.proved: frozenset[str] = frozenset()
+        self._copy(stage.graph)
+
+    def _copy(self, graph: fx.Graph) -> None:
+        values: dict[fx.Node, fx.Node] = {}
+        first: dict[str, fx.Node] = {}
+        for node in graph.nodes:
+            values[node] = copied = self.graph.node_copy(node, values.__getitem__)
+            copied.meta = node.meta
+            _free_of_data(copied)
+            if node.op == "get_attr":
+                fixed = self.parameters[str(node.target)].kind == "buffer"
+            else:
+                fixed = node.op == "call_function" and all(n in self.constant for n in copied.all_input_nodes)
+            if fixed:
+                # repr tells 1 from 1.0 and True; arguments are merged already, so that names are identities.
+                key = f"{copied.target} {copied.args!r} {copied.kwargs!r}"
+                values[node] = kept = first.setdefault(key, copied)
+                self.constant.add(kept)
+                if kept is not copied:
+                    self.graph.erase_node(copied)
+
+    def drop_masks(self) -> dict[str, int]:
+        """Replace proved masks; the number of attentions by verdict."""
+        counts: Counter[str] = Counter()
+        for node in self.graph.nodes:
+            mask = argument(node, *_MASKS[node.target]) if node.target in _MASKS else None
+            if not isinstance(mask, fx.Node) or mask not in self.constant:
+                continue
+            verdict = self.judge.judge(mask)
+            counts[verdict] += 1
+            if verdict in ("causal", "open"):
+                _drop_mask(node, verdict == "causal")
+                self.proved |= buffers_under(mask)
+        return counts
+
+    def check_lookups(self) -> None:
+        for node in self.graph.nodes:
+            index: Any = node.args[1] if node.target is aten.embedding.default else None
+            if index not in self.constant or index.meta["val"].numel() > LOOKED_UP:
+                continue
+            numbers, rows = self.judge.value(index), node.args[0].meta["val"].shape[0]
+            if numbers is None or not numbers.numel():
+                continue
+            least, most = int(numbers.min()), int(numbers.max())
+            if least < 0 or most >= rows:
+                raise ValueError(
+                    f"{where(node)}: rows {least} to {most} are looked up in a table of {rows}; give shorter sequences "
+                    "in example_inputs, or the model more positions"
+                )
+
+    def slice_indices(self) -> None:
+        """An index of constant, consecutive numbers is a slice (Falcon takes its one key head so)."""
+        for node in list(self.graph.nodes):
+            if node.target is aten.index.Tensor and node not in self.constant:
+                found = self._consecutive(node)
+                if found is not None:
+                    (index,) = (i for i in node.args[1] if i is not None)
+                    self.proved |= buffers_under(index)
+                    node.target, node.args = aten.slice.Tensor, (node.args[0], *found)
+
+    def _consecutive(self, node: fx.Node) -> tuple[int, int, int] | None:
+        """The dimension, start and end that an index takes, if it is a run of one dimension."""
+        arguments: Any = node.args
+        source, indices = arguments
+        (dim, index), *others = [(d, i) for d, i in enumerate(indices) if i is not None]
+        if others or index not in self.constant or index.meta["val"].dim() != 1:
+            return None
+        numbers = self.judge.value(index)
+        if numbers is None or numbers.dtype != torch.int64 or not len(numbers):
+            return None
+        size = source.meta["val"].shape[dim]
+        if (numbers < 0).all():
+            numbers = numbers + size
+        start, count = int(numbers[0]), len(numbers)
+        run = start >= 0 and torch.equal(numbers, torch.arange(start, start + count))
+        return (dim, start, start + count) if run else None
+
+    def split(self) -> fx.Graph:
+        """Take the constants out of the graph, and return the graph that makes them; `made` names them."""
+        nodes = live_nodes(self.graph)
+        live = set(nodes)
+        once = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        outputs: dict[str, fx.Node] = {}
+        for node in nodes:
+            if node not in self.constant:
+                continue
+            values[node] = once.node_copy(node, values.__getitem__)
+            values[node].meta = node.meta
+            users = [user for user in node.users if user in live and user not in self.constant]
+            if users and node.op != "get_attr":
+                loaded = self._load(node, users)
+                live.add(loaded)
+                outputs[str(loaded.target)] = values[node]
+        for node in reversed(self.graph.nodes):
+            if node not in live or (node in self.constant and not node.users):
+                self.graph.erase_node(node)
+        if outputs:
+            once.output(outputs)
+        return once if outputs else fx.Graph()
+
+    def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
+        """Put a load of a constant where it was computed; it is named after what computed its elements."""
+        origin = node
+        while origin.target in _SHAPE_ONLY:
+            origin = origin.args[0]  # type: ignore[assignment]
+        # It becomes an attribute of the rank's nn.Module, which has a `to` and a `type` already.
+        name = f"constant.{origin.name}" + "_value" * hasattr(torch.nn.Module, origin.name)
+        unique, count = name, 1
+        while unique in self.parameters or unique in self.made:
+            unique, count = f"{name}_{count}", count + 1
+        val = node.meta["val"]
+        self.made[unique] = Parameter(unique, tuple(val.shape), val.dtype, "constant", False)
+        with self.graph.inserting_before(node):
+            loaded = self.graph.create_node("get_attr", unique, name=unique.removeprefix("constant."))
+        loaded.meta = node.meta
+        for user in users:
+            user.replace_input_with(node, loaded)
+        return loaded
+
+
+def filled(constants: fx.Graph) -> frozenset[str]:
+    """The constants that are made of one number, as ``x.new_ones(b, 1, 1)`` is."""
+    names = set()
+    for output in (node for node in constants.nodes if node.op == "output"):
+        for name, node in output.args[0].items():
+            while len(node.all_input_nodes) == 1:
+                (node,) = node.all_input_nodes
+            if node.target in _FACTORIES.values():
+                names.add(name)
+    return frozenset(names)
+
+
+def _drop_mask(node: fx.Node, causal: bool) -> None:
+    node.args = node.args[: _MASKS[node.target][0]]
+    node.kwargs = {"is_causal": True, **node.kwargs} if causal else node.kwargs
+
+
+def _free_of_data(node: fx.Node) -> None:
+    """Rewrite ``x.new_ones(...)`` and, for integer x, ``ones_like(x)`` so that they do not depend on x."""
+    factory = _FACTORIES.get(node.target)
+    if factory is None:
+        return
+    val = node.meta["val"]
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    like = str(node.target).split(".")[1].endswith("_like")
+    if like and source.is_floating_point():
+        return  # a tensor as large as an activation is not worth keeping
+    fill = (node.args[1 if like else 2],) if factory is aten.full.default else ()
+    node.target, node.args, node.kwargs = factory, (list(val.shape), *fill), {"dtype": val.dtype}

@@ -1,0 +1,219 @@
+"""Bring an exported graph into the form that every later pass reads.
+
+Regions of ``torch.no_grad`` and ``torch.autocast`` are inlined, the latter's casts written out, in-place operators made
+functional, operators without effect dropped, and dropout given its number. Numerics stay bit for bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.ir.autocast import Autocast
+from autoptd.passes.ir.gradients import find_reached
+from autoptd.passes.ir.names import name_nodes
+from autoptd.passes.ir.nodes import has_gradients, refuse_random, where
+from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.normal_form.autocast import Casts, describe_result, enter_region
+from autoptd.passes.normal_form.functionalize import Cell, Storage, functional_twin, is_mutation, refuse_owned
+from autoptd.passes.normal_form.operator_rewrites import Call, rewrite
+from autoptd.runtime import aten
+from autoptd.runtime.program.placement import Parameter
+
+_DEVICE_ARGUMENTS = ("device", "pin_memory", "layout", "non_blocking")
+_EMPTY = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_async.default,
+        aten._assert_async.msg,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What torch's modes are where an operator is called."""
+
+    grad: bool = True
+    autocast: Autocast | None = None
+
+
+def normalize(program: Program) -> Program:
+    """Rewrite the captured stage's graph into functional aten operators with ``rank`` as first placeholder.
+
+    Dropouts become ``kernels.dropout``, and attention with dropout a product, ``kernels.scaled_softmax`` and a product;
+    both are numbered in capture order. Raises ValueError, with file and line, for a random or in-place operator that
+    has no such form.
+    """
+    (stage,) = program.stages
+    writer = Normalizer(stage.parameters)
+    values: dict[Any, Any] = {}
+    before = len(stage.graph.nodes)
+    for node in stage.graph.nodes:
+        writer.visit(node, values, Scope(autocast=program.autocast))
+    buffers = {name for name, parameter in stage.parameters.items() if parameter.kind == "buffer"}
+    graph = name_nodes(writer.graph, buffers)
+    entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.dropouts} dropouts"
+    idle = writer.idle_parameters()
+    if idle:
+        names = ", ".join(idle[:5]) + (" ..." if len(idle) > 5 else "")
+        entry += f"; no gradient reaches {names} ({len(idle)} parameters)"
+    return program.replace_stages((Stage(graph, stage.parameters, stage.constants),), entry)
+
+
+class Normalizer:
+    """Writes the normalised graph, one operator of the exported graph at a time.
+
+    `trained` holds the nodes through which a gradient reaches a parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self.graph = fx.Graph()
+        self.parameters = parameters
+        self.trained: set[fx.Node] = set()
+        self.dropouts = 0
+        self.rank = self.graph.placeholder("rank")
+        self.rank.meta = {"val": None, "path": "", "line": "", "role": "rank"}
+        self.storage = Storage(self)
+        self.casts = Casts(self)
+        self._detached: dict[fx.Node, fx.Node] = {}
+
+    def emit(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        meta: Mapping[str, Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> fx.Node:
+        """Append a call of `target`, its ``meta`` taken from the operator it stands for."""
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta = dict(meta)
+        if (
+            target is not aten.detach.default
+            and _any_has_gradients(meta["val"])
+            and any(n in self.trained for n in node.all_input_nodes)
+        ):
+            self.trained.add(node)
+        return node
+
+    def visit(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
+        """Rewrite one node; `values` maps the region's nodes to what they became."""
+        if node.op == "output":
+            result = fx.map_arg(node.args[0], lambda n: self.storage.read(values[n]))
+            self.graph.output(result).meta = dict(node.meta)
+        elif node.op == "placeholder" or (node.op == "get_attr" and node.meta.get("region") is None):
+            copied = self.graph.node_copy(node)
+            copied.meta = node.meta
+            if node.op == "get_attr" and self.parameters[str(node.target)].requires_grad:
+                self.trained.add(copied)
+            values[node] = Cell(copied, owner=str(node.target) if node.op == "get_attr" else "")
+        elif node.op == "get_attr":
+            values[node] = node.meta["region"]
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            self._inline(node, values, scope)
+        elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            self._rewrite(node, values, scope)
+
+    def _inline(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
+        name = str(node.target)
+        args: tuple[Any, ...] = node.args
+        if name == "wrap_with_set_grad_enabled":
+            grad, region, *operands = args
+            scope = replace(scope, grad=grad)
+        elif name == "wrap_with_autocast":
+            device, dtype, enabled, _, region, *operands = args
+            scope = replace(scope, autocast=enter_region(scope.autocast, device, dtype, enabled))
+        else:
+            raise ValueError(
+                f"{where(node)}: {name.replace('wrap_with_', '')} inside forward is not supported; "
+                "leave it out of the model, or write it with torch operators"
+            )
+        inner: dict[Any, Any] = {}
+        given = iter(operands)
+        for child in values[region].nodes:
+            if child.op == "placeholder":
+                inner[child] = values[next(given)]
+            elif child.op == "output":
+                values[node] = tuple(inner[n] for n in child.args[0])
+            else:
+                self.visit(child, inner, scope)
+
+    def _rewrite(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
+        target = node.target
+        if target in _EMPTY:
+            return
+        if "functorch" in (getattr(target, "__module__", None) or ""):
+            raise ValueError(
+                f"{where(node)}: a transform of torch.func, as vmap is, in forward is not supported; write it with "
+                "operators on the whole batch"
+            )
+        read = self.storage.read if scope.grad else self._read_detached
+        args = fx.map_arg(node.args, lambda n: read(values[n]))
+        kwargs: Any = fx.map_arg(
+            {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}, lambda n: read(values[n])
+        )
+        if is_mutation(target):
+            written = node.kwargs.get("out", node.args[0])
+            values[node] = self._write(node, values[written], args, kwargs, scope)
+            return
+        if scope.autocast is not None:
+            args, kwargs = self.casts.cast(scope.autocast, node, args, kwargs)
+        meta = describe_result(scope.autocast, node, target, args, kwargs)
+        made = rewrite(target, Call(self, node, args, kwargs, meta))
+        values[node] = self.storage.derive(node, made, values)
+
+    def _write(
+        self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
+    ) -> Cell:
+        """An in-place operator: its functional twin's value becomes the value of `cell`."""
+        twin = functional_twin(node.target)
+        if twin is None:
+            refuse_random(node, node.target)
+            refuse_owned(cell, node)
+        if twin is None or (not scope.grad and self.storage.read(cell) in self.trained):
+            raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
+        if node.target is aten.detach_.default:
+            cell.node, cell.base = rewrite(twin, Call(self, node, args, kwargs, node.meta)), None
+        elif twin is aten.copy.default:
+            shape = list(node.meta["val"].shape)
+            meta = describe_result(scope.autocast, node, aten.expand.default, (args[1], shape), {})
+            self.storage.write(cell, self.emit(aten.expand.default, (args[1], shape), meta))
+        else:
+            meta = describe_result(scope.autocast, node, twin, args, kwargs)
+            self.storage.write(cell, rewrite(twin, Call(self, node, args, kwargs, meta)))
+        return cell
+
+    def _read_detached(self, tensor: Any) -> fx.Node:
+        node: fx.Node = self.storage.read(tensor)
+        if node not in self.trained:
+            return node
+        if node not in self._detached:
+            self._detached[node] = self.emit(aten.detach.default, (node,), node.meta)
+        return self._detached[node]
+
+    def idle_parameters(self) -> list[str]:
+        """Parameters that want a gradient and get none from the loss."""
+        loss = next(iter(reversed(self.graph.nodes))).all_input_nodes
+        names = {str(n.target) for n in find_reached(loss, self.trained) if n.op == "get_attr"}
+        return [name for name, p in self.parameters.items() if p.requires_grad and name not in names]
+
+    def next_dropout(self) -> int:
+        """The number of the next operator that draws a mask."""
+        self.dropouts += 1
+        return self.dropouts - 1
+
+
+def _any_has_gradients(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_any_has_gradients(v) for v in value)
+    return has_gradients(value)

@@ -1,0 +1,400 @@
+"""The operators that normalisation rewrites: one small function each, and the table of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Any, Protocol
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autoptd.passes.ir.nodes import refuse_random, where
+from autoptd.runtime import aten, kernels
+
+
+class Writer(Protocol):
+    """The graph being written, as rules see it; `trained` are the nodes that a gradient passes through."""
+
+    rank: fx.Node
+    trained: set[fx.Node]
+
+    def emit(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        meta: Mapping[str, Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> fx.Node:
+        """Append a call of `target`, its ``meta`` taken from the operator it stands for."""
+
+    def next_dropout(self) -> int:
+        """The number of the next operator that draws a mask."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the exported graph, `node`, its arguments already those of the new graph, with its ``meta`` there."""
+
+    writer: Writer
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    meta: Mapping[str, Any]
+
+    @property
+    def source(self) -> fx.Node:
+        """The first argument, a node of the new graph."""
+        node: fx.Node = self.args[0]
+        return node
+
+    @property
+    def given(self) -> Tensor:
+        """The first argument's shape and dtype."""
+        val: Tensor = self.source.meta["val"]
+        return val
+
+    @property
+    def val(self) -> Any:
+        """The result's shape and dtype: a meta tensor, or a list of them."""
+        return self.meta["val"]
+
+    def argument(self, name: str) -> Any:
+        """The argument `name`, by position, keyword or default."""
+        for place, spec in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
+            if spec.name == name:
+                return (
+                    self.args[place] if place < len(self.args) else self.kwargs.get(name, spec.default_value)
+                )
+        raise KeyError(name)
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write a call of `target` in its stead."""
+        return self.writer.emit(target, args, self.meta, kwargs)
+
+
+_RECURRENT = (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+Rule = Callable[[Call], "fx.Node | None"]
+"""What stands for a call: a new node, one that was there already, or None to keep the call as it is."""
+
+
+def rewrite(target: Any, call: Call) -> fx.Node:
+    """Write what stands for `call` in the normalised graph. Raises ValueError for a random operator."""
+    rule = RULES.get(target)
+    made = rule(call) if rule is not None else None
+    if made is not None:
+        return made
+    if target in _RECURRENT:
+        raise ValueError(
+            f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps "
+            "with linear operators, or leave the layer out of the model that is compiled"
+        )
+    refuse_random(call.node, target)
+    return call.writer.emit(target, call.args, call.meta, call.kwargs)
+
+
+def _embedding(call: Call) -> fx.Node | None:
+    if call.argument("sparse"):
+        raise ValueError(
+            f"{where(call.node)}: an embedding with sparse=True has a sparse gradient, which is not summed over ranks: "
+            "leave sparse out (the same numbers, in a dense gradient)"
+        )
+    if call.argument("scale_grad_by_freq"):
+        raise ValueError(
+            f"{where(call.node)}: an embedding with scale_grad_by_freq=True divides gradients by how often a token is "
+            "in the whole batch, and a program sees one microbatch at a time: leave it out"
+        )
+    return None
+
+
+def _embedding_bag(call: Call) -> fx.Node | None:
+    raise ValueError(
+        f"{where(call.node)}: an embedding bag is not supported: write it as an embedding and the mean or sum of a bag"
+    )
+
+
+def _same(call: Call) -> fx.Node | None:
+    return call.source
+
+
+def _cast(call: Call) -> fx.Node | None:
+    if call.given.dtype == call.val.dtype:
+        return call.source
+    return call.emit(aten.to.dtype, call.source, call.val.dtype)
+
+
+def _contiguous(call: Call) -> fx.Node | None:
+    if call.given.stride() == call.val.stride():
+        return call.source
+    return call.emit(aten.contiguous.default, call.source)
+
+
+def _reshape(call: Call) -> fx.Node | None:
+    """View and reshape alike, sizes spelt out; reshape, because later passes may change what strides are."""
+    if call.given.shape == call.val.shape:
+        return call.source
+    return call.emit(aten.reshape.default, call.source, list(call.val.shape))
+
+
+def _expand(call: Call) -> fx.Node | None:
+    if call.given.shape == call.val.shape:
+        return call.source
+    return call.emit(aten.expand.default, call.source, list(call.val.shape))
+
+
+def _repeat(call: Call) -> fx.Node | None:
+    """Tiles as an expanded dimension outside each that is repeated, merged into it where it has a size."""
+    own, times = call.given.shape, [int(n) for n in call.args[1]]
+    if call.given.numel() == 0 or 0 in times:
+        return None
+    sizes = [1] * (len(times) - len(own)) + list(own)
+    opened = [[size] if 1 in (size, n) else [1, size] for size, n in zip(sizes, times, strict=True)]
+    tiled = [[size * n] if 1 in (size, n) else [n, size] for size, n in zip(sizes, times, strict=True)]
+    whole = [[size * n] for size, n in zip(sizes, times, strict=True)]
+    x = call.source
+    for target, groups in (
+        (aten.reshape.default, opened),
+        (aten.expand.default, tiled),
+        (aten.reshape.default, whole),
+    ):
+        shape = [size for group in groups for size in group]
+        x = _derive(call, target, x, shape) if shape != list(x.meta["val"].shape) else x
+    return x
+
+
+def _slice(call: Call) -> fx.Node | None:
+    extent = call.given.shape
+    if extent == call.val.shape:
+        return call.source
+    dim, start, end, step = (call.argument(name) for name in ("dim", "start", "end", "step"))
+    start, end, _ = slice(start, end).indices(extent[dim])
+    sizes = (dim % len(extent), start, end) if step == 1 else (dim % len(extent), start, end, step)
+    return call.emit(aten.slice.Tensor, call.source, *sizes)
+
+
+def _chunk(call: Call) -> fx.Node | None:
+    dim = call.argument("dim")
+    return call.emit(aten.split.Tensor, call.source, call.val[0].shape[dim], dim)
+
+
+def _detach(call: Call) -> fx.Node | None:
+    return None if call.source in call.writer.trained else call.source
+
+
+def _transpose(call: Call) -> fx.Node | None:
+    dims = call.given.dim()
+    if dims < 2:
+        return call.source
+    if dims == 2:
+        return call.emit(aten.transpose.int, call.source, 0, 1)
+    return call.emit(aten.permute.default, call.source, list(reversed(range(dims))))
+
+
+def _matrix_transpose(call: Call) -> fx.Node | None:
+    if call.val.is_complex():
+        return None
+    return call.emit(aten.transpose.int, call.source, call.given.dim() - 2, call.given.dim() - 1)
+
+
+def _neutral(value: int) -> Rule:
+    """x * 1 and, for integers, x + 0 are x (a float's -0.0 + 0 is not)."""
+
+    def rule(call: Call) -> fx.Node | None:
+        source, other = call.args[:2]
+        if not isinstance(source, fx.Node) or isinstance(other, fx.Node) or other != value:
+            return None
+        same = call.given.dtype == call.val.dtype and call.given.shape == call.val.shape
+        return source if same and (value == 1 or not call.val.is_floating_point()) else None
+
+    return rule
+
+
+def _matmul(call: Call) -> fx.Node | None:
+    """x @ w.t() of a matrix is ``linear``, which is how torch computes it."""
+    other = call.args[1]
+    if other.target is not aten.transpose.int or other.args[0].op != "get_attr" or call.given.dim() < 2:
+        return None
+    if other.meta["val"].dim() != 2:
+        return None
+    return call.emit(aten.linear.default, call.source, other.args[0])
+
+
+def _einsum(call: Call) -> fx.Node:
+    """Letters for "...", and several products one by one: along the path, or the first two, their result last."""
+    equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
+    inputs, arrow, result = equation.partition("->")
+    groups = inputs.split(",")
+    if not arrow:
+        once = sorted(letter for letter in inputs if letter.isalpha() and inputs.count(letter) == 1)
+        result = "..." * ("..." in inputs) + "".join(once)
+    free = "".join(letter for letter in ascii_letters if letter not in equation)
+    dims = [x.meta["val"].dim() for x in operands]
+    hidden = [dim - len(g) + 3 if "." in g else 0 for g, dim in zip(groups, dims, strict=True)]
+    names = [free[len(free) - count :] for count in (*hidden, max(hidden))]
+    *groups, result = (g.replace("...", name) for g, name in zip((*groups, result), names, strict=True))
+    pending = list(zip(groups, operands, strict=True))
+    path = iter(call.argument("path") or [0, 1] * len(pending))
+    while len(pending) > 2:
+        second, first = (pending.pop(at) for at in sorted((next(path), next(path)), reverse=True))
+        read = result + "".join(group for group, _ in pending)
+        kept = "".join(letter for letter in dict.fromkeys(first[0] + second[0]) if letter in read)
+        product = f"{first[0]},{second[0]}->{kept}"
+        pending.append((kept, _derive(call, aten.einsum.default, product, [first[1], second[1]])))
+    product = ",".join(group for group, _ in pending) + f"->{result}"
+    return call.emit(aten.einsum.default, product, [x for _, x in pending])
+
+
+def _tensordot(call: Call) -> fx.Node:
+    """The einsum that it is, which may round otherwise where it sums over several dimensions, or has a vector."""
+    x, y, own, other = call.args
+    letters = iter(ascii_letters)
+    first, second = ([next(letters) for _ in tensor.meta["val"].shape] for tensor in (x, y))
+    for dim, twin in zip(own, other, strict=True):
+        second[twin] = first[dim]
+    kept = [letter for letter in first + second if (letter in first) is not (letter in second)]
+    return call.emit(aten.einsum.default, "".join([*first, ",", *second, "->", *kept]), [x, y])
+
+
+def _concatenate(call: Call) -> fx.Node | None:
+    """Without [0], which torch joins to tensors of any shape; its dtype counts, though."""
+    sources, *dim = call.args
+    filled = [source for source in sources if source.meta["val"].shape != (0,)]
+    if len(filled) in (0, len(sources)):
+        return None
+    filled = [
+        x if x.meta["val"].dtype == call.val.dtype else _derive(call, aten.to.dtype, x, call.val.dtype)
+        for x in filled
+    ]
+    return call.emit(aten.cat.default, filled, *dim) if len(filled) > 1 else filled[0]
+
+
+def _as(target: OpOverload) -> Rule:
+    return lambda call: call.emit(target, *call.args, **call.kwargs)
+
+
+def _dropout(call: Call) -> fx.Node | None:
+    p = call.argument("p")
+    if p == 0 or not call.argument("train"):
+        return call.source
+    return call.emit(kernels.dropout, call.writer.rank, call.source, p, call.writer.next_dropout())
+
+
+def _attention(call: Call) -> fx.Node | None:
+    q, k, v, mask, p = (call.argument(n) for n in ("query", "key", "value", "attn_mask", "dropout_p"))
+    is_causal, scale, grouped = (call.argument(name) for name in ("is_causal", "scale", "enable_gqa"))
+    if p == 0:
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": grouped}
+        kept = {name: value for name, value in options.items() if value not in (None, False)}
+        masks = () if mask is None else (mask,)
+        return call.emit(aten.scaled_dot_product_attention.default, q, k, v, *masks, **kept)
+    if grouped:
+        k, v = _repeat_heads(call, k), _repeat_heads(call, v)
+    scale = 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale
+    options = {"is_causal": True} if is_causal else {}
+    options |= {"scale": scale, "p": p, "operator": call.writer.next_dropout()}
+    scores = _derive(call, aten.matmul.default, q, _derive(call, aten.transpose.int, k, -2, -1))
+    if mask in call.writer.trained:
+        # A mask gets no gradient in the kernel; there it keeps to what it hides.
+        scores = _derive(call, aten.add.Tensor, _derive(call, aten.mul.Tensor, scores, scale), mask)
+        mask, options["scale"] = _derive(call, aten.ne.Scalar, mask, -math.inf), 1.0
+    masks = () if mask is None else (mask,)
+    weights = call.writer.emit(
+        kernels.scaled_softmax,
+        (call.writer.rank, scores, *masks),
+        {**call.meta, "val": scores.meta["val"]},
+        options,
+    )
+    return call.emit(aten.matmul.default, weights, v)
+
+
+def _derive(call: Call, target: Any, *args: Any) -> fx.Node:
+    """A further call that the operator is made of, its result's shape and dtype found on the meta device."""
+    val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    return call.writer.emit(target, args, {**call.meta, "val": val})
+
+
+def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
+    """Each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
+    b, g, s, a = x.meta["val"].shape
+    times = call.given.shape[1] // g
+    x = _derive(call, aten.reshape.default, x, [b, g, 1, s, a])
+    x = _derive(call, aten.expand.default, x, [b, g, times, s, a])
+    return _derive(call, aten.reshape.default, x, [b, g * times, s, a])
+
+
+_CASTS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.to.prim_Device,
+    aten.to.prim_dtype,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+_SHAPES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+)
+# What torch calls by two names: the other one, and the one that passes know.
+_OTHER_NAMES = [
+    pair.split("=")
+    for pair in """
+    multiply=mul subtract=sub divide=div true_divide=div negative=neg absolute=abs clip=clamp fix=trunc greater=gt
+    greater_equal=ge less=lt less_equal=le not_equal=ne arctan=atan arctan2=atan2 arcsin=asin arccos=acos
+    __and__=bitwise_and __or__=bitwise_or __xor__=bitwise_xor
+    """.split()  # noqa: SIM905
+]
+
+
+def _rrelu(call: Call) -> fx.Node | None:
+    """Without randomness, the mean of its slopes."""
+    slopes = call.argument("lower") + call.argument("upper")
+    return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
+
+
+def _layer_norm(call: Call) -> fx.Node | None:
+    """Without `cudnn_enable`, which differs by machine and means nothing to the operator."""
+    return call.emit(aten.layer_norm.default, *call.args[:5])
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys((aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _same),
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((aten.contiguous.default, aten.clone.default), _contiguous),
+    **dict.fromkeys(_SHAPES, _reshape),
+    **dict.fromkeys((aten.expand.default, aten.expand_as.default), _expand),
+    **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
+    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
+    aten.repeat.default: _repeat,
+    aten.slice.Tensor: _slice,
+    aten.chunk.default: _chunk,
+    aten.detach.default: _detach,
+    aten.layer_norm.default: _layer_norm,
+    aten.rrelu.default: _rrelu,
+    aten.embedding.default: _embedding,
+    **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _embedding_bag),
+    aten.mul.Tensor: _neutral(1),
+    aten.add.Tensor: _neutral(0),
+    aten.matmul.default: _matmul,
+    aten.einsum.default: _einsum,
+    aten.tensordot.default: _tensordot,
+    aten.cat.default: _concatenate,
+    aten.max.other: _as(aten.maximum.default),
+    aten.min.other: _as(aten.minimum.default),
+    aten.dropout.default: _dropout,
+    aten.scaled_dot_product_attention.default: _attention,
+    **{
+        getattr(getattr(aten, other), overload): _as(getattr(getattr(aten, name), overload))
+        for other, name in _OTHER_NAMES
+        for overload in {*getattr(aten, other).overloads()} & {*getattr(aten, name).overloads()}
+    },
+}

@@ -1,0 +1,209 @@
+"""Cut the model into p * v pipeline stages at any operators, balanced by cost (SC21 §2.2).
+
+What depends on batch inputs and constants alone (masks, shifted labels, position ids) is computed in every
+stage that reads it and never sent. All other operators are one row of items, cut by `cut_sequence`; what
+lives across a cut is sent, and passed on by stages in between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import fx
+
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.schedule_times import live_microbatches
+from autoptd.passes.ir.nodes import has_gradients, walk
+from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.stages.cost_sequence import Memory
+from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.stages.search import Choice, choose_cut
+from autoptd.passes.structure.linear_order import Row
+from autoptd.runtime.program.manifest import Boundary
+from autoptd.runtime.program.schedule import make_schedule
+
+CUTS = 8  # that are tried for one that fits
+Made = TypeVar("Made")
+
+
+def cut_stages(
+    program: Program, *, recompute: str | int = "none", fuse: bool = True, **options: Any
+) -> Program:
+    """Cut the one stage of `program` where `find_cut` says; `options` and errors are its own.
+
+    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
+    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
+    ``requires_grad``. It is cut for what `recompute_activations` and `fuse_operators` are to do after it (see `Uncut`).
+    """
+    found = find_cut(Uncut(program, recompute, fuse), **options)
+    return cut_at(program, found.positions, found.entry)
+
+
+class Found(NamedTuple):
+    """The positions of a cut, a line for the log, whether it fits, and the bytes that each pipeline rank holds, as the
+    cut counts them; none without a limit."""
+
+    positions: tuple[int, ...]
+    entry: str
+    fits: bool
+    held: Sequence[int]
+
+
+def find_cut(
+    uncut: Uncut,
+    *,
+    num_stages: int,
+    schedule: str = "interleaved_1f1b",
+    num_microbatches: int | None = None,
+    cluster: Cluster | None = None,
+    besides: Sequence[int] = (),
+) -> Found:
+    """Where to cut into `num_stages`, stage k for pipeline rank k mod p.
+
+    Args:
+        schedule: the one that the stages are for, and `num_microbatches` of it (default 8 p): of several cuts its
+            shortest step decides, and it says how many microbatches a stage holds.
+        cluster: whose times costs are, and what a rank has of memory for parameters, gradients, Adam's state,
+            activations in flight, and what the backward of one recomputed group holds. Where no cut is found to fit,
+            the log says so. Default the paper's, "dgx-a100", of any memory.
+        besides: bytes that each pipeline rank holds more than that; default none.
+
+    Raises ValueError if there are fewer cuttable units than stages.
+    """
+    pipeline = uncut.program.mesh.pipeline
+    m = 8 * pipeline if num_microbatches is None else num_microbatches
+    described = cluster or Cluster.load("dgx-a100")
+    memory, memory_limit = None, None
+    if cluster is not None:
+        memory_limit = int(cluster.device.memory_bytes)
+        static, activation, working = uncut.memory
+        alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
+        memory = Memory(static, activation, alive, [working + more for more in besides or [0] * pipeline])
+    counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}
+    times = uncut.times(described)
+    choice = choose_cut(times, memory, **counts, schedule=schedule, memory_limit=memory_limit)
+    held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
+    return Found(
+        choice.cut.positions, _describe(choice, pipeline, described.name), not choice.cut.overflow, held
+    )
+
+
+def fit_cut(
+    find: Callable[[Sequence[int]], Found], make: Callable[[Found], tuple[Made, Sequence[int]]], limit: int
+) -> tuple[Found, Made, Sequence[int]]:
+    """A cut, what one is to `make` of it, and the bytes that each rank then holds: at most `limit`, if a cut is found.
+
+    Else the leanest of those tried. `find` counts neither the buffers of receives nor all that a backward holds: where
+    what is made has too much, it is asked again with what each rank was found to hold besides. That is of one cut, and
+    another may hold less: where no cut has room for so much, half of what was added is tried.
+    """
+    made: dict[tuple[int, ...], tuple[Found, Made, Sequence[int]]] = {}
+    besides: Sequence[int] = ()
+    above: Sequence[int] = ()  # for which there is no cut
+    for _ in range(CUTS):
+        found = find(besides)
+        if made and not found.fits:
+            above = besides
+        else:
+            known = besides or [0] * len(found.held)
+            fresh = found.positions not in made
+            if fresh:
+                made[found.positions] = found, *make(found)
+                memory = made[found.positions][2]
+            if max(memory) <= limit or not found.fits or not (fresh or above):
+                break
+        if above:
+            besides = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
+        else:
+            rows = zip(known, found.held, memory, strict=True)
+            besides = [own + max(0, real - counted) for own, counted, real in rows]
+    return min(made.values(), key=lambda own: max(own[2]))
+
+
+def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
+    """Cut the one stage of `program` before the items (of its `Row`) at `positions`; `entry` is for the log."""
+    (stage,) = program.stages
+    return program.replace_stages(_build_stages(Row(stage), positions), entry)
+
+
+def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
+    """What each stage receives from the one before it, in the order of its arguments."""
+    return tuple(
+        tuple(make_boundary(node) for node in stage.graph.nodes if node.meta.get("role") == "boundary")
+        for stage in program.stages
+    )
+
+
+def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
+    ends = (*positions, len(row.items))
+    crossing: list[list[fx.Node]] = [[] for _ in positions]
+    for defined, node in enumerate(row.items):
+        for number in range(bisect_right(positions, defined), bisect_right(positions, row.last_use[node])):
+            crossing[number].append(node)
+    stages = []
+    for number, (start, end) in enumerate(zip((0, *positions), ends, strict=True)):
+        receives = crossing[number - 1] if number else []
+        sends = crossing[number] if number < len(positions) else None
+        graph = row.build_graph(row.items[start:end], receives, sends)
+        names = name_held(row, row.items[start:end])
+        once = _select_constants(row.stage.constants, names)
+        stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
+    return _house_unused(row.stage, stages)
+
+
+def name_held(row: Row, items: Iterable[fx.Node]) -> set[str]:
+    """The names of the tensors that a stage of `items` holds: what it reads, and what its constants are made of."""
+    names = _loads(row.needed(items))
+    return names | _loads(_select_constants(row.stage.constants, names).nodes)
+
+
+def _loads(nodes: Iterable[fx.Node]) -> set[str]:
+    return {str(node.target) for node in nodes if node.op == "get_attr"}
+
+
+def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
+    """The part that makes the constants among `names`; no nodes where there are none."""
+    outputs: list[Any] = [node.args[0] for node in constants.nodes if node.op == "output"]
+    roots = {name: node for table in outputs for name, node in table.items() if name in names}
+    needed = set(walk(roots.values()))
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in constants.nodes:
+        if node in needed:
+            values[node] = graph.node_copy(node, values.__getitem__)
+    if roots:
+        graph.output({name: values[node] for name, node in roots.items()})
+    return graph
+
+
+def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
+    """Leave parameters that no stage uses with the first, so that the model's ``state_dict`` stays whole."""
+    used = {name for stage in stages for name in stage.parameters}
+    names = {n for n, p in whole.parameters.items() if n not in used and p.kind == "parameter"} | {
+        *stages[0].parameters
+    }
+    first = Stage(
+        stages[0].graph, {n: p for n, p in whole.parameters.items() if n in names}, stages[0].constants
+    )
+    return (first, *stages[1:])
+
+
+def make_boundary(node: fx.Node) -> Boundary:
+    value = node.meta["val"]
+    gradient = bool(node.meta.get("requires_grad", has_gradients(value)))
+    return Boundary(
+        str(node.target), tuple(value.shape), value.dtype, gradient, node.meta.get("divided") is not None
+    )
+
+
+def _describe(choice: Choice, pipeline: int, name: str) -> str:
+    cut = choice.cut
+    mean = sum(cut.stage_costs) / pipeline
+    return (
+        f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
+        f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
+        f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({choice})"
+        + (f"; {cut.overflow}" if cut.overflow else "")
+    )

@@ -1,0 +1,190 @@
+"""What a row of operators takes as the kernels that they become once it is cut.
+
+Stages are cut before kernels join their operators: the end of a layer with the begin of the next is one kernel, and
+between them is the narrowest place. So the whole is finished as if it were one stage, and a kernel's time divided over
+its operators. A cut within it costs what its two parts, each finished by itself, take more than the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
+from autoptd.passes.cost.saved_tensors import Ledger
+from autoptd.passes.cost.work import Work, backward_work, forward_work
+from autoptd.passes.fusion.rules import fuse_operators
+from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, recomputed_groups
+from autoptd.passes.recompute import recompute_activations
+from autoptd.passes.stages.search import ItemTimes
+from autoptd.passes.structure.linear_order import Row, RowBytes
+from autoptd.passes.tensor_parallel.overlap import overlap_reductions
+
+Measure = Callable[[Work], Sequence[float]]  # always as many numbers
+Floats = NDArray[np.float64]
+Measured = tuple[tuple[int, ...], Floats]
+
+
+class Uncut:
+    """The one stage of a program as a `row` of items, and as the finished `stage` that they would become.
+
+    Each call of that says in ``meta["items"]`` which positions of the row it stands for, and in ``meta["value"]`` the
+    one whose value it gives. `fit` says where a cut may stand: where values live that some kernel gives, so that no
+    kernel is parted within its arithmetic, and all cuts round alike.
+    """
+
+    def __init__(self, program: Program, recompute: str | int, fuse: bool) -> None:
+        (stage,) = program.stages
+        self.row = Row(stage)
+        graph = copy_graph(stage.graph)
+        for old, node in zip(stage.graph.nodes, graph.nodes, strict=True):
+            node.meta["value"] = self.row.position.get(old)
+            node.meta["items"] = () if node.meta["value"] is None else (node.meta["value"],)
+        (_, mark), *self._passes = passes_from_the_cut(recompute, fuse)
+        self.program = mark(program.replace_stages((Stage(graph, stage.parameters, stage.constants),), ""))
+        self._marked = Row(self.program.stages[0])
+        self._order = sorted(self._marked.items, key=lambda node: node.meta["items"])
+        self.stage = self._finish(self._marked.stage)
+        given = {node.meta.get("value") for node in self.stage.graph.nodes}
+        self.fit = self.row.allowed()
+        for item, node in enumerate(self.row.items):
+            if item not in given:
+                behind = min(self.row.last_use[node] + 1, len(self.fit))
+                self.fit[item + 1 : behind] = [False] * (behind - item - 1)
+
+    def _finish(self, stage: Stage) -> Stage:
+        program = self.program.replace_stages((stage,), "")
+        for _, step in self._passes:
+            program = step(program)
+        return program.stages[0]
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Of the finished stage."""
+        return Ledger(self.stage, self.program.mesh)
+
+    @property
+    def units(self) -> int:
+        """The most stages that the row can be cut into."""
+        busy = [0, *accumulate(_works(node) for node in self.row.items)]
+        return 1 + len({at for at, fit in zip(busy, self.fit, strict=False) if fit} - {0, busy[-1]})
+
+    @cached_property
+    def memory(self) -> RowBytes:
+        """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
+        row, mesh = self._marked, self.program.mesh
+        ledger, groups = Ledger(row.stage, mesh), recomputed_groups(row.stage.graph)
+        *rows, working = row.memory(ledger, groups, once=mesh.pipeline == 1)
+        static, activation = ([own[row.position[node]] for node in self._order] for own in rows)
+        return RowBytes(static, activation, working)
+
+    def times(self, cluster: Cluster) -> ItemTimes:
+        """Nanoseconds of the items on a cluster."""
+        durations = Durations(cluster, self.program.mesh, Precision.of(self.program.stages))
+        table, apart = self.divide(lambda work: (durations.seconds(work),))
+        return make_times(self, durations, table[..., 0], apart[..., 0], slice(None))
+
+    def divide(self, measure: Measure) -> tuple[Floats, Floats]:
+        """Each item's part of what the calls measure, by direction: forward, backward, what the backward repeats. And
+        by how much more a cut before it makes that of the stage on either side. Calls on no parameter count with the
+        item before them.
+        """
+        groups = recomputed_groups(self.stage.graph)
+        repeated = {node for group in groups for node in self.ledger.repeated(group)}
+        measured = list(_measure(self.stage, measure, repeated))
+        units = _join((items for items, _ in measured), len(self.row.items))
+        table, sums, apart = (np.zeros((len(units), 3, len(measure(Work())))) for _ in range(3))
+        index = 0
+        for items, own in measured:
+            index = units[items[0]][0] if items else index
+            (sums if items else table)[index] += own
+        known: dict[str, Floats] = {}
+        for unit in (unit for item, unit in enumerate(units) if unit[0] == item):
+            whole = sums[unit[0]]
+            share = np.zeros_like(whole)
+            for count, (last, end) in enumerate(pairwise(unit), 1):
+                places = [place for place in range(last + 1, end + 1) if self.fit[place]]
+                if places:
+                    parts, again = (unit[:count], unit[count:]), bool(whole[2].any())
+                    before, behind = (self._take(part, measure, again, known) for part in parts)
+                    apart[places] += np.maximum(before + behind - whole, 0) / 2
+                    more = np.clip((whole + before - behind) / 2, share, whole)
+                    table[last] += more - share
+                    share = more
+            table[unit[-1]] += whole - share
+        return table, apart
+
+    def _take(self, items: Sequence[int], measure: Measure, again: bool, known: dict[str, Floats]) -> Floats:
+        """What some items of one kernel take, finished by themselves; `known` is that of their like."""
+        row, nodes = self._marked, [self._order[i] for i in items]
+        place = {node: str(i) for i, node in enumerate(nodes)}
+        outside: dict[fx.Node, str] = {}
+
+        def read(node: fx.Node) -> Any:  # in a ``repr`` meta tensors are shapes
+            which = place.get(node) or outside.setdefault(node, f"{node.op} {len(outside)}")
+            return which, node.meta.get("val"), node in row.trained
+
+        sends = [node for node in nodes if not node.users.keys() <= place.keys()]
+        calls = [(n.target, fx.map_arg((n.args, n.kwargs), read), n in sends) for n in nodes]
+        if (key := repr((again, calls))) not in known:
+            sources = (source for node in nodes for source in node.all_input_nodes)
+            receives = dict.fromkeys(s for s in sources if s in row.position and s not in place)
+            graph = row.build_graph(nodes, list(receives), sends)
+            stage = self._finish(Stage(graph, row.stage.parameters, fx.Graph()))
+            taken = _measure(stage, measure, stage.graph.nodes if again else ())
+            known[key] = np.sum([own for own_items, own in taken if own_items], axis=0)
+        return known[key]
+
+
+def passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
+    """Layers are found before a kernel joins the end of one with the begin of the next."""
+    fusing: Passes = (("fuse operators", fuse_operators),) if fuse else ()
+    return (
+        ("recompute activations", partial(recompute_activations, recompute=recompute)),
+        *fusing,
+        ("overlap reductions", overlap_reductions),
+    )
+
+
+def make_times(uncut: Uncut, durations: Durations, table: Floats, apart: Floats, items: Any) -> ItemTimes:
+    """The times of a row's `items` from seconds by direction, as `Uncut.divide` gives them."""
+    ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
+    forward, backward, again = np.diff(ends, axis=0, prepend=0).T
+    more = np.rint(apart[items] * NANOSECONDS).astype(np.int64)
+    parted = more[:, 0].tolist(), more[:, 1:].sum(1).tolist()
+    cuts = (*uncut.row.transfer_times(durations), uncut.fit)
+    ahead, back, fit = (np.array(own)[items].tolist() for own in cuts)
+    return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, fit, parted)
+
+
+def _works(node: fx.Node) -> bool:
+    return bool(forward_work(node)) or bool(backward_work(node))
+
+
+def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Iterator[Measured]:
+    """For each call the items that it stands for, and its measures by direction."""
+    trained, again = find_trained(stage), set(repeated)
+    for node in stage.graph.nodes:
+        if node.op == "call_function":
+            forward, backward = (
+                np.array(measure(w)) for w in (forward_work(node), backward_work(node, trained))
+            )
+            yield node.meta["items"], np.array([forward, backward, forward * (node in again)])
+
+
+def _join(groups: Iterable[Sequence[int]], count: int) -> list[list[int]]:
+    """For each of so many items those that stand with it in one group, through others too, ascending."""
+    units = [[item] for item in range(count)]
+    for group in groups:
+        joined = sorted({item for own in group for item in units[own]})
+        for item in joined:
+            units[item] = joined
+    return units

@@ -1,0 +1,334 @@
+"""Cut a sequence of costs into contiguous stages so that the slowest pipeline rank is as fast as can be.
+
+Stage k is on pipeline rank k mod p; a rank's load is the sum of its v chunks (SC21 §2.2), and a cut costs
+its transfer time to both neighbours. For v = 1 a dynamic programme is exact. For v > 1 CP-SAT improves its
+cut in a window round it. Fixed seed, one worker and a deterministic time limit: ranks that compile for
+themselves get the same cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from autoptd.passes.stages.cost_sequence import (
+    UNLIMITED,
+    CostSequence,
+    Ints,
+    Memory,
+    fold,
+    minimize_slowest_rank,
+    minimize_slowest_stage,
+    place_cuts,
+    smooth,
+    undominated,
+)
+
+GB = 10**9
+WINDOW = 4  # places worth a cut to either side of the hint: most of a transformer layer
+WHOLE = 400  # stages x places up to which the window is the whole sequence
+ROUNDS = 3  # windows, each round the last one's result
+PRECISION = 24  # bits of the costs and bytes that the solver sees
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, with transfers.
+
+    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut (of those that fit,
+    where memory is limited), also outside the window and above the ceiling of the search. `overflow` says why memory
+    was not heeded, where no cut was found to fit.
+    """
+
+    positions: tuple[int, ...]
+    stage_costs: tuple[int, ...]
+    bottleneck: int
+    lower_bound: int
+    method: str
+    overflow: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far the slowest rank is above the lower bound, as a fraction of it."""
+        return self.bottleneck / self.lower_bound - 1
+
+
+def cut_sequence(
+    costs: Sequence[int],
+    boundary_costs: Sequence[int | None],
+    memory: Memory | None = None,
+    *,
+    num_stages: int,
+    num_pipeline_ranks: int,
+    memory_limit: int | None = None,
+    stage_ceiling: float | None = 1.0,
+    effort: float = 0.4,
+) -> Cut:
+    """Find the cut into `num_stages` whose slowest pipeline rank costs least.
+
+    Args:
+        costs: integers, one per item; their sum below 2**60.
+        boundary_costs: what a cut before item i adds to the stages on both sides of it; None forbids it.
+        memory: what items hold; with `memory_limit`, bytes that no rank's stages may exceed together. Where no cut
+            is found to fit, the result is the one without a limit, and its `overflow` says so.
+        stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. None: any
+            stages. Ranks balanced out of uneven chunks may wait for each other (see `choose_cut`).
+        effort: deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
+
+    Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
+    Raises ValueError if the sequence has fewer units than stages.
+    """
+    if num_stages % num_pipeline_ranks:
+        raise ValueError(
+            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; use a multiple"
+        )
+    sequence = fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
+    units = count_pieces(sequence)
+    if units < num_stages:
+        raise ValueError(
+            f"{num_stages} stages asked, but the graph has {units} cuttable units; "
+            f"make pipeline ranks x model chunks at most {units}"
+        )
+    start = _first_cut(sequence, memory_limit)
+    slowest = int(sequence.stage_costs(start).max())
+    bound = _lower_bound(sequence, slowest if memory_limit is None else 0)
+    if num_stages == num_pipeline_ranks:
+        cut, bound, method = start, slowest, "dynamic programme, exact"
+    elif sequence.bottleneck(start) == bound and _fits(sequence, start, memory_limit):
+        cut, method = start, "dynamic programme, equal to the lower bound"
+    elif not effort:
+        cut, method = start, "dynamic programme"
+    else:
+        ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
+        shared = minimize_slowest_rank(sequence, start) if stage_ceiling is None else start
+        start = shared if _fits(sequence, shared, memory_limit) else start
+        cut, bound, method = _improve(sequence, start, ceiling, memory_limit, bound, effort)
+    if memory_limit is not None and not _fits(sequence, cut, memory_limit):
+        unlimited = cut_sequence(
+            costs,
+            boundary_costs,
+            num_stages=num_stages,
+            num_pipeline_ranks=num_pipeline_ranks,
+            stage_ceiling=stage_ceiling,
+            effort=effort,
+        )
+        return replace(unlimited, overflow=_describe_overflow(sequence, cut, memory_limit))
+    cut = _even(sequence, cut, memory_limit)
+    positions = tuple(sequence.places[cut[1:-1]].tolist())
+    stage_costs = tuple(sequence.stage_costs(cut).tolist())
+    return Cut(positions, stage_costs, sequence.bottleneck(cut), bound, method)
+
+
+def count_pieces(sequence: CostSequence) -> int:
+    """The most stages that the sequence could be cut into."""
+    return len(np.unique(sequence.start + sequence.end)) - 1
+
+
+def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
+    """The cut with the least slowest *stage* that fits; where none is found to fit, one with little memory.
+
+    For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it.
+    """
+    fastest = minimize_slowest_stage(sequence, None)
+    assert fastest is not None, "there are as many units as stages"
+    if memory_limit is None or _fits(sequence, fastest, memory_limit):
+        return fastest
+    shares = [np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1]
+    del shares[sequence.num_stages // sequence.num_ranks :]  # one chunk has all of its rank's
+    for share in shares:
+        fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, memory_limit))
+        if fitting is not None:
+            return fitting
+    least = [_least_memory(sequence, fastest, share, memory_limit) for share in shares]
+    return min(least, key=sequence.fullest)
+
+
+def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
+    """Each stage's part of what its rank has left of the memory, in proportion to its `share`."""
+    whole, left = sequence.others(share) + share, limit - sequence.others(sequence.besides) - sequence.besides
+    rows = zip(left.tolist(), share.tolist(), whole.tolist(), strict=True)
+    return np.array([most * part // rank for most, part, rank in rows])
+
+
+def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints, low: int) -> Ints:
+    """The cut whose fullest rank holds the fewest bytes, above `low` and to a thousandth, divided as `share`."""
+    best, high = fastest, sequence.fullest(fastest)
+    while high - low > high >> 10:
+        middle = (low + high) // 2
+        cut = place_cuts(sequence, UNLIMITED, _divide_room(sequence, share, middle))
+        if cut is None:
+            low = middle + 1
+        else:
+            best, high = cut, middle
+    return best
+
+
+def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
+    """A bound for any cut: the even share of work and the cheapest transfers, or the slowest stage's rank.
+
+    `slowest_stage` is the least possible, or 0 where that is not known.
+    """
+    transfers = int(np.sort((sequence.end - sequence.start)[1:-1])[: sequence.num_stages - 1].sum())
+    share = -(-(int(sequence.end[-1]) + transfers) // sequence.num_ranks)
+    work = np.unique(sequence.start + sequence.end) // 2
+    chunks = sequence.num_stages // sequence.num_ranks
+    return max(share, slowest_stage + (chunks - 1) * int(np.diff(work).min()))
+
+
+def _improve(
+    sequence: CostSequence, start: Ints, ceiling: int, memory_limit: int | None, bound: int, effort: float
+) -> tuple[Ints, int, str]:
+    """Improve a cut for several chunks a rank; also the lower bound, and how it was found."""
+    whole = sequence.num_stages * len(sequence.places) <= WHOLE
+    kept = np.arange(len(sequence.places)) if whole else undominated(sequence, start)
+    places, cut, method = sequence.take(kept), np.searchsorted(kept, start), ""
+    window = len(kept) if whole else WINDOW
+    for _ in range(ROUNDS):
+        fits = _fits(places, cut, memory_limit)
+        search = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound)
+        if memory_limit is not None:
+            search.limit_memory(memory_limit)
+        found, optimal = search.solve(effort)
+        if found is None:
+            return kept[cut], bound, method or "dynamic programme; CP-SAT found nothing within its limit"
+        method = "CP-SAT, optimal" if whole and optimal else "CP-SAT in a window"
+        if whole and optimal and search.exact and ceiling == UNLIMITED and memory_limit is None:
+            bound = places.bottleneck(found)
+        gain = places.bottleneck(cut) - places.bottleneck(found)
+        if fits and gain <= 0:
+            break
+        cut = found
+        if whole or (fits and gain * 1000 < bound):
+            break
+    if method == "CP-SAT, optimal" and ceiling < UNLIMITED:
+        method += " under the stage ceiling"
+    return kept[cut], bound, method
+
+
+def _even(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> Ints:
+    """Make the stages even and their boundaries narrow, with no rank and no stage above the present slowest.
+
+    Works on overlapping runs of p stages, in which no two share a rank.
+    """
+    slowest, ranks = sequence.bottleneck(cut), sequence.num_ranks
+    ceiling = sequence.stage_costs(cut).max()
+    for _ in range(6):
+        before = cut
+        for first in range(0, sequence.num_stages, max(1, (ranks + 1) // 2)):
+            last = min(sequence.num_stages, first + ranks)
+            limits = np.minimum(slowest - sequence.others(sequence.stage_costs(cut)), ceiling)
+            room = None
+            if memory_limit is not None:
+                room = memory_limit - sequence.others(sequence.stage_bytes(cut)) - sequence.besides
+            cut = smooth(sequence, cut, first, last, limits, room)
+        if np.array_equal(before, cut):
+            break
+    return cut
+
+
+def _fits(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> bool:
+    return memory_limit is None or sequence.fullest(cut) <= memory_limit
+
+
+def _describe_overflow(sequence: CostSequence, cut: Ints, memory_limit: int) -> str:
+    """Which stage of which rank breaks the limit in the cut that was the best, and a way out."""
+    held = sequence.stage_bytes(cut)
+    on_rank = sequence.rank_sums(held)
+    moment, rank = (int(i) for i in np.unravel_index(on_rank.argmax(), on_rank.shape))
+    held, more = held - sequence.besides, int(sequence.besides[rank])
+    stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[moment, k]))
+    besides = f" ({more / GB:.2f} GB are held besides)" if more else ""
+    proved = "no cut fits" if sequence.num_stages == sequence.num_ranks else "found no cut that fits"
+    return (
+        f"{proved} in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
+        f"{held[moment, stage] / GB:.2f} GB{besides} and its pipeline rank {rank} is "
+        f"{(on_rank[moment, rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
+        "pipeline axis, a smaller microbatch, or more recomputation"
+    )
+
+
+class _Search:
+    """The CP-SAT model of all cuts within `window` places of `hint`, no stage above `ceiling`.
+
+    Where each cut stands is a variable; the costs there are elements of the prefix sums; the slowest rank is
+    the objective. Costs are rounded to `PRECISION` bits, upwards.
+    """
+
+    def __init__(self, sequence: CostSequence, hint: Ints, window: int, ceiling: int, bound: int) -> None:
+        self.sequence, self.hint = sequence, hint
+        self.model = cp_model.CpModel()
+        last = len(sequence.places) - 1
+        self.low = np.maximum(hint - window, 1)
+        self.high = np.minimum(hint + window, last - 1)
+        self.low[[0, -1]] = self.high[[0, -1]] = 0, last
+        self.index = [
+            self.model.new_int_var(a, b, "")
+            for a, b in zip(self.low.tolist(), self.high.tolist(), strict=True)
+        ]
+        for variable, place in zip(self.index, hint.tolist(), strict=True):
+            self.model.add_hint(variable, place)
+        shift = max(0, int(sequence.end.max()).bit_length() - PRECISION)
+        self.exact = shift == 0
+        self._minimize(
+            sequence.start >> shift, -(-sequence.end >> shift), -(-ceiling >> shift), bound >> shift
+        )
+
+    def _minimize(self, start: Ints, end: Ints, ceiling: int, bound: int) -> None:
+        sequence, model = self.sequence, self.model
+        stages, ranks = sequence.num_stages, sequence.num_ranks
+        hinted = end[self.hint[1:]] - start[self.hint[:-1]]
+        ceiling = max(ceiling, int(hinted.max()))  # the hint stays a solution, whatever rounding did
+        cost = [self._at(end, k + 1) - self._at(start, k) for k in range(stages)]
+        for k in range(stages):
+            model.add(cost[k] <= min(ceiling, int(end[-1] - start[0]) + 2 * int((end - start).max())))
+            if sequence.before[self.low[k + 1]] <= self.high[k]:
+                model.add(self.index[k] < self._at(sequence.before, k + 1))
+        slowest = int(sequence.rank_sums(hinted).max())
+        bottleneck = model.new_int_var(min(bound, slowest), UNLIMITED >> PRECISION, "")
+        model.add_hint(bottleneck, slowest)
+        for rank in range(ranks):
+            model.add(sum(cost[rank::ranks]) <= bottleneck)
+        model.minimize(bottleneck)
+
+    def limit_memory(self, limit: int) -> None:
+        """Hold each rank's stages within `limit` bytes at every moment, less what rounding may hide."""
+        sequence = self.sequence
+        shift = max(0, limit.bit_length() - PRECISION)
+        hidden = sequence.num_stages // sequence.num_ranks if shift else 0
+        held = {}
+        for k, n in sorted({(k, n) for row in sequence.in_flight.tolist() for k, n in enumerate(row)}):
+            bytes_before = sequence.held(n) >> shift
+            held[k, n] = self._at(bytes_before, k + 1) - self._at(bytes_before, k)
+        for row in sequence.in_flight.tolist():
+            for rank in range(sequence.num_ranks):
+                stages = range(rank, sequence.num_stages, sequence.num_ranks)
+                total = sum(held[k, row[k]] for k in stages)
+                self.model.add(total <= (limit - int(sequence.besides[rank]) >> shift) - hidden)
+
+    def _at(self, prefix: Ints, cut: int) -> cp_model.IntVar:
+        """The entry of `prefix` at the place of a cut."""
+        low = int(self.low[cut])
+        values = prefix[low : self.high[cut] + 1].tolist()
+        value = self.model.new_int_var(min(values), max(values), "")
+        self.model.add_element(self.index[cut] - low, values, value)
+        self.model.add_hint(value, values[int(self.hint[cut]) - low])
+        return value
+
+    def solve(self, effort: float) -> tuple[Ints | None, bool]:
+        """The best cut found in `effort` deterministic seconds, and whether it is proved the model's best."""
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        solver.parameters.max_deterministic_time = effort
+        # No linear relaxation, quick restarts: found the best cuts soonest on models of 24 to 256 layers.
+        solver.parameters.linearization_level = 0
+        solver.parameters.search_branching = cp_model.PORTFOLIO_WITH_QUICK_RESTART_SEARCH
+        status = solver.solve(self.model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None, False
+        return np.array(
+            [solver.value(variable) for variable in self.index], np.int64
+        ), status == cp_model.OPTIMAL

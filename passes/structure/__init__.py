@@ -1,0 +1,1 @@
+"""Find what repeats in a graph: its linear order and its layers."""

@@ -1,0 +1,181 @@
+"""A stage's operators as one row of items: where it may be cut, what crosses there, what it costs to hold."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import UntypedStorage, fx
+
+from autoptd.passes.cost.durations import Durations
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.ir.gradients import find_reached, find_trained
+from autoptd.passes.ir.nodes import values_taken, walk
+from autoptd.passes.ir.program import Stage, tensor_bytes
+
+FLOAT32_BYTES = 4
+
+
+class RowBytes(NamedTuple):
+    """Bytes of each item, `static` for good and `activation` for every microbatch in flight; `working` are what the
+    backward of the largest recomputed group holds besides."""
+
+    static: list[int]
+    activation: list[int]
+    working: int
+
+
+class Row:
+    """A stage's operators as a row of items, and what lives how long along it.
+
+    `order`: all nodes but the output, each getitem right behind what it takes apart. `items`: the calls that
+    depend on a parameter. `last_use`: item -> the position of its last reader, ``len(items)`` for the loss.
+    `trained`: the items and parameters that a gradient of the loss reaches.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.order = _order(stage.graph)
+        self._place = {node: i for i, node in enumerate(self.order)}
+        self.loss = next(node for node in reversed(stage.graph.nodes) if node.op == "output")
+        self.items: list[fx.Node] = []
+        self.position: dict[fx.Node, int] = {}
+        self.ambient: set[fx.Node] = set()
+        for node in self.order:
+            if self._is_ambient(node):
+                self.ambient.add(node)
+            else:
+                self.position[node] = len(self.items)
+                self.items.append(node)
+        self.last_use = {node: i for i, node in enumerate(self.items)}
+        for i, node in enumerate(self.items):
+            self.last_use.update((source, i) for source in node.all_input_nodes if source in self.position)
+        self.last_use.update(
+            (node, len(self.items)) for node in self.loss.all_input_nodes if node in self.position
+        )
+        self.trained = find_reached(self.loss.all_input_nodes, find_trained(stage))
+
+    def _is_ambient(self, node: fx.Node) -> bool:
+        """Whether every stage can have the node for itself: no call on parameters."""
+        if node.op != "call_function":
+            return True
+        return all(
+            source in self.ambient and not self._is_parameter(source) for source in node.all_input_nodes
+        )
+
+    def _is_parameter(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
+
+    def allowed(self) -> list[bool]:
+        """Whether a cut may stand before each item: values live there, all of them tensors of real numbers,
+        none a partial sum or with a partial gradient."""
+        count = len(self.items)
+        live, unfit = [0] * (count + 2), [0] * (count + 2)
+        for defined, node in enumerate(self.items):
+            first, behind = defined + 1, self.last_use[node] + 1
+            partial = node.meta.get("partial") or node.meta.get("partial_gradient")
+            value = node.meta["val"]
+            whole = isinstance(value, torch.Tensor) and not value.is_complex() and not partial
+            for changes in (live,) if whole else (live, unfit):
+                changes[first] += 1
+                changes[behind] -= 1
+        return [
+            number > 0 and bad == 0
+            for number, bad in zip(accumulate(live[:count]), accumulate(unfit[:count]), strict=True)
+        ]
+
+    def transfer_times(self, durations: Durations) -> tuple[list[int], list[int]]:
+        """Nanoseconds to send what lives before each item, and the gradients of it back."""
+        ahead, back = ([0] * (len(self.items) + 2) for _ in range(2))
+        for defined, node in enumerate(self.items):
+            value = node.meta["val"]
+            if self.last_use[node] > defined and isinstance(value, torch.Tensor):
+                time = durations.of_transfer(value, divided=node.meta.get("divided") is not None)
+                for changes in (ahead, back) if node in self.trained else (ahead,):
+                    changes[defined + 1] += time
+                    changes[self.last_use[node] + 1] -= time
+        count = len(self.items)
+        return list(accumulate(ahead[:count])), list(accumulate(back[:count]))
+
+    def memory(self, ledger: Ledger, recomputed: Sequence[Sequence[fx.Node]], *, once: bool) -> RowBytes:
+        """Bytes of each item: its parameters with their state, and what is kept for the backward on its behalf.
+
+        The first item that saves a tensor has it; of a `recomputed` group the first has all that the group takes,
+        the others nothing. A tied parameter counts where it is used, each time; `once`: only the first.
+        """
+        taken = {group[0]: values_taken(group) for group in recomputed}
+        inside = {node for group in recomputed for node in group}
+        static, activation = [], []
+        seen: set[fx.Node] = set()
+        counted: set[UntypedStorage] = set()
+        for node in self.items:
+            owned = [s for s in node.all_input_nodes if self._is_parameter(s) and not (once and s in seen)]
+            seen.update(owned)
+            static.append(sum(self._state_bytes(source) for source in owned))
+            kept = ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])
+            activation.append(count_bytes(kept - counted))
+            counted |= kept
+        working = max((count_bytes(ledger.saved(group)) for group in recomputed), default=0)
+        return RowBytes(static, activation, working)
+
+    def build_graph(
+        self, items: Sequence[fx.Node], receives: Sequence[fx.Node], sends: Sequence[fx.Node] | None
+    ) -> fx.Graph:
+        """One stage: what it receives, the batch inputs it reads, its items and what they need beside them."""
+        needed = self.needed(items)
+        graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        placeholders = [node for node in self.order if node.op == "placeholder"]
+        for node in placeholders:
+            if node.meta.get("role") == "rank":
+                values[node] = graph.node_copy(node)
+        for node in receives:
+            values[node] = graph.create_node("placeholder", node.name, name=node.name)
+            values[node].meta = {**node.meta, "role": "boundary", "requires_grad": node in self.trained}
+        for node in placeholders:
+            if node in needed and node not in values:
+                values[node] = graph.node_copy(node)
+        calls = (*items, *(node for node in needed if node.op != "placeholder"))
+        for node in sorted(calls, key=self._place.__getitem__):
+            values[node] = graph.node_copy(node, values.__getitem__)
+        if sends is None:
+            output = graph.output(fx.map_arg(self.loss.args[0], values.__getitem__))
+        else:
+            results = tuple(values[node] for node in sends)
+            output = graph.output(results if len(results) > 1 else results[0])
+        output.meta = dict(self.loss.meta)
+        graph.lint()
+        return graph
+
+    def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
+        """The ambient nodes that `items` need, directly or through each other."""
+
+        def parts(node: fx.Node) -> list[fx.Node]:
+            return [source for source in node.all_input_nodes if source in self.ambient]
+
+        return set(walk((part for node in items for part in parts(node)), parts))
+
+    def _state_bytes(self, node: fx.Node) -> int:
+        value = node.meta["val"]
+        if node not in self.trained:
+            return tensor_bytes(value)
+        # With Adam: weight, gradient, two moments and, of a weight in half precision, its float32 copy.
+        item = value.element_size()
+        wide = max(FLOAT32_BYTES, item)
+        return int(value.numel() * (item + 3 * wide + (wide if item < wide else 0)))
+
+
+def _order(graph: fx.Graph) -> list[fx.Node]:
+    """All nodes but the output, each getitem right behind the call that it takes a result of."""
+    order: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        pending = [node]
+        while pending:
+            order.append(pending.pop())
+            pending.extend(user for user in reversed(order[-1].users) if user.target is operator.getitem)
+    return order

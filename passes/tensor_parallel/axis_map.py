@@ -1,0 +1,119 @@
+"""The axes of every value in a one-stage graph, and the verbs with which rules relate them (see `axes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import called
+from autoptd.passes.tensor_parallel import axes as ax
+from autoptd.passes.tensor_parallel.axes import Axes, Axis
+from autoptd.runtime.program.placement import Parameter
+
+Rule = Callable[["AxisMap", fx.Node], Any]
+"""Gives the axes of a node's result, or a tuple of them for several results."""
+
+
+class AxisMap:
+    """The axes of every value in a one-stage graph.
+
+    `axes[node]` has one `Axis` per dimension, `results[node]` a tuple of those for several results;
+    `contractions[node]` is the axis a node sums over; `heads` pairs each attention with its heads dimension;
+    for attentions in `sever` the heads of keys and values are not tied to the queries' (they are replicated, and each
+    tensor rank takes its own): `severed` has the dimension for each (attention, its argument).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        *,
+        tensor: int,
+        rules: Mapping[str, Rule],
+        sever: frozenset[fx.Node] = frozenset(),
+    ) -> None:
+        self.parameters = parameters
+        self.tensor = tensor
+        self.rules = rules
+        self.sever = sever
+        self.axes: dict[fx.Node, Axes] = {}
+        self.results: dict[fx.Node, tuple[Axes, ...]] = {}
+        self.contractions: dict[fx.Node, Axis] = {}
+        self.heads: list[tuple[fx.Node, Axis]] = []
+        self.severed: dict[tuple[fx.Node, fx.Node], int] = {}
+        self.rank: fx.Node | None = None
+        self.inputs: list[fx.Node] = []
+        self.operators: set[str] = set()
+        self.repeated: set[str] = set()  # those that every tensor rank does whole, for want of a rule
+        self.weights: set[fx.Node] = set()
+        self.batch: set[fx.Node] = set()
+        self.learned: set[fx.Node] = set()
+
+    def of(self, node: Any) -> Axes:
+        return self.axes[node]
+
+    def all_of(self, node: fx.Node) -> tuple[Axes, ...]:
+        """All results' axes of a node (none for the rank)."""
+        return self.results.get(node) or ((self.axes[node],) if node in self.axes else ())
+
+    def is_weight(self, node: Any) -> bool:
+        """Is it a parameter, perhaps transposed or viewed?"""
+        return node in self.weights
+
+    def reads_batch(self, node: Any) -> bool:
+        """Does it depend on the batch?"""
+        return node in self.batch
+
+    def contract(self, node: fx.Node, first: Axis, second: Axis) -> None:
+        """Record that `node` sums over one axis of two arguments."""
+        self.sum_over(node, first, second)
+        ax.unify(first, second)
+
+    def sum_over(self, node: fx.Node, *axes: Axis) -> None:
+        """Record that `node` sums over `axes`, which are or become one.
+
+        Copies of a value are summed whole: every rank has it, and nobody a part.
+        """
+        for leaf in [leaf for axis in axes for leaf in ax.leaves(axis)]:
+            if leaf.copied:
+                ax.block(leaf, f"{called(node)} sums over copies of a value")
+        self.contractions[node] = axes[0]
+
+    def align_leading(self, node: fx.Node, leading: Sequence[tuple[fx.Node, Axes]]) -> Axes:
+        """Tie the leading (batch and heads) dimensions of an attention's tensors; the last of them is the heads.
+
+        Grouped queries: where a later tensor has fewer heads, the heads are [its heads, group].
+        """
+        result = list(leading[0][1])
+        for position, (tensor, own) in enumerate(leading[1:], 1):
+            for back in range(1, len(own) + 1):
+                axis = ax.find(own[-back])
+                if axis.size == 1:
+                    result[:0] = [axis] * (back > len(result))
+                    continue
+                is_heads = back == 1 and len(own) >= 2
+                if is_heads and node in self.sever and position <= 2 and tensor in self.learned:
+                    ax.block(axis, "the key and value heads are replicated")
+                    self.severed[node, tensor] = len(own) - 1
+                elif back > len(result):
+                    result.insert(0, axis)
+                else:
+                    self._tie(node, result, -back, axis)
+        if result:
+            self.heads.append((node, result[-1]))
+        return tuple(result)
+
+    def _tie(self, node: fx.Node, result: list[Axis], at: int, axis: Axis) -> None:
+        mine = ax.find(result[at])
+        if mine.size == 1:
+            result[at] = axis
+        elif mine.size == axis.size:
+            ax.unify(mine, axis)
+        else:
+            pair = ax.split_product(mine, [axis.size, mine.size // axis.size])
+            if pair is None:
+                ax.block(mine, f"{called(node)} groups it")
+                ax.block(axis, f"{called(node)} groups it")
+            else:
+                ax.unify(pair[0], axis)

@@ -1,0 +1,392 @@
+"""Which axes to divide over the tensor ranks: a choice, made by CP-SAT once per distinct layer.
+
+Dividing an axis saves memory on every rank (parameters with their gradients and optimizer state, activations) and
+costs all-reduces where the axis is contracted or where a replicated value enters the divided region. Two axes of one
+tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and MLP width (SC21 §2.3).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+import torch
+from ortools.sat.python import cp_model
+from torch import fx
+
+from autoptd.passes.cost.work import forward_work
+from autoptd.passes.ir.nodes import called, operator_name, shape_of, where
+from autoptd.passes.tensor_parallel import axes as ax
+from autoptd.passes.tensor_parallel.axes import Axes, Axis
+from autoptd.passes.tensor_parallel.axis_map import AxisMap
+
+STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
+PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
+PADDING_SAFE = PADDED | {
+    "aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.t", "aten.transpose", "aten.view", "aten.reshape",
+    "aten._unsafe_view", "aten.to", "aten._to_copy", "aten.mul", "aten.div", "aten.add", "aten.tanh", "aten.clone",
+    "aten.contiguous", "aten.numpy_T", "aten.flatten",
+}  # fmt: skip
+
+
+@dataclass
+class _Leaf:
+    """What dividing one leaf saves and costs, in bytes per microbatch and rank."""
+
+    axis: Axis
+    saved: int = 0
+    moved: int = 0
+    excludes: set[int] = field(default_factory=set)  # serials of leaves met in one tensor
+    unfit: bool = False  # met twice in one tensor, or as a segment that an outer factor repeats
+
+
+def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], list[str]]:
+    """The axes to divide, with the padding each needs (0 where t divides it), and what to log.
+
+    Raises ValueError where an attention's heads cannot be divided.
+    """
+    if axis_map.tensor == 1:
+        return {}, []
+    for node in axis_map.inputs:
+        for axis in axis_map.of(node):
+            ax.block(axis, "it is a dimension of the batch")
+    divided = _divide(graph, axis_map)
+    while mixed := _mixed_contractions(axis_map, divided):
+        for leaf, reason in mixed.items():
+            ax.block(leaf, reason)
+        divided = _divide(graph, axis_map)  # what they excluded may be
+    _require_heads(axis_map, divided)
+    return divided, _describe_rest(graph, axis_map, divided)
+
+
+def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
+    """The choice among the axes that are not blocked."""
+    padded = _paddable(graph, axis_map)
+    leaves = {
+        leaf.axis.serial: leaf for leaf in _measure(graph, axis_map, padded) if not leaf.unfit and leaf.saved
+    }
+    chosen = _solve_components(leaves, axis_map.tensor)
+    divided = {leaves[s].axis: -leaves[s].axis.size % axis_map.tensor for s in chosen}
+    for leaf in _unread_segments(graph, axis_map, divided):
+        del divided[leaf]
+    return divided
+
+
+def divided_leaf(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
+    """Is any part of these axes divided?"""
+    return any(leaf in divided for axis in axes for leaf in ax.leaves(axis))
+
+
+def _candidate(axis: Axis, tensor: int, padded: set[Axis]) -> bool:
+    return not axis.blocked and axis.size > 1 and (axis.size % tensor == 0 or axis in padded)
+
+
+def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
+    """Leaves that t does not divide but that only meet operators to which zero rows past the end mean nothing."""
+    wanted = {
+        leaf
+        for node, axis in axis_map.contractions.items()
+        if operator_name(node.target) in PADDED
+        for leaf in [ax.find(axis)]
+        if leaf.kind == "leaf" and leaf.size % axis_map.tensor
+    }
+    if not wanted:
+        return wanted
+    for node in graph.nodes:
+        touched = {leaf for axes in axis_map.all_of(node) for axis in axes for leaf in ax.leaves(axis)}
+        touched.update(ax.find(a) for a in [axis_map.contractions.get(node)] if a is not None)
+        unsafe = node.op == "call_function" and operator_name(node.target) not in PADDING_SAFE
+        summed = node in axis_map.contractions and operator_name(node.target) not in PADDED
+        if summed:
+            wanted.discard(ax.find(axis_map.contractions[node]))
+        for axes in axis_map.all_of(node):
+            merged = {leaf for a in axes if len(ax.factors(a)) > 1 for leaf in ax.leaves(a)}
+            wanted -= merged
+        if unsafe:
+            wanted -= touched
+        if node.op == "call_function" and operator_name(node.target) == "aten.div":
+            divisor = [n for n in node.args[1:] if isinstance(n, fx.Node)]
+            wanted -= {leaf for n in divisor for axis in axis_map.of(n) for leaf in ax.leaves(axis)}  # 0 / 0
+    return wanted
+
+
+def _measure(graph: fx.Graph, axis_map: AxisMap, padded: set[Axis]) -> list[_Leaf]:
+    """Walk the graph once and add up, for each candidate leaf, what it saves, moves and excludes."""
+    found: dict[int, _Leaf] = {}
+    tensor = axis_map.tensor
+    for node in graph.nodes:
+        for axes, value in zip(axis_map.all_of(node), _values(node), strict=False):
+            groups = list(_exclusive(axes))
+            size = prod(value.shape) * value.element_size()
+            if node.op == "get_attr":
+                size *= STATE_BYTES if axis_map.is_weight(node) else 1
+            inner = {
+                leaf
+                for axis in axes
+                for f in ax.factors(axis)[1:]
+                if f.kind == "sum"
+                for leaf in ax.leaves(f)
+            }
+            for position, group in enumerate(groups):
+                for leaf in group:
+                    if not _candidate(leaf, tensor, padded):
+                        continue
+                    entry = found.setdefault(leaf.serial, _Leaf(leaf))
+                    entry.unfit |= leaf in inner
+                    entry.saved += size - size // tensor
+                    for other in groups[:position]:
+                        entry.unfit |= leaf in other
+                        for rival in other:
+                            if rival is not leaf and _candidate(rival, tensor, padded):
+                                entry.excludes.add(rival.serial)
+                                found.setdefault(rival.serial, _Leaf(rival)).excludes.add(leaf.serial)
+        _count_moves(node, axis_map, found)
+    return list(found.values())
+
+
+def _unread_segments(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> set[Axis]:
+    """Divided rows of parameters that nothing sums over, beside rows that are whole: past ``(pos * c)[:s]``, say.
+
+    To divide them would leave the gradient of the others partial, for next to nothing.
+    """
+    mixed: set[Axis] = set()
+    read = {leaf for axis in axis_map.contractions.values() for leaf in ax.leaves(axis)}
+    for node in graph.nodes:
+        for axis in (axis for axes in axis_map.all_of(node) for axis in axes):
+            if node.op == "get_attr" and not divided.keys() >= (own := set(ax.leaves(axis))):
+                mixed |= own
+    return (mixed - read) & divided.keys()
+
+
+def _mixed_contractions(axis_map: AxisMap, divided: Mapping[Axis, int]) -> dict[Axis, str]:
+    """Divided segments that an operator sums over together with whole ones, which every rank would add; and why."""
+    return {
+        leaf: f"{called(node)} sums over it and over rows that every rank has"
+        for node, axis in axis_map.contractions.items()
+        if len(_shares(axis, divided)) > 1
+        for leaf in ax.leaves(axis)
+        if leaf in divided
+    }
+
+
+def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
+    """Whether each of its rows is divided: of a segment its own, of a product all if those of a factor are."""
+    axis = ax.find(axis)
+    if axis.kind == "leaf":
+        return {axis in divided}
+    found = [_shares(part, divided) for part in axis.parts]
+    if axis.kind == "sum":
+        return set().union(*found)
+    return {True} if {True} in found else set().union(*found)
+
+
+def _values(node: fx.Node) -> Iterator[torch.Tensor]:
+    value: torch.Tensor | list[torch.Tensor] | None = node.meta.get("val")
+    if value is not None:
+        yield from [value] if isinstance(value, torch.Tensor) else value
+
+
+def _exclusive(axes: Axes) -> Iterator[list[Axis]]:
+    """The tensor's factors as groups of leaves: leaves of different groups may not be divided together."""
+    for axis in axes:
+        for factor in ax.factors(axis):
+            yield list(dict.fromkeys(ax.leaves(factor)))
+
+
+def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> None:
+    """Bytes all-reduced for each leaf that this node contracts, or that it meets while an argument lacks it."""
+    axis = axis_map.contractions.get(node)
+    if axis is not None:
+        for value in _values(node):
+            for leaf in ax.leaves(axis):
+                if leaf.serial in found:
+                    found[leaf.serial].moved += prod(value.shape) * value.element_size()
+    if node.op != "call_function" or not axis_map.all_of(node):
+        return
+    own = {
+        leaf.serial for axes in axis_map.all_of(node) for a in axes for leaf in ax.leaves(a)
+    } & found.keys()
+    for source in node.all_input_nodes:
+        if own and source.op == "call_function":
+            has = {leaf.serial for axes in axis_map.all_of(source) for a in axes for leaf in ax.leaves(a)}
+            for serial in own - has:
+                for value in _values(source):
+                    found[serial].moved += prod(value.shape) * value.element_size()
+
+
+def _solve_components(leaves: dict[int, _Leaf], tensor: int) -> set[int]:
+    """Solve each group of leaves that exclude one another; equal groups share one solution."""
+    chosen: set[int] = set()
+    solved: dict[tuple[object, ...], list[bool]] = {}
+    for group in _components(leaves):
+        place = {leaf.axis.serial: i for i, leaf in enumerate(group)}
+        rivals = tuple(
+            sorted(
+                {
+                    (min(i, j), max(i, j))
+                    for i, leaf in enumerate(group)
+                    for s in leaf.excludes
+                    if (j := place.get(s, i)) != i
+                }
+            )
+        )
+        key = (tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
+        if key not in solved:
+            solved[key] = _solve([(leaf.saved, leaf.moved) for leaf in group], rivals)
+        chosen.update(leaf.axis.serial for leaf, take in zip(group, solved[key], strict=True) if take)
+    return chosen
+
+
+def _components(leaves: dict[int, _Leaf]) -> list[list[_Leaf]]:
+    groups, seen = [], set[int]()
+    for serial in sorted(leaves):
+        if serial in seen:
+            continue
+        seen.add(serial)
+        pending, group = [serial], []
+        while pending:
+            leaf = leaves[pending.pop()]
+            group.append(leaf)
+            fresh = sorted(s for s in leaf.excludes if s in leaves and s not in seen)
+            seen.update(fresh)
+            pending.extend(fresh)
+        groups.append(sorted(group, key=lambda leaf: leaf.axis.serial))
+    return groups
+
+
+def _solve(weights: list[tuple[int, int]], rivals: tuple[tuple[int, int], ...]) -> list[bool]:
+    """Most memory saved first; among those, the fewest bytes moved."""
+    model = cp_model.CpModel()
+    divide = [model.new_bool_var(f"divide_{i}") for i in range(len(weights))]
+    for i, j in rivals:
+        model.add_at_most_one(divide[i], divide[j])
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    saved = sum(weight[0] * x for weight, x in zip(weights, divide, strict=True))
+    model.maximize(saved)
+    status = solver.solve(model)
+    assert status == cp_model.OPTIMAL, solver.status_name(status)
+    if rivals:
+        model.add(saved >= round(solver.objective_value))
+        model.minimize(sum(weight[1] * x for weight, x in zip(weights, divide, strict=True)))
+        status = solver.solve(model)
+        assert status == cp_model.OPTIMAL, solver.status_name(status)
+    return [bool(solver.value(x)) for x in divide]
+
+
+def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
+    """Attentions whose heads divide over t although neither the key-value heads nor the groups do.
+
+    Their keys and values are computed whole on every rank. Raises ValueError where t is not a multiple of the
+    key-value heads.
+    """
+    tensor, batch = axis_map.tensor, _batch_leaves(axis_map)
+    result = set()
+    for node, axis in axis_map.heads:
+        sizes = [f.size for f in ax.factors(axis) if f not in batch]
+        if (
+            len(sizes) < 2
+            or any(size % tensor == 0 for size in sizes)
+            or prod(sizes) % tensor
+            or axis.blocked
+        ):
+            continue
+        if tensor % sizes[0]:
+            raise ax.IndivisibleError(
+                f"{sizes[0]} key-value heads do not divide over tensor={tensor} at {where(node)}, and tensor is not a "
+                f"multiple of them (which would replicate them); use tensor={_listed(_divisors(sizes[0]))}"
+            )
+        result.add(node)
+    return frozenset(result)
+
+
+def _batch_leaves(axis_map: AxisMap) -> set[Axis]:
+    return {leaf for node in axis_map.inputs for axis in axis_map.of(node) for leaf in ax.leaves(axis)}
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    head, last = numbers[:-1], numbers[-1]
+    return f"{', '.join(map(str, head))} or {last}" if head else str(last)
+
+
+def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
+    """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
+    batch = _batch_leaves(axis_map)
+    found = []
+    for node, axis in axis_map.heads:
+        own = [f for f in ax.factors(axis) if f not in batch]
+        headless = not own and (ax.find(axis).size > 1 or len(shape_of(node)) < 4)
+        blocked = any(leaf.blocked for f in own for leaf in ax.leaves(f))
+        # Of several leading dimensions this may be chunks of a sequence, and the heads another.
+        unsure = len(shape_of(node)) > 4 and not divided_leaf(own, divided)
+        if not (blocked or headless or unsure):
+            found.append((node, own, prod(f.size for f in own)))
+    common = gcd(*(heads for _, _, heads in found))
+    for node, own, heads in found:
+        groups = own[0].size if own else 1
+        if divided_leaf(own, divided) or groups % axis_map.tensor == 0:  # it is not their number
+            continue
+        name, usable = f"{heads} heads", common
+        kind: type[ValueError] = ax.IndivisibleError
+        if heads % axis_map.tensor == 0:  # other rows lie between the heads of a group
+            # What all layers save decides whether they are divided, too.
+            name, usable, kind = f"{heads} heads in {groups} groups", gcd(common, groups), ValueError
+        raise kind(
+            f"{name} do not divide over tensor={axis_map.tensor} at {where(node)}; "
+            f"use tensor={_listed(_divisors(usable))}"
+        )
+
+
+def _find_rival(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int], own: Sequence[Axis]) -> str:
+    """Where `own` leaves meet a divided one, which saves more, so that one tensor would be divided twice."""
+    for node in graph.nodes:
+        for axes in axis_map.all_of(node):
+            met = {leaf for axis in axes for leaf in ax.leaves(axis)}
+            if not met.isdisjoint(own) and divided_leaf(axes, divided):
+                name = node.target if node.op == "get_attr" else called(node)
+                return f"its heads meet a dimension in {name} that is divided, which saves more"
+    return ""
+
+
+def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> list[str]:
+    """One line for each kind of thing that every rank holds or computes whole although it is large."""
+    lines: dict[str, list[str]] = defaultdict(list)
+    batch = _batch_leaves(axis_map)
+    for node, axis in axis_map.heads:
+        if not divided_leaf([axis, *axis_map.of(node)], divided):
+            # That one of its dimensions is the batch's explains nothing: it is so in every attention.
+            own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
+            reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
+                _find_rival(graph, axis_map, divided, own)
+                or (
+                    "a tensor has its heads twice, or among other rows"
+                    if own
+                    else "it has no dimension of heads"
+                )
+            }
+            cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {axis_map.tensor} ranks"
+            name = operator_name(node.target)
+            lines[f"attention replicated ({name}, {cost}) because {min(reasons)}"].append(where(node))
+    for (node, tensor), dim in axis_map.severed.items():
+        heads = ax.factors(axis_map.of(tensor)[dim])[0].size
+        lines[f"{heads} key-value heads replicated over tensor={axis_map.tensor}"].append(where(node))
+    for node in graph.nodes:
+        matrix = node.op == "get_attr" and axis_map.is_weight(node) and len(axis_map.of(node)) > 1
+        if matrix and not divided_leaf(axis_map.of(node), divided):
+            value = node.meta["val"]
+            size = prod(value.shape) * value.element_size()
+            lines[f"weight of shape {list(value.shape)} ({size:,} bytes) replicated"].append(str(node.target))
+    for axis, padding in divided.items():
+        if padding:
+            lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={axis_map.tensor}")
+    return [
+        f"{what}: {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+        for what, places in lines.items()
+    ]

@@ -1,0 +1,238 @@
+"""Where f goes: gradients of replicated values that divided regions read are partial, and must be summed somewhere.
+
+A replicated value that a divided operator reads gets, on each tensor rank, only its own part of the gradient. f
+(`collectives.copy_to_tensor`: forward identity, backward all-reduce) completes it. Because every backward is linear
+in the incoming gradient, a partial gradient may also travel further back through replicated operators, and be summed
+where that is cheapest, for all readers at once: a minimum cut between the divided regions and the values that other,
+whole gradients reach. A parameter on the cut needs no f: its gradient is summed once per step (`partial_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import networkx as nx
+import torch
+from torch import fx
+
+from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.runtime import collectives, kernels
+from autoptd.runtime.program.placement import Parameter
+
+PARAMETER_DISCOUNT = 64  # a parameter's gradient is summed once per step, an activation's once per microbatch
+# Replicated results with whole gradients.
+WHOLE_BACKWARD = (collectives.reduce_from_tensor, kernels.cross_entropy)
+
+Component = list[fx.Node]
+# Price, source?, forced?, sink?, readers inside.
+Shape = tuple[tuple[int, bool, bool, bool, tuple[int, ...]], ...]
+Sides = tuple[frozenset[int], frozenset[int]]
+
+
+def place_copies(
+    graph: fx.Graph, parameters: Mapping[str, Parameter], pipeline: int
+) -> tuple[dict[str, Parameter], int]:
+    """Insert f into `graph` (in place, while it is still the caller's own) and mark parameters.
+
+    Activations whose gradient is partial get ``meta["partial_gradient"]``: no stage boundary may cross them, for
+    what is scattered over the tensor ranks must be the same on all. So where a residual stream would have partial ones
+    from end to end, and leave no place for a cut, it keeps whole ones if there are several `pipeline` ranks.
+
+    Returns the parameters with ``partial_gradient`` set, and the number of f placed.
+    """
+    region = _Region(graph, parameters)
+    marked = dict(parameters)
+    copies = 0
+    solved: dict[Shape, Sides] = {}
+    for component in region.components():
+        cut, before = region.cut(component, solved)
+        if pipeline > 1 and before.isdisjoint(stream := region.stream(component)):
+            cut, before = region.cut(component, solved, stream)
+        for node in component:
+            if node not in before:
+                node.meta["partial_gradient"] = True
+        for node in cut:
+            partial = [n for n in region.partial_readers(node) if n not in before]
+            whole = len(partial) < sum(n.op == "output" or n in region.differentiable for n in node.users)
+            if node.op == "get_attr" and not whole:
+                marked[str(node.target)] = replace(marked[str(node.target)], partial_gradient=True)
+            else:
+                region.insert_copy(node, partial)
+                copies += 1
+    for name in region.mixed_parameters():
+        marked[name] = replace(marked[name], partial_gradient=True)
+    return marked, copies
+
+
+def _is_local(node: fx.Node) -> bool:
+    """Does the value differ between tensor ranks?"""
+    divided = node.meta.get("divided")
+    if isinstance(divided, tuple):
+        return any(d is not None for d in divided)
+    return divided is not None or bool(node.meta.get("partial"))
+
+
+class _Region:
+    """The replicated values whose gradient may be partial."""
+
+    def __init__(self, graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
+        self.graph = graph
+        self.parameters = parameters
+        self.rank = next(n for n in graph.nodes if n.meta.get("role") == "rank")
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.differentiable = find_trained(Stage(graph, parameters, fx.Graph()))
+        self.divided = {
+            n
+            for n in graph.nodes
+            if n.op == "call_function" and (_is_local(n) or any(map(_is_local, n.all_input_nodes)))
+        }
+        # Replicated results of divided operators, other than sums: a part of packed rows that every rank holds.
+        self.forced = {
+            n
+            for n in self.divided
+            if not _is_local(n) and n in self.differentiable and n.target not in WHOLE_BACKWARD
+        }
+        self.partial = self._find_partial()
+
+    def _find_partial(self) -> set[fx.Node]:
+        """Replicated nodes whose readers are all divided, or such nodes themselves: their gradient may be partial."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.order):
+            candidate = node in self.forced or (node not in self.divided and node.op == "call_function")
+            if not candidate or node not in self.differentiable:
+                continue
+            readers = [n for n in node.users if n.op == "output" or n in self.differentiable]
+            if readers and all(n in self.divided or n in found for n in readers):
+                found.add(node)
+            elif node in self.forced:
+                raise ValueError(
+                    f"{node.name} takes undivided rows from a tensor whose other rows are divided, and both feed "
+                    f"operators that tensor parallelism does not divide, at {where(node)}; use tensor=1"
+                )
+        return found
+
+    def partial_readers(self, node: fx.Node) -> list[fx.Node]:
+        """Readers that give `node` a partial gradient, if partial gradients go as far back as they may."""
+        return [
+            n for n in node.users if n in self.differentiable and (n in self.divided or n in self.partial)
+        ]
+
+    def whole_readers(self, node: fx.Node) -> list[fx.Node]:
+        return [
+            n
+            for n in node.users
+            if n.op == "output"
+            or (n in self.differentiable and n not in self.divided and n not in self.partial)
+        ]
+
+    def components(self) -> list[Component]:
+        """Replicated values with a partial reader, grouped by what they flow through."""
+        members = [
+            n
+            for n in self.order
+            if n in self.differentiable
+            and not _is_local(n)
+            and (n not in self.divided or n in self.forced or n.target in WHOLE_BACKWARD)
+            and self.partial_readers(n)
+        ]
+        network = nx.Graph()
+        network.add_nodes_from(members)
+        inside = set(members)
+        network.add_edges_from(
+            (s, n) for n in members if n in self.partial for s in n.all_input_nodes if s in inside
+        )
+        groups = [sorted(group, key=self.order.__getitem__) for group in nx.connected_components(network)]
+        return sorted(groups, key=lambda group: self.order[group[0]])
+
+    def stream(self, component: Component) -> set[fx.Node]:
+        """What several operators read of a residual stream, to which sums over the tensor ranks are added.
+
+        Not what is computed of those whose gradient may not be whole: its own may not, either.
+        """
+        if not any(n.target in WHOLE_BACKWARD for n in component):
+            return set()
+        calls = {n for n in component if n.op == "call_function" and len(self.partial_readers(n)) > 1}
+        bound = set(self.forced)
+        for node in component:  # in the graph's order
+            if not bound.isdisjoint(node.all_input_nodes):
+                bound.add(node)
+        return calls - bound
+
+    def cut(
+        self, component: Component, solved: dict[Shape, Sides], stream: Collection[fx.Node] = ()
+    ) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The cheapest members that separate whole gradients from divided readers, and those that keep whole ones.
+
+        The `stream` is to do so. Equal components share the answer.
+        """
+        place = {node: i for i, node in enumerate(component)}
+        shape = []
+        for node in component:
+            inner = tuple(sorted(place[n] for n in self.partial_readers(node) if n in self.partial))
+            sink = any(n in self.divided and n not in self.forced for n in self.partial_readers(node))
+            forced = node in self.forced
+            shape.append((self._price(node), node not in self.partial or node in stream, forced, sink, inner))
+        key = tuple(shape)
+        if key not in solved:
+            solved[key] = _minimum_cut(key)
+        cut, before = solved[key]
+        return [component[i] for i in sorted(cut)], {component[i] for i in before}
+
+    def _price(self, node: fx.Node) -> int:
+        """Bytes to sum at this node; 0: it cannot be done there."""
+        value = node.meta["val"]
+        if node in self.forced or not isinstance(value, torch.Tensor):
+            return 0
+        size = tensor_bytes(value)
+        if node.op == "get_attr" and not self.whole_readers(node):
+            return size // PARAMETER_DISCOUNT + 1
+        return size
+
+    def insert_copy(self, node: fx.Node, readers: list[fx.Node]) -> None:
+        """Let `readers` read f(node)."""
+        with self.graph.inserting_after(node):
+            copy = self.graph.create_node(
+                "call_function", collectives.copy_to_tensor, (self.rank, node), {}, name=f"{node.name}_f"
+            )
+        copy.meta = {**node.meta, "divided": None, "partial": False, "partial_gradient": True}
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+
+    def mixed_parameters(self) -> list[str]:
+        """Parameters some of whose rows are divided and others replicated: the latter's gradients are partial."""
+        return [
+            name
+            for name, p in self.parameters.items()
+            if p.requires_grad
+            and p.placement.dim is not None
+            and not all(s.divided for s in p.placement.segments)
+        ]
+
+
+def _minimum_cut(shape: Shape) -> Sides:
+    """Positions of the cheapest nodes between sources and sinks, and of those on the sources' side of them."""
+    if not any(source for _, source, *_ in shape):
+        return frozenset(), frozenset()
+    if len(shape) == 1:
+        return frozenset([0]), frozenset([0])
+    network = nx.DiGraph()
+    for i, (price, source, forced, sink, inner) in enumerate(shape):
+        if price:
+            network.add_edge((i, "in"), (i, "out"), capacity=price)
+        else:
+            network.add_edge((i, "in"), (i, "out"))
+        if source:
+            network.add_edge("source", (i, "in"))
+        if forced:
+            network.add_edge((i, "in"), "sink")  # its gradient may not be whole
+        if sink:
+            network.add_edge((i, "out"), "sink")
+        for reader in inner:
+            network.add_edge((i, "out"), (reader, "in"))
+            network.add_edge((reader, "in"), (i, "in"))  # a reader with a whole gradient gives a whole one
+    _, (near, _) = nx.minimum_cut(network, "source", "sink")
+    before = frozenset(i for i in range(len(shape)) if (i, "in") in near)
+    return frozenset(i for i in before if (i, "out") not in near), before

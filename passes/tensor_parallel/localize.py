@@ -1,0 +1,213 @@
+"""The rewrite of a whole graph to what one tensor rank computes: values, local sizes, parameters' placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.program import Program
+from autoptd.passes.normal_form.constants import filled
+from autoptd.passes.tensor_parallel import axes as ax
+from autoptd.passes.tensor_parallel.axes import Axes, Axis
+from autoptd.passes.tensor_parallel.axis_map import AxisMap
+from autoptd.passes.tensor_parallel.choice import divided_leaf
+from autoptd.passes.tensor_parallel.symbols import Letters
+from autoptd.runtime import collectives
+from autoptd.runtime.program.placement import Parameter, Placement, Segment
+
+aten = torch.ops.aten
+
+
+class Lowering:
+    """The rewrite of one graph to one tensor rank's; `value` maps an old node to what now stands for it."""
+
+    def __init__(
+        self,
+        program: Program,
+        axis_map: AxisMap,
+        letters: Letters,
+        divided: dict[Axis, int],
+        batch: set[Axis],
+    ) -> None:
+        (stage,) = program.stages
+        self.old = stage.graph
+        self.axis_map = axis_map
+        self.letters = letters
+        self.divided = divided
+        self.batch = batch
+        self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
+        self.filled = filled(stage.constants)
+        self.tensor = program.mesh.tensor
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.parameters: dict[str, Parameter] = dict(stage.parameters)
+        self.propagation = Propagation(program.mesh)
+        self.extents: dict[Axis, int] = {}
+        self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
+
+    def run(self, lower: Callable[[Lowering, fx.Node], fx.Node]) -> fx.Graph:
+        """The new graph, with every call as `lower` writes it."""
+        for node in self.old.nodes:
+            if node.op == "output":
+                self.graph.output(self.whole(node.args[0]))
+                continue
+            if node.op == "get_attr":
+                self._place_parameter(node)
+            if node.op == "call_function":
+                self.values[node] = lower(self, node)
+            else:
+                self.values[node] = self.copy(node)
+            if node.op == "get_attr":
+                whole = self.letters.shape(self.axis_map.of(node), {}, node.meta["val"].shape)
+                self.values[node].meta["whole_sizes"] = whole
+        return self.graph
+
+    # Values
+
+    def whole(self, node: Any) -> Any:
+        """What stands for `node`; a partial sum is all-reduced first, and its biases are added once, behind that."""
+        if not isinstance(node, fx.Node):
+            return node
+        value = self.values[node]
+        if value.meta.get("partial"):
+            biases = self.biases.get(value, ())
+            name = f"{value.name}_g"
+            value = self.add(collectives.reduce_from_tensor, (self.rank, value), value, name=name)
+            for linear, bias in biases:
+                args = (value, self.whole(bias))
+                value = self.add(aten.add.Tensor, args, linear, name=f"{linear.name}_biased")
+            self.values[node] = value
+        return value
+
+    @property
+    def rank(self) -> fx.Node:
+        assert self.axis_map.rank is not None
+        return self.values[self.axis_map.rank]
+
+    def copy(self, node: fx.Node, args: Any = None, kwargs: Any = None, target: Any = None) -> fx.Node:
+        """The node in the new graph, with other arguments or another target."""
+        plain = args is None and kwargs is None
+        if plain:
+            args = fx.node.map_arg(node.args, self.whole)
+            kwargs = fx.node.map_arg(node.kwargs, self.whole)
+        new = self.graph.create_node(node.op, target or node.target, args, kwargs or {}, name=node.name)
+        new.meta = dict(node.meta)
+        axes = self.axis_map.all_of(node)
+        changed = self.tensor > 1 and (not plain or any(divided_leaf(a, self.divided) for a in axes))
+        if not changed:
+            new.meta.update(divided=None, partial=False)
+            self.write_sizes(new, axes)
+        elif node.op == "call_function":
+            new.meta["val"] = self.propagation.run(new)
+            self._mark(new, node, axes)
+        else:
+            new.meta["val"] = self._empty(node)
+            self._mark(new, node, axes)
+        return new
+
+    def add(
+        self, target: Any, args: tuple[Any, ...], like: fx.Node, *, name: str, partial: bool = False
+    ) -> fx.Node:
+        """A further node, placed in the user's model where `like` is."""
+        new = self.graph.create_node("call_function", target, args, {}, name=name)
+        new.meta = {"path": like.meta.get("path", ""), "line": like.meta.get("line", "")}
+        new.meta.update(divided=None, partial=partial, val=self.propagation.run(new))
+        if like in self.axis_map.axes:
+            self.write_sizes(new, self.axis_map.all_of(like))
+        else:
+            new.meta["sizes"] = like.meta["sizes"]
+        return new
+
+    def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
+        """Say which dimension is divided: an int or None, a tuple of those for several results."""
+        dims = tuple(
+            next((d for d, a in enumerate(own) if divided_leaf([a], self.divided)), None) for own in axes
+        )
+        several = isinstance(node.meta.get("val"), (tuple, list))
+        new.meta.update(divided=dims if several else dims[0], partial=False)
+        self.write_sizes(new, axes)
+
+    def write_sizes(self, new: fx.Node, axes: tuple[Axes, ...]) -> None:
+        """Say in letters what shape of its `axes`, one for each result, one rank holds."""
+        value = new.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            new.meta["sizes"] = self.letters.shape(axes[0], self.divided, value.shape)
+        elif value is not None:
+            pairs = zip(axes, value, strict=True)
+            new.meta["sizes"] = tuple(self.letters.shape(a, self.divided, v.shape) for a, v in pairs)
+
+    def _empty(self, node: fx.Node) -> torch.Tensor:
+        value: torch.Tensor = node.meta["val"]
+        return value.new_empty([self.extent(a) for a in self.axis_map.of(node)])
+
+    # Sizes
+
+    def extent(self, axis: Axis) -> int:
+        """The axis's size on one rank."""
+        axis = ax.find(axis)
+        if axis not in self.extents:
+            if axis.kind == "leaf":
+                size = (axis.size + self.divided[axis]) // self.tensor if axis in self.divided else axis.size
+            else:
+                size = (prod if axis.kind == "product" else sum)(self.extent(p) for p in axis.parts)
+            self.extents[axis] = size
+        return self.extents[axis]
+
+    def offset(self, axis: Axis, position: int) -> int:
+        """Where global `position` of the axis, a boundary of its segments, lies on one rank."""
+        axis = ax.find(axis)
+        if position in (0, axis.size):
+            return self.extent(axis) if position else 0
+        if axis.kind == "sum":
+            total = 0
+            for part in axis.parts:
+                size = ax.find(part).size
+                if position <= size:
+                    return total + self.offset(part, position)
+                total, position = total + self.extent(part), position - size
+        if axis.kind == "product":
+            first, *rest = ax.factors(axis)
+            inner = ax.product(rest)
+            steps, over = divmod(position, inner.size)
+            assert over == 0, "a slice of a product falls on whole steps of its first factor"
+            return self.offset(first, steps) * self.extent(inner)
+        assert axis not in self.divided, "a divided leaf is not cut"
+        return position
+
+    def sizes(self, axes: Axes) -> list[int]:
+        return [self.extent(a) for a in axes]
+
+    def is_divided(self, axes: Axes) -> bool:
+        return divided_leaf(axes, self.divided)
+
+    # Parameters
+
+    def _place_parameter(self, node: fx.Node) -> None:
+        name = str(node.target)
+        axes = self.axis_map.of(node)
+        dims = [d for d, a in enumerate(axes) if self.is_divided((a,))]
+        if dims:
+            segments = tuple(self._segments(axes[dims[0]]))
+            padding = sum(s.rows for s in segments) - ax.find(axes[dims[0]]).size
+            placement = Placement(dims[0], segments, padding)
+            self.parameters[name] = replace(self.parameters[name], placement=placement)
+
+    def _segments(self, axis: Axis) -> list[Segment]:
+        """The axis as consecutive [outer, size, inner] segments."""
+        parts = ax.factors(axis)
+        at = next((i for i, f in enumerate(parts) if self.is_divided((f,))), None)
+        if at is None:
+            return [Segment(1, ax.find(axis).size, 1, False)]
+        outer, inner = prod(p.size for p in parts[:at]), prod(p.size for p in parts[at + 1 :])
+        factor = parts[at]
+        if factor.kind == "leaf":
+            return [Segment(outer, factor.size + self.divided[factor], inner, True)]
+        assert outer == 1, "choose_axes leaves sums inside an outer factor whole"
+        below = [s for part in factor.parts for s in self._segments(part)]
+        return [replace(s, inner=s.inner * inner) for s in below]

@@ -1,0 +1,266 @@
+"""All-reduces of the backward that run beside the gradients of weights.
+
+f (`collectives.copy_to_tensor`) sums the gradient of what a divided region reads. Autograd calls it when all readers
+have done their backwards, and nothing is left to do meanwhile. Where these are linears, one operator stands for f and
+them: its backward computes the gradient of x, posts the sum, computes the gradients of the weights, and waits. Works
+on each stage as it is after fusion.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.fusion.patterns import RESHAPES, alike, is_call
+from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.names import rename_nodes
+from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.program import Program, Stage, copy_graph
+from autoptd.runtime import aten, collectives, kernels
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A linear that reads f: its weight is [in, out] where `transposed`; `kind` is what else it does."""
+
+    node: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    transposed: bool
+    kind: str = "linear"  # or "gelu", "split"
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def overlap_reductions(program: Program) -> Program:
+    """Join every f with its readers, if they are linears with weights to train; the log says why others stay.
+
+    Raises ValueError where what is written has another shape or dtype than what it stands for.
+    """
+    if program.mesh.tensor == 1:
+        return program
+    propagation = Propagation(program.mesh)
+    left: Counter[str] = Counter()
+    hidden = 0
+    stages = []
+    for stage in program.stages:
+        made = _Rewriting(stage, propagation)
+        hidden += made.rewrite(left)
+        stages.append(replace(stage, graph=rename_nodes(made.graph)))
+    entry = (
+        f"overlap_reductions {hidden} of {hidden + left.total()} all-reduces backward beside weight gradients"
+    )
+    reasons = "; ".join(f"{count} {reason}" for reason, count in left.items())
+    return program.replace_stages(tuple(stages), entry + (f", not: {reasons}" if reasons else ""))
+
+
+class _Rewriting:
+    """A stage's graph, rewritten f by f."""
+
+    def __init__(self, stage: Stage, propagation: Propagation) -> None:
+        self.graph = copy_graph(stage.graph)
+        self._trained = find_trained(replace(stage, graph=self.graph))
+        self._propagation = propagation
+
+    def rewrite(self, left: Counter[str]) -> int:
+        """How many f were joined with their readers; count the reasons why others were `left`."""
+        hidden = 0
+        for node in list(self.graph.nodes):
+            if node.target is collectives.copy_to_tensor:
+                readers, reason = self._read(node)
+                if reason:
+                    left[reason] += 1
+                else:
+                    self._join(node, readers)
+                    hidden += 1
+        return hidden
+
+    def _read(self, f: fx.Node) -> tuple[list[Reader], str]:
+        """The readers of f, in graph order; or why it stays."""
+        users = sorted(f.users)
+        views = [user for user in users if is_call(user, *RESHAPES)]
+        if views and views == users:
+            if len({shape_of(view) for view in views}) > 1 or shape_of(views[0])[-1] != shape_of(f)[-1]:
+                return [], f"read in other shapes by {called(views[0])}"
+            users = sorted(user for view in views for user in view.users)
+        found = []
+        for user in users:
+            reader = next((r for rule in RULES if (r := rule(user)) is not None), None)
+            if reader is None or user.args[int(user.target is aten.addmm.default)] not in (f, *views):
+                return [], f"read by {user.op if user.op == 'output' else called(user)}"
+            if not all(map(_is_of_parameters, reader.parameters)):
+                return [], f"read by {called(user)}, whose weight depends on the batch"
+            found.append(reader)
+        if not any(reader.weight in self._trained for reader in found):
+            return [], "with weights that are frozen"
+        if len(found) > 1 and (
+            len({r.transposed for r in found}) > 1 or any(r.kind == "split" for r in found)
+        ):
+            return [], f"read by linears of several kinds, {called(found[0].node)}"
+        if len({reader.node.meta.get("recompute") for reader in found}) > 1:
+            return [], "read inside and outside of what is recomputed"
+        return found, ""
+
+    def _join(self, f: fx.Node, readers: Sequence[Reader]) -> None:
+        """Write the operator where the first reader is, behind what its arguments need."""
+        x: Any = f.args[1]
+        first = readers[0].node
+        source: Any = first.args[int(first.target is aten.addmm.default)]
+        if source is not f:  # a view, whose like the other readers have too
+            source.update_arg(0, x)
+            x = source
+        self._bring_before(first, (p for reader in readers for p in reader.parameters))
+        rank = f.args[0]
+        if len(readers) == 1:
+            self._replace(readers[0].node, self._write(first, *_single(rank, x, readers[0]), first.meta))
+        else:
+            self._join_several(rank, x, readers)
+        for node in (*f.users, f):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _join_several(self, rank: Any, x: fx.Node, readers: Sequence[Reader]) -> None:
+        first = readers[0].node
+        weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
+        options: dict[str, Any] = {"transposed": True} if readers[0].transposed else {}
+        given = [biases] if any(bias is not None for bias in biases) else []
+        meta = first.meta | {
+            "name": f"{first.name}_together",
+            "divided": tuple(reader.node.meta.get("divided") for reader in readers),
+            "sizes": tuple(reader.node.meta.get("sizes") for reader in readers),
+        }
+        together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, meta)
+        parts = [
+            self._write(first, operator.getitem, (together, i), {}, r.node.meta | _place(together))
+            for i, r in enumerate(readers)
+        ]
+        for reader, part in zip(readers, parts, strict=True):
+            if reader.kind == "gelu":
+                part.meta["name"] = f"{reader.node.name}_linear"
+                part = self._write(
+                    reader.node, aten.gelu.default, (part,), _approximation(reader), reader.node.meta
+                )
+            self._replace(reader.node, part)
+
+    def _write(
+        self,
+        place: fx.Node,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        meta: dict[str, Any],
+    ) -> fx.Node:
+        with self.graph.inserting_before(place):
+            made = self.graph.call_function(target, args, kwargs)
+        made.meta = dict(meta)
+        value = (
+            self._propagation.run(made) if target is not operator.getitem else args[0].meta["val"][args[1]]
+        )
+        made.meta["val"] = value
+        return made
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let `new` have the place and the name of `old`."""
+        if not alike(new.meta["val"], old.meta["val"]):
+            raise ValueError(f"{called(new)} gives {new.meta['val']} for {old}, expected {old.meta['val']}")
+        new.meta["name"] = old.name
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+    def _bring_before(self, place: fx.Node, nodes: Iterable[fx.Node]) -> None:
+        """Move `nodes`, and what they are computed from, before `place` where they are behind."""
+        for node in nodes:
+            if place < node:
+                self._bring_before(place, node.all_input_nodes)
+                place.prepend(node)
+
+
+def _single(
+    rank: Any, x: fx.Node, reader: Reader
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """The operator for one reader, and its arguments."""
+    options: dict[str, Any] = {"transposed": True} if reader.transposed else {}
+    if reader.kind == "split":
+        sections = argument(reader.node, 3, "sections")
+        return collectives.copied_split_linear, (rank, x, reader.weight, reader.bias, sections), options
+    if reader.kind == "gelu":
+        options = _approximation(reader) | options
+        return collectives.copied_linear_gelu, (rank, x, reader.weight, reader.bias), options
+    given = [] if reader.bias is None else [reader.bias]
+    return collectives.copied_linear, (rank, x, reader.weight, *given), options
+
+
+def _approximation(reader: Reader) -> dict[str, Any]:
+    """Of a GELU, as a keyword, where it is not the default."""
+    chosen = argument(reader.node, 3, "approximate", "none")
+    return {} if chosen == "none" else {"approximate": chosen}
+
+
+def _place(node: fx.Node) -> dict[str, Any]:
+    """One heading for all results."""
+    return {key: node.meta.get(key, "") for key in ("path", "line")}
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Whether a value is computed from parameters alone."""
+    inputs = node.all_input_nodes
+    return node.op == "get_attr" or (
+        node.op == "call_function" and bool(inputs) and all(map(_is_of_parameters, inputs))
+    )
+
+
+# What reads f, as a product of it with a weight.
+
+
+def _read_linear(node: fx.Node) -> Reader | None:
+    if not is_call(node, aten.linear.default):
+        return None
+    return _check(Reader(node, node.args[1], argument(node, 2, "bias"), False))  # type: ignore[arg-type]
+
+
+def _read_matmul(node: fx.Node) -> Reader | None:
+    if not is_call(node, aten.mm.default, aten.matmul.default) or len(shape_of(node.args[0])) < 2:  # type: ignore[arg-type]
+        return None
+    return _check(Reader(node, node.args[1], None, True))  # type: ignore[arg-type]
+
+
+def _read_addmm(node: fx.Node) -> Reader | None:
+    if not is_call(node, aten.addmm.default) or node.kwargs or len(node.args) != 3:
+        return None
+    return _check(Reader(node, node.args[2], node.args[0], True))  # type: ignore[arg-type]
+
+
+def _read_kernel(node: fx.Node) -> Reader | None:
+    if is_call(node, kernels.linear_gelu):
+        kind = "gelu"
+    elif is_call(node, kernels.split_linear):
+        kind = "split"
+    else:
+        return None
+    weight: Any
+    bias: Any
+    weight, bias = node.args[1:3]
+    return _check(Reader(node, weight, bias, bool(argument(node, 4, "transposed", False)), kind))
+
+
+def _check(reader: Reader) -> Reader | None:
+    """The reader, if its weight is a matrix and its bias a vector, in the dtype of the result."""
+    dtype = reader.node.meta["val"].dtype
+    fits = all(isinstance(p, fx.Node) and p.meta["val"].dtype == dtype for p in reader.parameters)
+    return reader if fits and [len(shape_of(p)) for p in reader.parameters] in ([2], [2, 1]) else None
+
+
+RULES: tuple[Callable[[fx.Node], Reader | None], ...] = (
+    _read_linear,
+    _read_matmul,
+    _read_addmm,
+    _read_kernel,
+)

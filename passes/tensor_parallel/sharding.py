@@ -1,0 +1,119 @@
+"""Megatron's tensor parallelism, found in the graph (SC21 §2.3): divide axes, sum partial results, place f and g.
+
+The axis axis_map says which dimensions are the same axis; `choose_axes` picks which to divide; this pass rewrites the
+graph to what ONE tensor rank computes: local sizes in the operators that name sizes, vocabulary-parallel kernels for
+embedding and loss, an all-reduce (g) behind each contraction of a divided axis, its bias added once behind that, and
+finally (see `gradients`) the conjugate f where a replicated value enters a divided region.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.program import Program
+from autoptd.passes.tensor_parallel import axes as ax
+from autoptd.passes.tensor_parallel.analysis import find_axes, user_rules
+from autoptd.passes.tensor_parallel.axes import Axis
+from autoptd.passes.tensor_parallel.axis_map import AxisMap, Rule
+from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
+from autoptd.passes.tensor_parallel.contraction_rules import ATTENTION, OF_ACTIVATIONS, RUNS
+from autoptd.passes.tensor_parallel.gradient_copies import place_copies
+from autoptd.passes.tensor_parallel.local_rules import lower_operator
+from autoptd.passes.tensor_parallel.localize import Lowering
+from autoptd.passes.tensor_parallel.symbols import Letters
+from autoptd.runtime import collectives
+from autoptd.runtime.program.manifest import Input
+
+
+def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -> Program:
+    """Divide the one-stage program over the tensor ranks of its mesh; every value's ``meta`` becomes one rank's.
+
+    Also finds which dimension of each batch input is the batch, and gives dropout the axes its mask is keyed by.
+    Raises ValueError for an operator that is not torch's own and has no rule, or heads that t does not divide.
+    """
+    (stage,) = program.stages
+    tensor = program.mesh.tensor
+    table = user_rules(rules)
+    axis_map = find_axes(stage.graph, stage.parameters, tensor=tensor, rules=table)
+    _check_used(table, axis_map.operators)
+    severed = replicated_heads(axis_map) if tensor > 1 else frozenset[fx.Node]()
+    if severed:
+        axis_map = find_axes(stage.graph, stage.parameters, tensor=tensor, rules=table, sever=severed)
+    inputs, batch = find_batch(program.inputs, axis_map)
+    divided, notes = choose_axes(stage.graph, axis_map)
+    program = replace(program, inputs=inputs)
+    letters = Letters(program, axis_map)
+    lowering = Lowering(program, axis_map, letters, divided, batch)
+    graph = lowering.run(lower_operator)
+    parameters, copies = place_copies(graph, lowering.parameters, program.mesh.pipeline)
+    reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
+    entry = (
+        f"shard_tensors tensor={tensor}: {len(divided)} axes divided, "
+        f"{reductions} all-reduces forward, {copies} backward"
+    )
+    if axis_map.repeated:
+        entry += (
+            f"; no rule divides {', '.join(sorted(axis_map.repeated))}: every tensor rank does them whole"
+        )
+    whole = replace(stage, graph=graph, parameters=parameters)
+    values = {str(symbol): size for symbol, size in letters.values.items()}
+    return replace(program, stages=(whole,), letters=values, log=(*program.log, entry, *notes))
+
+
+def _check_used(rules: Mapping[str, Rule], operators: set[str]) -> None:
+    """Raise ValueError for a user's rule of an operator that the model does not call."""
+    for name in rules:
+        if name not in operators:
+            near = difflib.get_close_matches(name, operators, n=1, cutoff=0.0)
+            raise ValueError(f"rules= has {name!r}, which the model does not call; did you mean {near[0]!r}?")
+
+
+def find_batch(inputs: tuple[Input, ...], axis_map: AxisMap) -> tuple[tuple[Input, ...], set[Axis]]:
+    """The batch dimension of each input, and its axis where the batch is more than one.
+
+    The captured guess stands unless some operator needs that axis whole (attention, the sequence of a sequence-first
+    model); then it is the first axis that none, or at least no attention, needs whole, or a dimension of size 1.
+    """
+    nodes = {str(n.target): n for n in axis_map.inputs}
+    dims = {i.name: [ax.find(a) for a in axis_map.of(nodes[i.name])] for i in inputs if i.name in nodes}
+    split = [i for i in inputs if i.batch_dim is not None and i.name in dims]
+    guessed = [dims[i.name][i.batch_dim] for i in split if i.batch_dim is not None]
+    if not guessed:
+        return inputs, set()
+    if all(_is_sequence(axis) for axis in guessed):
+        every = [axis for i in split for axis in dims[i.name]]
+        free = [axis for axis in every if axis.size > 1 and not axis.blocked]
+        if not free and all(_is_attended(axis) for axis in guessed):
+            # The mean of an auxiliary loss needs the batch whole, too.
+            free = [axis for axis in every if axis.size > 1 and not _is_sequence(axis)]
+        batch = (free or [axis for axis in every if axis.size == 1] or guessed)[0]
+    else:
+        batch = next(axis for axis in guessed if not _is_sequence(axis))
+    others = {axis for i in split for d, axis in enumerate(dims[i.name]) if d != i.batch_dim}
+
+    def place(entry: Input) -> Input:
+        own = dims.get(entry.name, [])
+        exact = [d for d, axis in enumerate(own) if axis is batch or axis.size == batch.size == 1]
+        outer = [d for d, axis in enumerate(own) if batch in ax.factors(axis)[:1]]
+        if exact or outer:
+            return replace(entry, batch_dim=(exact or outer)[0])
+        at = entry.batch_dim
+        if at is not None and own and (own[at].size != batch.size or own[at] in others):
+            return replace(entry, batch_dim=None)  # it merely has the batch's size
+        return entry
+
+    return tuple(place(entry) for entry in inputs), {batch} if batch.size > 1 else set()
+
+
+def _is_attended(axis: Axis) -> bool:
+    return any(reason in axis.blocked for reason in (ATTENTION, OF_ACTIVATIONS))
+
+
+def _is_sequence(axis: Axis) -> bool:
+    """Does attention, or a cumulative sum, run over it? One element is none, and is taken for others of size 1."""
+    return axis.size > 1 and (_is_attended(axis) or RUNS in axis.blocked)

@@ -1,0 +1,93 @@
+"""The model's tensors out of a folder of ``torch.distributed.checkpoint``, whose index is a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from autoptd.runtime.checkpoint.error import CheckpointError
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.user_warnings import warn_caller
+
+_INDEX = ".metadata"
+_PREFIXES = ("", "model.", "module.", "state_dict.", "model.module.")
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether `folder` was written by ``torch.distributed.checkpoint``."""
+    return (folder / _INDEX).exists()
+
+
+def check_consent(folder: Path, model_only: bool, trust_pickle: bool) -> None:
+    """CheckpointError unless the folder's pickle may be read, and more than the model is not asked for."""
+    if not trust_pickle:
+        raise CheckpointError(
+            f"{folder / _INDEX} is a pickle of torch.distributed.checkpoint: reading it runs any code that somebody "
+            "put in it; give load_checkpoint(..., trust_pickle=True) if you trust who wrote it"
+        )
+    if not model_only:
+        raise CheckpointError(
+            f"{folder} is a foreign checkpoint, of which only the model is read: leave optimizer= and scheduler= out"
+        )
+
+
+def read_foreign(
+    manifest: Manifest, rank: Rank, stepped: Mapping[str, torch.dtype], folder: Path
+) -> dict[str, Tensor]:
+    """This rank's slices of the model's tensors, fresh; one whole tensor at a time is in memory beside them.
+
+    `stepped` has the type that each of this rank's is stepped in.
+
+    CheckpointError where names, shapes or types are not the model's.
+    """
+    warn_caller(f"reading the pickle {folder / _INDEX}, as trust_pickle=True allows")
+    try:
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        prefix = _find_prefix(manifest, stored, folder)
+        fresh = {}
+        for name, own in stepped.items():
+            if not manifest.is_saved(name):
+                continue
+            parameter, entry = manifest.parameters[name], stored[prefix + name]
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{folder}: {prefix}{name} is no tensor")
+            dtype = entry.properties.dtype
+            # Half-precision weights are stepped in float32, and may come as either.
+            if tuple(entry.size) != parameter.shape or dtype not in (own, parameter.dtype):
+                raise CheckpointError(
+                    f"{folder}: {prefix}{name} is {dtype}{list(entry.size)}, expected {parameter.dtype}"
+                    f"{list(parameter.shape)}"
+                )
+            whole = torch.empty(parameter.shape, dtype=dtype)
+            load({prefix + name: whole}, storage_reader=FileSystemReader(folder), no_dist=True)
+            fresh[name] = parameter.placement.take(whole, rank.tensor.size, rank.tensor.index)
+    except CheckpointException as error:  # no Exception of Python's
+        raise CheckpointError(f"{folder}: torch.distributed.checkpoint: {error}") from error
+    return fresh
+
+
+def _find_prefix(manifest: Manifest, stored: Mapping[str, object], folder: Path) -> str:
+    """What stands before the model's names in the folder."""
+    names = [name for name in manifest.parameters if manifest.is_saved(name)]
+    missing = {prefix: [n for n in names if prefix + n not in stored] for prefix in _PREFIXES}
+    prefix = min(_PREFIXES, key=lambda p: len(missing[p]))
+    if missing[prefix]:
+        raise CheckpointError(
+            f"{folder} is of another model: it lacks {len(missing[prefix])} tensors: {', '.join(missing[prefix][:5])}"
+        )
+    known = {prefix + name for name in (*names, *manifest.aliases)}
+    unknown = sorted(name for name in stored if name.startswith(prefix) and name not in known)
+    if unknown:
+        raise CheckpointError(
+            f"{folder} is of another model: it has, and the model has not, {len(unknown)} tensors: "
+            f"{', '.join(unknown[:5])}"
+        )
+    return prefix

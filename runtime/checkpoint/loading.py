@@ -1,0 +1,364 @@
+"""Loading a checkpoint: each rank its slices, into fresh memory, checked; then, when all ranks could, taken over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.checkpoint.dcp import check_consent, is_foreign, read_foreign
+from autoptd.runtime.checkpoint.error import CheckpointError, agree, own_number, share
+from autoptd.runtime.checkpoint.files import RECORD, StepFolder, find_step, name_earlier
+from autoptd.runtime.checkpoint.optimizer_state import (
+    States,
+    join_shards,
+    name_kind,
+    put_groups,
+    put_states,
+    take_groups,
+)
+from autoptd.runtime.checkpoint.record import (
+    RankRecord,
+    Record,
+    StoredGroup,
+    StoredPiece,
+    StoredTensor,
+    rank_file,
+    read_rank_record,
+    read_record,
+)
+from autoptd.runtime.checkpoint.regions import Box, Part, list_parts
+from autoptd.runtime.checkpoint.safetensors_stream import DTYPES, PieceFile
+from autoptd.runtime.checkpoint.saving import Training
+from autoptd.runtime.checkpoint.schedulers import choose_schedulers
+from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.program.tagged_json import decode_value, encode_value
+from autoptd.runtime.weights.slices import compiled_in, hash_values
+
+Key = tuple[str, str]  # a tensor's name, and a state's or ""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint as this rank will have it, in memory of its own: slices, or what its replica has of them in rows."""
+
+    record: Record | None
+    tensors: Mapping[str, Tensor]
+    states: States
+    parts: Mapping[Shard, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    schedulers: Mapping[str, Any]
+    data: Any
+
+
+class Copy(NamedTuple):
+    """Of the piece, `source` goes to `target`, memory of this rank's own."""
+
+    source: Box
+    target: Tensor
+
+
+def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
+    """Take the last committed checkpoint of `folder` over; give its data. Every rank must call it.
+
+    CheckpointError on every rank, and nothing changed on any, where one cannot.
+    """
+    rank, name = training.rank, ""
+    error: Exception | None = None
+    try:
+        if is_foreign(folder):
+            model_only = training.optimizer is None and not training.schedulers
+            check_consent(folder, model_only, trust_pickle)
+        elif own_number(rank) == 0:
+            name = find_step(folder).path.relative_to(folder).as_posix()
+    except Exception as failure:
+        error = failure
+    agree(rank, error)
+    name = share(rank, name)
+    undo: dict[str, Any] = {}
+    try:
+        loaded = (
+            _read_foreign(training, folder) if is_foreign(folder) else _read_good(training, folder / name)
+        )
+        _check_proved(training, loaded.tensors, folder)
+        for key, state in loaded.schedulers.items():
+            undo[key] = copy.deepcopy(training.schedulers[key].state_dict())
+            training.schedulers[key].load_state_dict(state)
+    except Exception as failure:
+        error = failure
+    try:
+        agree(rank, error)
+    except Exception:
+        for key, state in undo.items():
+            training.schedulers[key].load_state_dict(state)
+        raise
+    _take_over(training, loaded)
+    return loaded.data
+
+
+def _read_foreign(training: Training, folder: Path) -> Loaded:
+    tensors = read_foreign(training.manifest, training.rank, training.dtypes, folder)
+    return Loaded(None, tensors, {}, {}, [], {}, None)
+
+
+def _read_good(training: Training, path: Path) -> Loaded:
+    step = find_step(path)
+    try:
+        return read_step(training, step)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{name_earlier(step)}") from error
+
+
+def read_step(training: Training, step: StepFolder) -> Loaded:
+    """This rank's part of a committed step, every byte of it verified; changes nothing. CheckpointError."""
+    record = read_record(step)
+    place = str(step.path / RECORD)
+    _check_model(training, record, place)
+    groups = _match_groups(training, record, place) if training.optimizer is not None else []
+    trained = {name for group in groups for name in group.params}
+    wanted = {
+        (name, state): DTYPES[dtype]
+        for name in training.slices
+        if name in record.tensors
+        for state, dtype in _list_states(record.tensors[name], name in trained)
+    }
+    found = _assemble(training, record, step.path, wanted)
+    tensors = {name: tensor for (name, state), tensor in found.items() if not state}
+    values = record.optimizer.values if record.optimizer else {}
+    # No piece is of a tensor without elements: an optimizer makes states of it anew.
+    held = {name: values.get(name, {}) for name in trained if training.slices[name].numel()}
+    states = {name: _decode(held.get(name, {}), f"{place}: {name}") for name in trained}
+    for (name, state), tensor in found.items():
+        if state:
+            states[name][state] = tensor
+    del found  # states are freed where they are joined
+    return Loaded(
+        record,
+        tensors,
+        states,
+        join_shards(training.shards, states) if training.optimizer is not None else {},
+        [_decode(group.options, f"{place}: a group") for group in groups],
+        _match_schedulers(training, record, place),
+        _decode(record.data, f"{place}: data"),
+    )
+
+
+def _check_proved(training: Training, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    for name in (proved.name for proved in training.manifest.proved):
+        if name in tensors:
+            own = training.slices[name]
+            if hash_values(tensors[name], own.dtype) != hash_values(own, own.dtype):
+                raise CheckpointError(f"{folder}: {compiled_in(name)}")
+
+
+def _take_over(training: Training, loaded: Loaded) -> None:
+    with torch.no_grad():
+        for name in loaded.tensors.keys() - training.runs.keys():
+            training.slices[name].copy_(loaded.tensors[name])
+        for shard in training.shards:
+            shard.restore(loaded.tensors).wait()
+    if training.optimizer is not None:
+        put_states(training.slices, training.optimizer, loaded.states, loaded.parts)
+        put_groups(training.optimizer, loaded.groups)
+    if loaded.record is not None:
+        scale = loaded.record.loss_scale
+        if training.loss_scale is not None and scale is not None:
+            training.loss_scale.value, training.loss_scale.finite_steps = scale.value, scale.finite_steps
+        randomness = training.rank.randomness
+        randomness.seed, randomness.call = loaded.record.seed, loaded.record.call
+
+
+def _check_model(training: Training, record: Record, place: str) -> None:
+    manifest = training.manifest
+    own = {name: p for name, p in manifest.parameters.items() if manifest.is_saved(name)}
+    for names, what in (
+        (sorted(set(own) - set(record.tensors)), "lacks"),
+        (sorted(set(record.tensors) - set(own)), "has, and the model has not,"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"{place} is of another model: it {what} {len(names)} tensors: {', '.join(names[:5])}"
+            )
+    if dict(record.aliases) != dict(manifest.aliases):
+        raise CheckpointError(
+            f"{place} is of another model: tied are {dict(record.aliases)}, expected {dict(manifest.aliases)}"
+        )
+    dtypes = training.dtypes
+    for name, parameter in own.items():
+        stored = record.tensors[name]
+        found, expected = (stored.kind, stored.shape), (parameter.kind, parameter.shape)
+        if found != expected:
+            raise CheckpointError(
+                f"{place} is of another model: {name} is a {found[0]} of shape {list(found[1])}, expected a "
+                f"{expected[0]} of shape {list(expected[1])}"
+            )
+        here = dtypes.get(name)
+        if here is not None and stored.dtype and DTYPES[stored.dtype] is not here:
+            raise CheckpointError(
+                f"{place}: {name} is {DTYPES[stored.dtype]}, and the model's {here}: nothing is converted "
+                f"in silence; compile the model with that tensor in {DTYPES[stored.dtype]}"
+            )
+
+
+def _match_groups(training: Training, record: Record, place: str) -> list[StoredGroup]:
+    """For each of this rank's groups its parameters and what the checkpoint says of them."""
+    optimizer = training.optimizer
+    assert optimizer is not None
+    stored, kind = record.optimizer, name_kind(optimizer)
+    if stored is None or stored.kind != kind:
+        found = "no optimizer" if stored is None else f"the optimizer {stored.kind}"
+        raise CheckpointError(
+            f"{place} has {found}, and {kind} is to be loaded: leave optimizer= out, or give that"
+        )
+    home = {name: i for i, group in enumerate(stored.groups) for name in group.params}
+    matched = []
+    for group in take_groups(training.slices, optimizer, training.shards):
+        at = {home.get(name) for name in group.params}
+        if None in at or len(at) > 1:
+            raise CheckpointError(
+                f"{place}: the parameters {', '.join(group.params[:3])}, … are in one group of the optimizer, and were "
+                "in several, or none, of the one that was saved: make the groups as they were"
+            )
+        # An empty group has no parameters to find its like by.
+        options = encode_value(group.options, kind)
+        for index in at:
+            options = stored.groups[index or 0].options
+        matched.append(StoredGroup(group.params, options))
+    left = set(home) & set(training.slices) - {name for group in matched for name in group.params}
+    if left:
+        raise CheckpointError(f"{place} has states of {sorted(left)[:5]}, which the optimizer does not hold")
+    return matched
+
+
+def _match_schedulers(training: Training, record: Record, place: str) -> dict[str, Any]:
+    """The saved state of each of this rank's schedulers."""
+    if not training.schedulers:
+        return {}
+    stored = choose_schedulers(training.groups, record.schedulers, place)
+    states = {}
+    for name, item in training.schedulers.items():
+        entry = stored.get(name)
+        kind = type(item).__name__
+        if not isinstance(entry, dict) or set(entry) != {"kind", "state"} or entry["kind"] != kind:
+            found = {key: of.get("kind") if isinstance(of, dict) else of for key, of in stored.items()}
+            raise CheckpointError(
+                f"{place}: scheduler {name} is a {kind}; the checkpoint has {found or 'none'}"
+            )
+        state = _decode(entry["state"], f"{place}: scheduler {name}")
+        own = item.state_dict()
+        if type(state) is not type(own) or (isinstance(own, dict) and set(state) != set(own)):
+            raise CheckpointError(f"{place}: the state of scheduler {name} is not one of a {kind} like this")
+        states[name] = state
+    return states
+
+
+def _list_states(stored: StoredTensor, trained: bool) -> list[tuple[str, Any]]:
+    """A stored tensor's own dtype under "", and, where it is `trained`, those of its states."""
+    own = [("", stored.dtype)] if stored.dtype else []
+    return [*own, *(stored.states.items() if trained else ())]
+
+
+def _assemble(
+    training: Training, record: Record, folder: Path, wanted: Mapping[Key, torch.dtype]
+) -> dict[Key, Tensor]:
+    """What this rank has of the `wanted` tensors: zeros where they are padded, every other element from a piece."""
+    names, runs = {name for name, _ in wanted}, training.runs
+    parts = {name: list_parts(training.manifest, training.rank, name, runs.get(name)) for name in names}
+    fresh = {
+        key: torch.zeros((run.end - run.first,) if run else training.slices[key[0]].shape, dtype=dtype)
+        for key, dtype in wanted.items()
+        for run in [runs.get(key[0])]
+    }
+    covered: dict[Key, list[Box]] = {key: [] for key in wanted}
+    copies: dict[int, list[tuple[StoredPiece, list[Copy]]]] = {}
+    ranks: dict[int, RankRecord] = {}
+    for number in sorted({number for name in names for number in record.tensors[name].ranks}):
+        ranks[number] = read_rank_record(folder, number, record.ranks[number])
+        copies[number] = []
+        for piece in ranks[number].pieces:
+            key = piece.name, piece.state
+            if key not in wanted:
+                continue
+            box = _check_piece(piece, record.tensors[piece.name], rank_file(folder, number, "json"))
+            own = []
+            for part in parts[piece.name]:
+                if (overlap := part.box.meet(box)) is not None:
+                    covered[key].append(overlap)
+                    target, run = overlap.moved(part.box.starts, part.local), runs.get(piece.name)
+                    view = fresh[key][target.slices] if run is None else run.view(fresh[key], target)
+                    own.append(Copy(overlap.moved(box.starts, (0,) * len(box.starts)), view))
+            if own:
+                copies[number].append((piece, own))
+    for key, boxes in covered.items():
+        _check_cover(key, parts[key[0]], boxes, folder)
+    for number, own_copies in copies.items():
+        if own_copies:
+            _copy_pieces(folder, ranks[number], own_copies)
+    return fresh
+
+
+def _check_piece(piece: StoredPiece, stored: StoredTensor, path: Path) -> Box:
+    """The piece's box, which must lie in its tensor."""
+    box = Box(piece.starts, piece.lengths)
+    dtype = stored.states.get(piece.state) if piece.state else stored.dtype
+    inside = len(box.starts) == len(stored.shape) and all(
+        start + length <= size
+        for start, length, size in zip(box.starts, box.lengths, stored.shape, strict=True)
+    )
+    if not inside or piece.dtype != dtype:
+        raise CheckpointError(
+            f"{path}: {piece.key} is {piece.dtype} from {box.starts}, {box.lengths} long, and its tensor {dtype} of "
+            f"shape {list(stored.shape)}"
+        )
+    return box
+
+
+def _check_cover(key: Key, parts: Sequence[Part], boxes: Sequence[Box], folder: Path) -> None:
+    """Every element of the `parts` must be in exactly one of the `boxes`."""
+    for part in parts:
+        seen = torch.zeros(part.box.lengths, dtype=torch.bool)
+        for box in boxes:
+            if (own := box.meet(part.box)) is not None:
+                view = seen[own.moved(part.box.starts, (0,) * len(own.starts)).slices]
+                if view.any():
+                    raise CheckpointError(f"{folder}: two pieces of {':'.join(key)} overlap at {own.starts}")
+                view.fill_(True)
+        if not seen.all():
+            raise CheckpointError(
+                f"{folder}: elements of {':'.join(key)} from {part.box.starts} on are missing"
+            )
+
+
+def _copy_pieces(
+    folder: Path,
+    record: RankRecord,
+    copies: Sequence[tuple[StoredPiece, Sequence[Copy]]],
+) -> None:
+    path = rank_file(folder, record.rank, "safetensors")
+    with PieceFile(path, record.size, record.header) as file:
+        if set(file.entries) != {piece.key for piece in record.pieces}:
+            raise CheckpointError(
+                f"{path} has other tensors than {rank_file(folder, record.rank, 'json').name} says"
+            )
+        for piece, own in sorted(copies, key=lambda item: file.entries[item[0].key].begin):
+            entry = file.entries[piece.key]
+            if (entry.dtype, entry.shape) != (piece.dtype, piece.lengths):
+                raise CheckpointError(
+                    f"{path}: {piece.key} is {entry.dtype}{list(entry.shape)}, expected {piece.dtype}"
+                    f"{list(piece.lengths)}"
+                )
+            tensor = file.read(piece.key, piece.sha256)
+            for source, target in own:
+                target.copy_(tensor[source.slices])
+
+
+def _decode(value: Any, place: str) -> Any:
+    try:
+        return decode_value(value, place)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place}: {str(error)[:500]}") from error

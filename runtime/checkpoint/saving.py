@@ -1,0 +1,338 @@
+"""Saving a checkpoint: each rank its own pieces, in a thread, then rank 0 what makes them one."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.checkpoint.error import CheckpointError, agree, own_number, share
+from autoptd.runtime.checkpoint.files import (
+    commit_step,
+    make_step_folder,
+    next_number,
+    remove_old,
+    write_file,
+)
+from autoptd.runtime.checkpoint.optimizer_state import States, name_kind, take_groups, take_states
+from autoptd.runtime.checkpoint.record import (
+    RankRecord,
+    Record,
+    StoredGroup,
+    StoredOptimizer,
+    StoredPiece,
+    StoredScale,
+    StoredSchedulers,
+    join_records,
+    piece_key,
+    rank_file,
+    read_rank_record,
+    write_record,
+)
+from autoptd.runtime.checkpoint.regions import Piece, Run, own_pieces
+from autoptd.runtime.checkpoint.safetensors_stream import name_dtype, write_pieces
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.optimizer.loss_scale import LossScale
+from autoptd.runtime.optimizer.zero1 import Shard, is_shaped
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.tagged_json import encode_value
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25  # between looks for another rank's file
+# After the program's end, rank 0 waits for the others' files for as long as these still grow.
+_LAST_WAIT_SECONDS = 30.0
+
+
+class Stateful(Protocol):
+    """A learning rate scheduler, a gradient scaler, and what else has a state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+Schedulers = Stateful | Sequence[Stateful] | Mapping[str, Stateful] | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a checkpoint is of, as one rank has it: `slices` by the user's names, and what trains them.
+
+    `shards` are replicas' parts of slices, which the optimizer steps in their place.
+    """
+
+    manifest: Manifest
+    rank: Rank
+    slices: Mapping[str, Tensor]
+    shards: Sequence[Shard]
+    optimizer: torch.optim.Optimizer | None
+    schedulers: Mapping[str, Stateful]
+    loss_scale: LossScale | None
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each group of the optimizer, in its order; none without one."""
+        if self.optimizer is None:
+            return ()
+        return tuple(group.params for group in take_groups(self.slices, self.optimizer, self.shards))
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What each slice is stored in: the type that it is stepped in."""
+        stepped = {name: shard.own.dtype for shard in self.shards for name in shard.names}
+        return {name: stepped.get(name, x.dtype) for name, x in self.slices.items()}
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """What this replica has of each slice that shards divide."""
+        runs = {}
+        for shard in self.shards:
+            held = shard.ranges()
+            for name, shape in zip(shard.names, shard.shapes, strict=True):
+                part = held[name][1] if name in held else slice(0, 0)
+                runs[name] = Run(tuple(shape), part.start, part.stop)
+        return runs
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What one rank writes: tensors by what they are pieces of, and all else as JSON."""
+
+    tensors: Mapping[tuple[Piece, str], Tensor]
+    optimizer: StoredOptimizer | None
+    schedulers: StoredSchedulers | None
+    whole: Record
+
+
+def name_schedulers(given: Schedulers) -> dict[str, Stateful]:
+    """Schedulers by name: those of a mapping, else "0", "1", …; TypeError for what has no state."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        named = dict(given)
+    elif isinstance(given, Sequence):
+        named = {str(i): item for i, item in enumerate(given)}
+    else:
+        named = {"0": given}
+    for name, item in named.items():
+        if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"scheduler {name} is a {type(item).__name__} without state_dict and load_state_dict: give a "
+                "scheduler or scaler, or a list or dict of them"
+            )
+    return named
+
+
+def make_record(training: Training, data: Any, keep: int | None) -> Record:
+    """What is the same on all ranks; CheckpointError or TypeError for what cannot be stored."""
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(
+            f"keep is {keep!r}, expected a number of checkpoints from 1 on, or None for all"
+        )
+    states = {
+        name: {"kind": type(item).__name__, "state": encode_value(item.state_dict(), f"scheduler {name}")}
+        for name, item in training.schedulers.items()
+    }
+    schedulers = StoredSchedulers(training.groups, states)
+    scale = training.loss_scale
+    return Record(
+        number=0,
+        seed=training.rank.randomness.seed,
+        call=training.rank.randomness.call,
+        mesh=training.manifest.mesh,
+        ranks=(),
+        tensors={},
+        aliases=training.manifest.aliases,
+        optimizer=None,
+        schedulers=(schedulers,) if states else (),
+        loss_scale=None if scale is None else StoredScale(scale.value, scale.finite_steps),
+        data=encode_value(data, "data"),
+    )
+
+
+def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
+    """What this rank writes; with `asynchronous`, of copies on the CPU."""
+    rank, runs = training.rank, training.runs
+    states: States = {}
+    optimizer = None
+    if training.optimizer is not None:
+        states = take_states(training.slices, training.optimizer, training.shards)
+        optimizer = _describe(training, states)
+    weights = dict(training.slices)
+    for shard in training.shards:
+        weights |= shard.split_own(shard.own)  # the slices may be rounded
+    tensors = {}
+    for piece in own_pieces(training.manifest, rank, runs):
+        sources = {"": weights[piece.name], **_shaped(states.get(piece.name, {}))}
+        run = runs.get(piece.name)
+        for state, source in sources.items():
+            own = source.detach()
+            view = own[piece.local.slices] if run is None else run.view(own, piece.local)
+            name_dtype(view.dtype, piece.name)
+            tensors[piece, state] = view.to("cpu", copy=True) if asynchronous else view
+    # One rank of each pipeline rank's: the others' are the same.
+    speaks = rank.coordinates.tensor == rank.coordinates.data == 0
+    schedulers = next(iter(whole.schedulers), None)
+    return Draft(tensors, optimizer if speaks else None, schedulers if speaks else None, whole)
+
+
+def save_step(training: Training, folder: Path, data: Any, keep: int | None, asynchronous: bool) -> Saving:
+    """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all where one cannot."""
+    error: Exception | None = None
+    try:
+        draft = make_draft(training, make_record(training, data, keep), asynchronous)
+    except Exception as failure:
+        error = failure
+    agree(training.rank, error)
+    return Saving(training, folder, draft, keep)
+
+
+class Saving:
+    """A save under way: a thread writes this rank's part, and on rank 0, when all have written theirs, commits."""
+
+    def __init__(self, training: Training, folder: Path, draft: Draft, keep: int | None) -> None:
+        """Begin it. Every rank must call it; CheckpointError on all where rank 0 cannot make the step's folder."""
+        self._manifest, self._rank = training.manifest, training.rank
+        self._optimizer, self._schedulers, self._whole = draft.optimizer, draft.schedulers, draft.whole
+        self._tensors, self._keep = draft.tensors, keep
+        self._number = own_number(self._rank)
+        self._written, self._given_up = threading.Event(), threading.Event()
+        self._write_error: Exception | None = None
+        self._commit_error: Exception | None = None
+        name, error = "", None
+        try:
+            if self._number == 0:
+                name = make_step_folder(folder, draft.whole.call).name
+        except OSError as failure:
+            error = failure
+        agree(self._rank, error)
+        self.path = folder / share(self._rank, name)
+        # No daemon: at the program's end the interpreter waits for it.
+        self._thread = threading.Thread(target=self._work, name=f"checkpoint {self.path.name}")
+        atexit.register(self._raise_at_exit)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the commit. Every rank must call it; CheckpointError on all where one failed."""
+        atexit.unregister(self._raise_at_exit)
+        self._written.wait()
+        try:
+            agree(self._rank, self._write_error)
+        except BaseException:  # of a lost peer too: its file will not come
+            self._given_up.set()
+            raise
+        finally:
+            self._thread.join()
+        agree(self._rank, self._commit_error)
+
+    def _work(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self._write_error = error
+        finally:
+            self._tensors = {}  # copies may be large, and the next save far away
+            self._written.set()
+        if self._number == 0 and self._write_error is None:
+            try:
+                self._commit()
+            except Exception as error:
+                self._commit_error = error
+
+    def _raise_at_exit(self) -> None:
+        error = self._write_error or self._commit_error
+        if error is not None:
+            raise CheckpointError(f"{self.path} was not saved: {error}") from error
+
+    def _write(self) -> None:
+        tensors = self._tensors
+        keys = {item: piece_key(item[0].name, item[1], item[0].box.starts) for item in tensors}
+        if len(set(keys.values())) < len(keys):
+            raise CheckpointError(
+                "two tensors would have one name in the file: rename a parameter that has ':'"
+            )
+        file = rank_file(self.path, self._number, "safetensors")
+        written = write_pieces(file, {keys[item]: tensor for item, tensor in tensors.items()})
+        pieces = tuple(
+            StoredPiece(
+                piece.name,
+                state,
+                name_dtype(tensor.dtype, piece.name),
+                piece.box.starts,
+                piece.box.lengths,
+                written.digests[keys[piece, state]],
+            )
+            for (piece, state), tensor in tensors.items()
+        )
+        record = RankRecord(
+            self._number, written.size, written.header, pieces, self._optimizer, self._schedulers
+        )
+        path = rank_file(self.path, self._number, "json")
+        write_file(path, [write_record(record, path)])
+
+    def _commit(self) -> None:
+        paths = [rank_file(self.path, rank, "json") for rank in range(self._manifest.mesh.size)]
+        for path in paths:
+            self._await(path)
+        if self._given_up.is_set():
+            return
+        ranks = [read_rank_record(self.path, rank) for rank in range(len(paths))]
+        hashes = tuple(sha256(path.read_bytes()).hexdigest() for path in paths)
+        number = next_number(self.path.parent)
+        whole = join_records(self._manifest, self._whole, ranks)
+        text = write_record(replace(whole, ranks=hashes, number=number), self.path)
+        commit_step(self.path, text, number)
+        if self._keep is not None:
+            remove_old(self.path, self._keep)
+
+    def _await(self, path: Path) -> None:
+        """Wait for a file of another rank; there are no collectives in a thread."""
+        seen: object = None
+        since, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        while not path.exists():
+            if self._given_up.wait(pause):
+                return
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if threading.main_thread().is_alive():
+                since = time.monotonic()
+            elif seen != (now := _list_sizes(self.path)):
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > _LAST_WAIT_SECONDS:
+                raise CheckpointError(f"{path} did not come: its rank has ended without it")
+
+
+def _describe(training: Training, states: States) -> StoredOptimizer:
+    assert training.optimizer is not None
+    values = {
+        name: {
+            state: encode_value(value, f"the optimizer's state {state!r} of {name}")
+            for state, value in of.items()
+            if not is_shaped(value)
+        }
+        for name, of in states.items()
+    }
+    groups = tuple(
+        StoredGroup(group.params, encode_value(group.options, "a group of the optimizer"))
+        for group in take_groups(training.slices, training.optimizer, training.shards)
+    )
+    return StoredOptimizer(name_kind(training.optimizer), groups, values)
+
+
+def _shaped(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {state: value for state, value in states.items() if is_shaped(value)}
+
+
+def _list_sizes(folder: Path) -> list[tuple[str, int]]:
+    sizes = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # it has just got its name
+            sizes.append((path.name, path.stat().st_size))
+    return sorted(sizes)

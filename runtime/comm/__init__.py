@@ -1,0 +1,1 @@
+"""Connect ranks: process groups, point-to-point channels, and the record of when they communicated."""

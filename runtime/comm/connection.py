@@ -1,0 +1,171 @@
+"""Connect this rank to the others: groups, channels, and the proof that all run the same program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoptd.runtime.comm.groups import Group, LocalGroup, Opener, ProcessGroup, ThreadGroup, opener
+from autoptd.runtime.comm.point_to_point import Channel, process_channels, thread_channels
+from autoptd.runtime.comm.rank import Rank, thread_ranks
+from autoptd.runtime.comm.threads import Meeting, ThreadPosition, ThreadWorld
+from autoptd.runtime.health.activity import Position
+from autoptd.runtime.health.local_ranks import find_others, gather
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
+
+R = TypeVar("R")
+Owners = tuple[int, ...]
+
+
+@dataclass
+class Connection:
+    """A rank and whom it reaches beside its groups.
+
+    `outgoing` and `incoming` are its channels, by the pipeline rank at the other end. `tied` has a group for
+    each set of pipeline ranks that together own a parameter, this rank among them. `world` is all ranks, by their
+    global numbers; `position` is what this rank is doing; `opened` has what its groups are made of.
+    """
+
+    rank: Rank
+    outgoing: Mapping[int, Channel] = field(default_factory=dict)
+    incoming: Mapping[int, Channel] = field(default_factory=dict)
+    tied: Mapping[Owners, Group] = field(default_factory=dict)
+    world: Group = field(default_factory=LocalGroup)
+    position: Position = field(default_factory=Position)
+    opened: Opener = field(default_factory=Opener)
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Messages are under way: where this breaks off, its groups are broken."""
+        self.opened.broken = self.world.size > 1
+        yield
+        self.opened.broken = False
+
+
+def connect(manifest: Manifest, device: torch.device, program: str) -> Connection:
+    """Join the ranks that torchrun has started, and make every group and channel of the manifest.
+
+    Starts ``torch.distributed`` (NCCL for a CUDA `device`, else gloo) unless the caller has; a mesh of one
+    rank needs neither launcher nor process group. ValueError, before anything is touched, when WORLD_SIZE is
+    not the mesh's. `program` is all that must be the same on every rank: RuntimeError names who differs.
+    """
+    mesh = manifest.mesh
+    check_world_size(mesh)
+    if mesh.size == 1:
+        rank = Rank.local(mesh, device=device)
+        rank.randomness.seed = manifest.seed
+        return Connection(rank)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    assert dist.group.WORLD is not None
+    _compare(program, device)
+    opened = opener(dist.group.WORLD)
+    rank = Rank.distributed(mesh, opened(_open_mesh, mesh, device.type), device)
+    rank.randomness.seed = manifest.seed
+    own = dist.get_rank()
+    tied: dict[Owners, Group] = {}
+    for owners, members in _tied_groups(manifest):
+        group = opened(dist.new_group, members)  # collective over all ranks
+        if own in members:
+            tied[owners] = ProcessGroup(group, device)
+    everyone = ProcessGroup(dist.group.WORLD if opened.world is None else opened.world, device)
+    return _join(rank, own, process_channels(mesh, device), tied, everyone, opened)
+
+
+def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
+    """Call ``body(connection)`` for all ranks at once, a thread of this process each; results by global rank.
+
+    For the CPU. The first exception of any rank is raised here and frees the others; a deadlock is one too.
+    """
+    mesh = manifest.mesh
+    world = ThreadWorld()
+    ranks = thread_ranks(mesh, world)
+    tied: list[dict[Owners, Group]] = [{} for _ in ranks]
+    for owners, members in _tied_groups(manifest):
+        meeting = Meeting(world, len(members), f"group {list(members)} of a tied parameter")
+        for index, member in enumerate(members):
+            tied[member][owners] = ThreadGroup(meeting, index)
+    channels = thread_channels(mesh, world)
+    everyone = Meeting(world, mesh.size, "group of all ranks")
+    connections = [
+        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), Opener())
+        for own, rank in enumerate(ranks)
+    ]
+    for connection in connections:
+        connection.rank.randomness.seed, connection.position = manifest.seed, ThreadPosition(world)
+    return world.run(body, connections)
+
+
+def check_world_size(mesh: Mesh) -> None:
+    """Raise ValueError unless there are as many processes as the mesh has ranks."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else launched
+    if world_size == mesh.size:
+        return
+    legal = sorted(
+        (abs(t - mesh.tensor), abs(p - mesh.pipeline), (t, p, world_size // (t * p)))
+        for t in range(1, world_size + 1)
+        for p in range(1, world_size // t + 1)
+        if world_size % (t * p) == 0
+    )
+    nearest = " or ".join(str(shape) for *_, shape in legal[:3])
+    raise ValueError(
+        f"WORLD_SIZE is {world_size}, but {mesh} is a program for {mesh.size} ranks: start {mesh.size} "
+        f"processes with torchrun, or compile for {world_size} with mesh={nearest}"
+    )
+
+
+def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]:
+    """Each set of several pipeline ranks that own one parameter, with the global ranks of each group."""
+    mesh = manifest.mesh
+    sets = {manifest.owners(name) for name, p in manifest.parameters.items() if p.kind == "parameter"}
+    for owners in sorted(ranks for ranks in sets if len(ranks) > 1):
+        for data in range(mesh.data):
+            for tensor in range(mesh.tensor):
+                yield owners, tuple(mesh.rank_of(data, pipeline, tensor) for pipeline in owners)
+
+
+def _join(
+    rank: Rank,
+    own: int,
+    channels: Mapping[tuple[int, int], Channel],
+    tied: Mapping[Owners, Group],
+    world: Group,
+    opened: Opener,
+) -> Connection:
+    """The connection of `rank`, whose global number is `own`."""
+    at = rank.mesh.coordinates
+    outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
+    incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
+    return Connection(rank, outgoing, incoming, tied, world, opened=opened)
+
+
+def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    order = torch.tensor(mesh.ranks if mesh.ranks is not None else range(mesh.size), dtype=torch.int)
+    places = order.view(mesh.data, mesh.pipeline, mesh.tensor)
+    return DeviceMesh(device_type, places, mesh_dim_names=("dp", "pp", "tp"))
+
+
+def _compare(program: str, device: torch.device) -> None:
+    """Raise RuntimeError unless all ranks were given the same program; groups that not all have sound, none uses."""
+    opened = opener(dist.group.WORLD)
+    sound = 0 if opened.broken else len(opened)
+    rows = gather([sound, *sha256(program.encode()).digest()], device)
+    if any(row[0] != len(opened) for row in rows):
+        opener.cache_clear()
+        opener(dist.group.WORLD).world = dist.new_group()
+    differ, _ = find_others({rank: row[1:] for rank, row in enumerate(rows)})
+    if differ:
+        raise RuntimeError(
+            f"ranks {differ} of {len(rows)} have another program than the rest: texts, manifest or versions "
+            "differ; load the same saved program on all ranks, or compile one model with the same options"
+        )

@@ -1,0 +1,117 @@
+"""AUTOPTD_TRACE: a file per rank with a line for everything that it begins and ends, to read after a hang."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Group, Posted, Reduction
+from autoptd.runtime.health.activity import Position
+from autoptd.runtime.program.schedule import Action
+
+
+class Journal:
+    """Appends to ``rank_00003.jsonl`` in a folder; every line is there as soon as it is written."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / f"rank_{rank:05d}.jsonl").open("a", buffering=1)
+
+    def write(self, step: int, **fields: object) -> None:
+        self._file.write(json.dumps({"time": time.time(), "step": step, **fields}) + "\n")
+
+
+class TracedPosition(Position):
+    """A position that writes down what it is told."""
+
+    def __init__(self, slots: memoryview | None, peers: Mapping[int, memoryview], journal: Journal) -> None:
+        super().__init__(slots, peers)
+        self.journal = journal
+        self._begun = ""
+
+    def act(self, action: Action) -> None:
+        super().act(action)
+        self._note()
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self._note()
+
+    def leave(self) -> None:
+        super().leave()
+        self._note()
+
+    def _note(self) -> None:
+        place = self.read()
+        if self._begun:
+            self.journal.write(place.step, end=self._begun)
+        self._begun = place.activity
+        if self._begun:
+            self.journal.write(place.step, begin=self._begun)
+
+    def trace_groups(self, connection: Connection) -> None:
+        """Write down the collectives of `connection` too."""
+        rank = connection.rank
+        rank.tensor = TracedGroup(rank.tensor, "tensor", self)
+        rank.pipeline = TracedGroup(rank.pipeline, "pipeline", self)
+        rank.data = TracedGroup(rank.data, "data", self)
+        connection.world = TracedGroup(connection.world, "world", self)
+        connection.tied = {
+            owners: TracedGroup(group, f"tied {list(owners)}", self)
+            for owners, group in connection.tied.items()
+        }
+
+
+class TracedGroup:
+    """A group whose calls are written down under its name."""
+
+    def __init__(self, group: Group, name: str, position: TracedPosition) -> None:
+        self.size = group.size
+        self.index = group.index
+        self.counts = group.counts
+        self.elements = group.elements
+        self._group = group
+        self._name = name
+        self._position = position
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
+        self._note("begin", f"all_reduce {op}", x)
+        result = self._group.all_reduce(x, op)
+        self._note("end", f"all_reduce {op}", x)
+        return result
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        self._note("begin", "all_gather", x)
+        result = self._group.all_gather(x)
+        self._note("end", "all_gather", x)
+        return result
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._note("begin", f"broadcast from {source}", x)
+        result = self._group.broadcast(x, source)
+        self._note("end", f"broadcast from {source}", x)
+        return result
+
+    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
+        self._note("post", "all_reduce sum", *tensors)
+        return self._group.post_all_reduce(tensors)
+
+    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
+        self._note("post", "reduce_scatter", x)
+        return self._group.post_reduce_scatter(x)
+
+    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
+        self._note("post", "all_gather", x)
+        return self._group.post_all_gather(x, into)
+
+    def _note(self, event: str, what: str, *tensors: Tensor) -> None:
+        if self.size > 1:
+            shape = list(tensors[0].shape) if len(tensors) == 1 else [sum(x.numel() for x in tensors)]
+            fields = {event: what, "group": self._name, "shape": shape, "dtype": str(tensors[0].dtype)}
+            self._position.journal.write(self._position.read().step, **fields)

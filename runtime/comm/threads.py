@@ -1,0 +1,149 @@
+"""Ranks as threads of one process: where they meet, how they wait, and how one's failure frees the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.health.activity import Position
+from autoptd.runtime.program.schedule import Action
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class ThreadWorld:
+    """The threads that may wait for each other.
+
+    Every wait is on one condition, so the world sees who waits for what. When one rank fails, all others
+    stop. When all that still run are waiting, that is a deadlock and is said at once, not after a timeout.
+    Waits belong into `run`; after a failure a world is of no further use.
+    """
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.failure: BaseException | None = None
+        self._running = 0
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait until `ready()`, which is called with the condition held, as this method must be.
+
+        Raises RuntimeError when another rank has failed, or when no rank is left that could make it ready.
+        """
+        me = threading.get_ident()
+        self._waiting[me] = (ready, what)
+        try:
+            self._find_deadlock()
+            self.condition.wait_for(lambda: ready() or self.failure is not None)
+        finally:
+            del self._waiting[me]
+        if not ready():
+            self.check(f"gave up waiting for {what}")
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError, which tells of `what`, when a rank has failed."""
+        if self.failure is not None:
+            raise RuntimeError(f"{what}: {self.failure}") from self.failure
+
+    def run(self, function: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
+        """Call `function(rank)` for all ranks at once, a thread each, in the caller's grad mode.
+
+        Returns their results in order, or raises the first exception of any rank after all have stopped.
+        """
+        grad = torch.is_grad_enabled()
+        self._running = len(ranks)
+
+        def work(number: int, rank: T) -> R:
+            try:
+                with torch.set_grad_enabled(grad):
+                    return function(rank)
+            except BaseException as error:
+                error.add_note(f"(on rank {number} of {len(ranks)})")
+                self.fail(error)
+                raise
+            finally:
+                with self.condition:
+                    self._running -= 1
+                    self._find_deadlock()
+
+        # Threads are waited for after an interrupt too: one inside torch when the interpreter ends aborts the process.
+        with ThreadPoolExecutor(len(ranks), "rank") as pool:
+            try:
+                results = [pool.submit(work, number, rank) for number, rank in enumerate(ranks)]
+                wait(results)
+            except KeyboardInterrupt as error:
+                self.fail(error)
+        if self.failure is not None:
+            raise self.failure
+        return [result.result() for result in results]
+
+    def fail(self, error: BaseException) -> None:
+        """Free all ranks that wait; the first error given is the one that is reported."""
+        with self.condition:
+            if self.failure is None:
+                self.failure = error
+            self.condition.notify_all()
+
+    def _find_deadlock(self) -> None:
+        if self.failure is not None or not self._waiting or len(self._waiting) < self._running:
+            return
+        if any(ready() for ready, _ in self._waiting.values()):
+            return
+        waits = "; ".join(sorted(what for _, what in self._waiting.values()))
+        self.failure = RuntimeError(f"deadlock: all ranks that still run wait: {waits}")
+        self.condition.notify_all()
+
+
+class ThreadPosition(Position):
+    """The place of a rank of `world`, which goes on to no further action when another has failed."""
+
+    def __init__(self, world: ThreadWorld) -> None:
+        super().__init__()
+        self._world = world
+
+    def act(self, action: Action) -> None:
+        self._world.check(f"stopped before {action}")
+        super().act(action)
+
+
+class Meeting:
+    """Where the `size` threads of one group put a tensor each and look at all of them."""
+
+    def __init__(self, world: ThreadWorld, size: int, name: str = "group") -> None:
+        self.world = world
+        self.size = size
+        self.name = name
+        self._round = 0
+        self._given: dict[int, tuple[str, Tensor]] = {}
+        self._done = 0
+
+    @contextmanager
+    def exchange(self, index: int, signature: str, x: Tensor) -> Iterator[list[Tensor]]:
+        """Give `x` and get all ranks' tensors, which stay as they are until every rank has left the block.
+
+        Raises RuntimeError when the ranks' signatures (what they call, on which shape) differ.
+        """
+        what = f"{self.name} rank {index} of {self.size} in {signature}"
+        with self.world.condition:
+            current = self._round
+            self._given[index] = (signature, x)
+            self.world.condition.notify_all()
+            self.world.wait(lambda: len(self._given) == self.size, what)
+            given = [self._given[i] for i in range(self.size)]
+        if any(other != signature for other, _ in given):
+            calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in enumerate(given))
+            raise RuntimeError(f"the ranks of one {self.name} met in different collectives: {calls}")
+        yield [value for _, value in given]
+        with self.world.condition:
+            self._done += 1
+            if self._done == self.size:
+                self._done, self._given, self._round = 0, {}, current + 1
+                self.world.condition.notify_all()
+            self.world.wait(lambda: self._round > current, what)

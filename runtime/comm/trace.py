@@ -1,0 +1,129 @@
+"""When the ranks of a pipeline did what, predicted or measured, and the chrome trace of it, which Perfetto opens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from autoptd.runtime.program.schedule import Action
+
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "data": "sums of gradients",
+    "optimizer": "optimizer",
+    "tensor": "all-reduce over the tensor ranks",
+    "weights": "gradients of weights",
+}
+
+
+class TimelineEntry(NamedTuple):
+    """A forward, backward or message of a pipeline rank, from `start` to `end` seconds after the step began."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Phase(NamedTuple):
+    """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer".
+
+    Or inside a forward or backward: "tensor" (the tensor ranks sum), and "weights", gradients it computes meanwhile.
+    """
+
+    rank: int
+    name: str
+    start: float
+    end: float
+
+
+Rows = Sequence[Sequence[TimelineEntry]]
+
+
+def write_trace(
+    path: str | Path,
+    rows: Rows,
+    phases: Sequence[Phase],
+    memory: Sequence[Sequence[tuple[float, int]]],
+    about: Mapping[str, str],
+) -> None:
+    """Write a chrome trace, packed where `path` ends in .gz: a process per pipeline rank, with its memory's course.
+
+    The ranks' forwards and backwards are on one thread, their messages on one for each rank they go to, and their
+    phases, which may begin while the last backwards run, on one more; so are the tensor ranks' sums.
+    `about` says where the times are from.
+    """
+    events = list(_number_threads(_trace_events(rows, phases, memory), len(rows)))
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+    text = json.dumps(trace, separators=(",", ":"))
+    data = text.encode()
+    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+
+def _trace_events(
+    rows: Rows, phases: Sequence[Phase], memory: Sequence[Sequence[tuple[float, int]]]
+) -> Iterator[dict[str, Any]]:
+    for rank, row in enumerate(rows):
+        yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for thread in sorted({0, *(_thread(entry, len(rows)) for entry in row)}):
+            words = f"sends to rank {thread - 1}" if thread else "compute"
+            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
+        after = {"name": "after the backwards"}
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 1, "args": after}
+        if any(phase.rank == rank and phase.name == "tensor" for phase in phases):
+            within = {"name": "tensor ranks"}
+            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 2, "args": within}
+    for row in rows:
+        for entry in row:
+            stage, kind, microbatch = entry.action
+            arguments = {"stage": stage, "microbatch": microbatch}
+            category = WORDS.get(kind, "send")
+            yield _span(
+                str(entry.action), category, entry.rank, _thread(entry, len(rows)), *entry[2:], arguments
+            )
+    for phase in phases:
+        thread = {"weights": 0, "tensor": len(rows) + 2}.get(phase.name, len(rows) + 1)
+        yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})
+    for rank, course in enumerate(memory):
+        for at, held in course:
+            place = {"name": "memory", "ph": "C", "pid": rank}
+            yield place | {"ts": _microseconds(_nanoseconds(at)), "args": {"bytes": held}}
+
+
+def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Give every thread a number of its own; a process's first has the process's number.
+
+    Perfetto joins threads of one number, and takes the one with its process's for the first.
+    """
+    for event in events:
+        yield event | {"tid": event["tid"] * num_ranks + event["pid"]} if "tid" in event else event
+
+
+def _thread(entry: TimelineEntry, num_ranks: int) -> int:
+    """0 for what computes; a message is on its channel's, 1 + the rank it goes to: those of one channel queue."""
+    kind = entry.action.kind
+    if not kind.startswith("SEND"):
+        return 0
+    return 1 + (entry.action.stage + (1 if kind == "SEND_F" else -1)) % num_ranks
+
+
+def _span(
+    name: str, category: str, rank: int, thread: int, start: float, end: float, arguments: Mapping[str, int]
+) -> dict[str, Any]:
+    # Perfetto counts whole nanoseconds, and drops a span that begins one before its neighbour ends.
+    begin, length = _nanoseconds(start), _nanoseconds(end) - _nanoseconds(start)
+    place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "args": arguments}
+    return place | {"ts": _microseconds(begin), "dur": _microseconds(length)}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """What a chrome trace is written in; three decimals."""
+    return nanoseconds / 1000

@@ -1,0 +1,135 @@
+"""What crosses a stage boundary: scattered on sending, gathered on arrival, or handed over within one rank.
+
+A boundary tensor that every tensor rank holds in full is sent as 1/t per tensor rank, over t links at once,
+and put together by an all-gather inside the receiving node (SC21 §4.1). A divided tensor goes as it is.
+
+A stage puts into a `Departure` and takes from an `Arrival`; where both stages live on one rank, one
+`Handover` is both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.comm.point_to_point import Channel, Pending
+from autoptd.runtime.program.manifest import Boundary
+
+
+def is_scattered(boundary: Boundary, tensor: int, scatter_gather: bool) -> bool:
+    """Whether `boundary` crosses in `tensor` equal pieces; a count that does not divide crosses whole."""
+    whole = boundary.divided or not scatter_gather or tensor == 1
+    return not whole and prod(boundary.shape) % tensor == 0
+
+
+class Handover:
+    """A stage boundary inside one rank: what the one stage puts is what the other takes."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Sequence[Tensor]] = {}
+        self.put = self._held.__setitem__
+        self.take = self._held.pop
+        self.clear = self._held.clear
+
+
+class Departure:
+    """One direction of one stage boundary, at the rank that sends.
+
+    `sent` counts, under `label`, the elements this rank has sent.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        channel: Channel,
+        tensor: Group,
+        scatter_gather: bool,
+        sent: Counter[str],
+        label: str,
+    ) -> None:
+        self._channel = channel
+        self._tensor = tensor
+        self._expected = [
+            (b.name, b.shape, b.dtype, is_scattered(b, tensor.size, scatter_gather)) for b in boundaries
+        ]
+        self._sent = sent
+        self._label = label
+        self._held: dict[int, Sequence[Tensor]] = {}
+        self._last: dict[int, int] = {}  # of a microbatch's messages
+        self.put = self._held.__setitem__
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._last.clear()
+
+    def send(self, microbatch: int) -> None:
+        """Post what was put for `microbatch`; never waits."""
+        for tensor, expected in zip(self._held.pop(microbatch), self._expected, strict=True):
+            name, shape, dtype, scattered = expected
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                raise ValueError(
+                    f"{name} crosses {self._label} as {tensor.dtype}{list(tensor.shape)}, expected is "
+                    f"{dtype}{list(shape)}: correct the stage's text, or compile again"
+                )
+            piece = tensor.contiguous()
+            if scattered:
+                piece = piece.view(self._tensor.size, -1)[self._tensor.index]
+            self._last[microbatch] = self._channel.send(piece)
+            self._sent[self._label] += piece.numel()
+
+    def release(self, microbatch: int) -> None:
+        """`microbatch` has arrived, and so has all that was sent before it over the same channel."""
+        if microbatch in self._last:  # not where nothing crosses, or this step has no backwards
+            self._channel.release(self._last[microbatch])
+
+
+class Arrival:
+    """One direction of one stage boundary, at the rank that receives.
+
+    `acknowledge` has, by microbatch, what to call when its tensors are here: they say what of this rank's arrived.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[Boundary],
+        channel: Channel,
+        tensor: Group,
+        scatter_gather: bool,
+        device: torch.device,
+    ) -> None:
+        self._channel = channel
+        self._tensor = tensor
+        self._device = device
+        self._pieces: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._whole: list[tuple[int, ...] | None] = []
+        for boundary in boundaries:
+            scattered = is_scattered(boundary, tensor.size, scatter_gather)
+            piece = (prod(boundary.shape) // tensor.size,) if scattered else boundary.shape
+            self._pieces.append((piece, boundary.dtype))
+            self._whole.append(boundary.shape if scattered else None)
+        self.acknowledge: dict[int, Callable[[], None]] = {}
+        self._posted: dict[int, list[Pending]] = {}
+        self.clear = self._posted.clear
+
+    def post(self, microbatch: int) -> None:
+        """Post the receive of `microbatch`'s tensors."""
+        self._posted[microbatch] = [
+            self._channel.receive(shape, dtype, self._device) for shape, dtype in self._pieces
+        ]
+
+    def take(self, microbatch: int) -> list[Tensor]:
+        """Wait for `microbatch`'s tensors and give them as the stage takes them."""
+        tensors = []
+        for pending, whole in zip(self._posted.pop(microbatch), self._whole, strict=True):
+            piece = pending.wait()
+            if whole is not None:
+                piece = torch.cat(self._tensor.all_gather(piece)).view(whole)
+            tensors.append(piece)
+        if tensors and microbatch in self.acknowledge:  # where nothing crosses, nothing is proved
+            self.acknowledge[microbatch]()
+        return tensors

@@ -1,0 +1,1 @@
+"""Run one training step: the loop over the schedule's actions, its batch, and what it reports."""

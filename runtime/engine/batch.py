@@ -1,0 +1,299 @@
+"""What a call takes and gives: the batch, checked and cut; the output, rebuilt round the loss."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.engine.label_weights import count_valid
+from autoptd.runtime.program.manifest import Input, Manifest, Output
+from autoptd.runtime.program.tagged_json import decode_value, encode_value, show
+
+SHOWN = 8  # microbatches
+
+
+def bind_batch(
+    manifests: Sequence[Manifest], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[int, dict[str, Tensor]]:
+    """Which of `manifests`, one for each compiled shape, a call's arguments are for, and the batch by input name.
+
+    What does not fit is a TypeError or ValueError. Positions are those of the model's own forward. An argument that was
+    not captured must be None or left out, and one that is no tensor left out, or what it was when compiling.
+    """
+    given = name_arguments(manifests[0], args, kwargs)
+    shape = find_shape(manifests, given)
+    manifest = manifests[shape]
+    _check_fixed(manifest, given)
+    for expected in manifest.inputs:
+        _check_input(manifest, expected, given[expected.name], device)
+    if device.type == "cpu":  # on a GPU looking would wait for it
+        check_rows(manifest, given)
+    return shape, {expected.name: given[expected.name] for expected in manifest.inputs}
+
+
+def call_signature(manifest: Manifest) -> inspect.Signature:
+    """What a call takes, by the names of the model's own forward: those too that must be None."""
+    values = dict.fromkeys((*manifest.arguments, *(value.name for value in manifest.inputs)))
+    values |= {argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed}
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    given = [inspect.Parameter(name, kind, default=value) for name, value in values.items()]
+    own, others = (f"{name}{'_' * (name in values)}" for name in ("self", "others"))
+    rest = inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)
+    return inspect.Signature([inspect.Parameter(own, kind), *given, rest])
+
+
+def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names of the program's inputs, each once."""
+    names = [i.name for i in manifest.inputs]
+    known = {*names, *(argument.name for argument in manifest.fixed)}
+    places = manifest.arguments or tuple(names)
+    if len(args) > len(places):
+        raise TypeError(
+            f"{len(args)} positional arguments: the model takes {len(places)}, {', '.join(places)}"
+        )
+    given = dict(zip(places, args, strict=False))
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise TypeError(
+                f"argument {name} (position {places.index(name)}) is a {type(value).__name__}, but the program was "
+                f"compiled for {', '.join(names)}: pass None there and the rest by name, or compile with "
+                "example_inputs that have it"
+            )
+    for name, value in kwargs.items():
+        if name in given:
+            raise TypeError(f"argument {name} is given twice, by position and by name")
+        if name in known:
+            given[name] = value
+        elif value is not None:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            meant = f"; did you mean {nearest[0]}?" if nearest else "."
+            raise TypeError(
+                f"unexpected argument {name}{meant} The program was compiled for {', '.join(names)}: "
+                "leave it out, or compile with example_inputs that have it"
+            )
+    missing = [name for name in names if given.get(name) is None]
+    if missing:
+        labels = any(i.name in missing and i.ignore_index is not None for i in manifest.inputs)
+        way = (
+            "it computes the loss. Where the Trainer took it for a loss of its own (label_smoothing_factor, "
+            "compute_loss_func), compute that loss in the model's forward, and compile the model again"
+            if labels
+            else "give it, or compile with example_inputs that lack it"
+        )
+        raise TypeError(
+            f"argument {', '.join(missing)} is missing: the program was compiled for {', '.join(names)}: {way}"
+        )
+    return given
+
+
+def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
+    for argument in manifest.fixed:
+        name, value = argument.name, given.get(argument.name)
+        try:
+            same = name not in given or _is_alike(encode_value(value, name), argument.value)
+        except TypeError:
+            same = False
+        if not same:
+            compiled = decode_value(argument.value, name)
+            raise ValueError(
+                f"argument {name} is {show(value)}, but the program was compiled with {show(compiled)}, which is a "
+                "part of it: leave it out, or compile with example_inputs that have the other value"
+            )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal, True and 1 not being so."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_alike(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
+    """The number of the compiled shape that the tensors `given` have; ValueError for one that was not compiled."""
+    own = {name: list(value.shape) for name, value in given.items() if isinstance(value, Tensor)}
+    for number, manifest in enumerate(manifests):
+        expected = {value.name: batch_shape(manifest, value) for value in manifest.inputs}
+        if all(own.get(name, shape) == shape for name, shape in expected.items()):
+            return number
+    if len(manifests) == 1:
+        return 0  # whose check says which argument it is
+    names = [i.name for i in manifests[0].inputs]
+    found = ", ".join(f"{name} {own[name]}" for name in names if name in own)
+    known = "; ".join(map(describe_batch, manifests))
+    raise ValueError(
+        f"the batch has {found}: the program was compiled for {len(manifests)} other shapes, {known}. Give a batch of "
+        "one of these, or compile for this one too: example_inputs takes a list of examples, one microbatch each"
+    )
+
+
+def batch_shape(manifest: Manifest, value: Input) -> list[int]:
+    """The shape of an input in a call, which takes all microbatches of a replica."""
+    shape = list(value.shape)
+    if value.batch_dim is not None:
+        shape[value.batch_dim] *= manifest.num_microbatches
+    return shape
+
+
+def describe_batch(manifest: Manifest) -> str:
+    """The shapes that a call takes: "idx [8, 128], targets [8, 128]"."""
+    return ", ".join(f"{value.name} {batch_shape(manifest, value)}" for value in manifest.inputs)
+
+
+def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.device) -> None:
+    name = expected.name
+    if not isinstance(value, Tensor):
+        raise TypeError(f"argument {name} is a {type(value).__name__}, expected a tensor")
+    shape = batch_shape(manifest, expected)
+    count = ""
+    if expected.batch_dim is not None:
+        b, m = manifest.microbatch_size, manifest.num_microbatches
+        count = (
+            f" (microbatch_size {b} x num_microbatches {m} = {b * m} sequences of this replica in dimension "
+            f"{expected.batch_dim})"
+        )
+    if list(value.shape) != shape:
+        raise ValueError(
+            f"argument {name} has shape {list(value.shape)}, expected {shape}{count}: "
+            "give a batch of that shape, or compile for this one"
+        )
+    if value.dtype is not expected.dtype:
+        raise ValueError(
+            f"argument {name} is {value.dtype}, expected {expected.dtype}: give it .to({expected.dtype})"
+        )
+    if value.device.type != device.type or device.index not in (None, value.device.index):
+        raise ValueError(
+            f"argument {name} is on {value.device}, expected {device}: give it .to({str(device)!r})"
+        )
+    if value.layout is not torch.strided:
+        raise ValueError(f"argument {name} is {value.layout}, expected a dense tensor: give it .to_dense()")
+    if value.is_inference() and torch.is_grad_enabled():
+        raise ValueError(
+            f"argument {name} was made under torch.inference_mode, and no backward may keep it: give it .clone(), or "
+            "make it under torch.no_grad"
+        )
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"argument {name} requires gradient, but the program gives gradients to its own parameters only, so that "
+            "what computed this one would not train: give it .detach(), or make that part (an encoder, say) a part "
+            "of the model that is compiled"
+        )
+
+
+def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for the first row number of the batch that its table, or its loss, does not have."""
+    for expected in manifest.inputs:
+        name, rows, values = expected.name, expected.rows, batch[expected.name]
+        if rows is None or values.numel() == 0:
+            continue
+        low, high = values.aminmax()
+        if high < rows and low >= 0:
+            continue
+        wrong = find_unknown(expected, values)
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            largest = values[wrong].max().item()
+            raise ValueError(
+                f"argument {name} has {values[tuple(place)].item()} at {place}, and its largest number outside is "
+                f"{largest}: expected are 0 to {rows - 1}, the {rows} rows of its table; take the tokenizer of this "
+                "model, or a model with a larger vocabulary"
+            )
+
+
+def find_unknown(expected: Input, values: Tensor) -> Tensor:
+    """Which of an input's `values` are no rows of its table, or its loss."""
+    assert expected.rows is not None
+    return ((values < 0) | (values >= expected.rows)) & (values != expected.exempt)
+
+
+def split_batch(
+    manifest: Manifest, batch: Mapping[str, Tensor], names: Sequence[str]
+) -> list[tuple[Tensor, ...]]:
+    """The inputs `names` of each microbatch, in order; contiguous, as they were captured."""
+    columns = []
+    for name in names:
+        (expected,) = (i for i in manifest.inputs if i.name == name)
+        value = batch[name]
+        if expected.rows is not None and not value.is_cpu:
+            # To look such a row up would end the process before `check_rows` can name it after the step.
+            value = value.masked_fill(find_unknown(expected, value), 0)
+        if expected.batch_dim is None:
+            columns.append([value.contiguous()] * manifest.num_microbatches)
+        else:
+            dim = expected.batch_dim
+            columns.append([x.contiguous() for x in value.split(expected.shape[dim], dim)])
+    if not columns:
+        return [()] * manifest.num_microbatches
+    return list(zip(*columns, strict=True))
+
+
+def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
+    """What to warn of where microbatches with unequal counts of valid labels count alike; "" where none do.
+
+    Labels are the inputs whose loss and its ``ignore_index`` are known; of those that weigh there is nothing to say.
+    """
+    for labels in manifest.inputs:
+        if labels.ignore_index is None or labels.batch_dim is None or labels.weighs:
+            continue
+        counts = [int(count) for count in count_valid(labels, batch[labels.name]).tolist()]
+        if len(set(counts)) > 1:
+            listed = ", ".join(map(str, counts[:SHOWN])) + ", ..." * (len(counts) > SHOWN)
+            return (
+                f"the microbatches have unequal counts of {labels.name} other than {labels.ignore_index}: {listed}. "
+                "The model's loss has other parts beside their mean, so that it cannot be weighed by labels: it is the "
+                "mean of the microbatches' losses; pack the sequences, or divide the batch so that each has as many"
+            )
+    return ""
+
+
+def output_builder(output: Output) -> Callable[[Tensor], Any]:
+    """A function from the loss to what the model returns: the loss in its place, every other field None."""
+    if output.kind == "tensor":
+        return lambda loss: loss
+    if output.kind == "tuple":
+        place = int(output.loss)
+        return lambda loss: tuple(loss if i == place else None for i in range(len(output.fields)))
+    if output.kind not in ("dict", "dataclass"):
+        raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
+    cls = _find_class(output.type) if output.type else dict
+
+    def build(loss: Tensor) -> Any:
+        fields = dict.fromkeys(output.fields) | {output.loss: loss}
+        return cls(fields) if output.kind == "dict" else cls(**fields)
+
+    return build
+
+
+def find_loss(output: Output, result: Any) -> Tensor:
+    """The loss in what `output_builder` built."""
+    if output.kind == "tensor":
+        loss: Tensor = result
+    elif output.kind == "tuple":
+        loss = result[int(output.loss)]
+    elif output.kind == "dict":
+        loss = result[output.loss]
+    else:
+        loss = getattr(result, output.loss)
+    return loss
+
+
+def _find_class(path: str) -> type:
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(
+                f"the model's output class {name} is not found in module {module}: "
+                "define it at a module's top level, where every rank can import it"
+            )
+        found = getattr(found, part)
+    if not isinstance(found, type):
+        raise ValueError(f"{path} is a {type(found).__name__}, expected the model's output class")
+    return found

@@ -1,0 +1,61 @@
+"""One input shape of a program on this rank: a schedule over stages of its own, and the parameters of all shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.engine.executor import Executor
+from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
+from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.schedule import Schedule
+from autoptd.runtime.weights.slices import Constants, refresh_constants
+
+
+@dataclass(frozen=True)
+class ShapeProgram:
+    """A rank's program for one input shape, and the whole tensors that its constants are computed from.
+
+    `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` is all ranks'.
+    """
+
+    manifest: Manifest
+    functions: Mapping[int, Callable[..., Any]]
+    constants: Constants
+    schedule: Schedule
+    weights: Mapping[str, Tensor]
+
+
+class BoundShape:
+    """A `ShapeProgram` bound to the connection that all shapes of a parallel model share.
+
+    `slices` are what it has beside the model's tensors that all shapes know: its own constants, such as a mask of its
+    length. `sums` are made by `share_steps`, once it is known what the optimizer steps.
+    """
+
+    sums: GradientSums
+
+    def __init__(self, program: ShapeProgram, connection: Connection, slices: Mapping[str, Tensor]) -> None:
+        self.manifest = program.manifest
+        self.slices = slices
+        self.executor = Executor(program.manifest, connection, program.functions, program.schedule)
+        here = connection.rank.coordinates.pipeline
+        self.completion = Completion.of(program.manifest, here, program.schedule[here])
+        self._connection = connection
+        self._constants = program.constants
+
+    def share_steps(self, shards: Sequence[Shard]) -> None:
+        """From now on the optimizer steps `shards`, and no parameter that is in one."""
+        self.sums = GradientSums(
+            self.manifest, self._connection, self.completion, shards, self.executor.measured
+        )
+
+    def refresh(self, slices: Mapping[str, Tensor]) -> None:
+        """Buffers among the model's `slices` have new values: compute the constants anew. As `refresh_constants`."""
+        whole = {**slices, **self.slices}
+        refresh_constants(self.manifest, self._connection.rank, self._constants, whole)

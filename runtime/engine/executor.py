@@ -1,0 +1,287 @@
+"""Run one training step of this rank: a loop over the actions of its schedule.
+
+A stage keeps, for every microbatch in flight, its received inputs as leaves and the roots of its graph, and
+nothing else. Sends are posted, and waited for when their value is known to have arrived, or at the end of the step; a
+receive is waited for by the forward or backward that needs its value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autoptd.runtime.comm.acknowledgement import find_acknowledged
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.comm.stopwatch import Stopwatch
+from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.comm.transfer import Arrival, Departure, Handover
+from autoptd.runtime.engine.gradient_aliasing import separate_gradients
+from autoptd.runtime.program.manifest import Manifest, StageInterface
+from autoptd.runtime.program.schedule import Action, Schedule
+
+Port = Arrival | Departure | Handover
+FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
+
+# What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
+Step = tuple[Callable[[], None], Action, int | None, int | None]
+
+
+class StageRun:
+    """One stage on this rank, its four ports, and what it holds of the microbatches in flight.
+
+    Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the
+    inputs depart. Only differentiable boundary values have gradients. The first stage has no ports below, the
+    last none above.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        rank: Rank,
+        interface: StageInterface,
+        function: Callable[..., Any],
+        measured: Measured,
+    ) -> None:
+        self.arrival: Arrival | Handover | None = None
+        self.departure: Departure | Handover | None = None
+        self.gradient_arrival: Arrival | Handover | None = None
+        self.gradient_departure: Departure | Handover | None = None
+        self._measured = measured
+        self._randomness = rank.randomness
+        self._index = interface.index
+        self._function = partial(function, rank)
+        self._leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
+        self._roots = tuple(i for i, b in enumerate(interface.sends) if b.requires_grad)
+        self._num_sends = len(interface.sends)
+        self._samples = manifest.microbatch_size
+        self._first_sample = rank.coordinates.data * self._samples * manifest.num_microbatches
+        self._kept: dict[int, tuple[list[Tensor], list[GradientEdge | None]]] = {}
+        self.losses: dict[int, Tensor] = {}
+
+    def start(
+        self,
+        weights: Mapping[str, Tensor],
+        inputs: Sequence[Sequence[Tensor]],
+        seeds: Sequence[Tensor] | None,
+    ) -> None:
+        """Take a step's weights, batch inputs and seeds (a row each a microbatch); forget what a broken step left.
+
+        `seeds` are what the microbatches' losses are differentiated with; None: forwards only.
+        """
+        self._weights = weights
+        self._inputs = inputs
+        self._seeds = seeds
+        self._gradients = seeds is not None
+        self._separated = False
+        self._kept.clear()
+        self.losses.clear()
+        for port in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
+            if port is not None:
+                port.clear()
+
+    def forward(self, microbatch: int) -> None:
+        """Run the stage on `microbatch`; keep what its backward needs, and put its outputs for departure."""
+        self._randomness.sample = self._first_sample + microbatch * self._samples
+        received = self.arrival.take(microbatch) if self.arrival is not None else ()
+        begin = self._measured.stopwatch.mark()
+        if self._gradients:
+            for index in self._leaves:
+                received[index].requires_grad_()
+        result = self._function(self._weights, *received, *self._inputs[microbatch])
+        outputs = result if isinstance(result, tuple) else (result,)
+        if self.departure is None:
+            self.losses[microbatch] = result.detach()
+            roots: tuple[int, ...] = (0,)
+        else:
+            if len(outputs) != self._num_sends:
+                raise ValueError(f"the stage gave {len(outputs)} values, the next takes {self._num_sends}")
+            self.departure.put(microbatch, [output.detach() for output in outputs])
+            roots = self._roots
+        if self._gradients:
+            # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
+            edges = [get_gradient_edge(outputs[i]) if outputs[i].requires_grad else None for i in roots]
+            self._kept[microbatch] = [received[i] for i in self._leaves], edges
+        self._measured.add(Action(self._index, "F", microbatch), begin)
+
+    def backward(self, microbatch: int) -> None:
+        """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
+        leaves, roots = self._kept.pop(microbatch)
+        if self.gradient_arrival is not None:
+            gradients = self.gradient_arrival.take(microbatch)
+        else:
+            assert self._seeds is not None
+            gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
+        begin = self._measured.stopwatch.mark()
+        edges = []
+        seeds = []
+        for edge, gradient in zip(roots, gradients, strict=True):
+            if edge is not None:
+                edges.append(edge)
+                seeds.append(gradient)
+        if edges:
+            torch.autograd.backward(edges, seeds)
+        departing = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        if not self._separated:  # the later microbatches' are added into the first one's
+            separate_gradients(self._weights.values(), [*gradients, *departing])
+            self._separated = True
+        if self.gradient_departure is not None:
+            self.gradient_departure.put(microbatch, departing)
+        self._measured.add(Action(self._index, "B", microbatch), begin)
+
+
+class Executor:
+    """The schedule of this rank, bound to its stages and channels once, run once a step.
+
+    `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
+    `measured` is when the last step's actions ran.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connection: Connection,
+        functions: Mapping[int, Callable[..., Any]],
+        schedule: Schedule,
+    ) -> None:
+        self.sent: Counter[str] = Counter()
+        self.measured = Measured(Stopwatch(connection.rank.device))
+        self._connection = connection
+        self._manifest = manifest
+        self._device = connection.rank.device
+        pipeline = manifest.mesh.pipeline
+        here = connection.rank.coordinates.pipeline
+        self.stages = {
+            interface.index: StageRun(
+                manifest, connection.rank, interface, functions[interface.index], self.measured
+            )
+            for interface in manifest.stages
+            if interface.index % pipeline == here
+        }
+        for boundary in range(len(manifest.stages) - 1):
+            self._join(boundary)
+        for receive, sent in find_acknowledged(schedule, here).items():
+            arrival, departure = self._port(receive), self._port(sent)
+            if isinstance(arrival, Arrival) and isinstance(departure, Departure):
+                arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
+        actions = schedule[here]
+        self._steps = list(self._steps_of(actions))
+        self._forward_steps = list(self._steps_of([a for a in actions if a.kind in FORWARD_KINDS]))
+
+    def _join(self, boundary: int) -> None:
+        """Give the stages on either side of `boundary` (stage `boundary` and the next) their ports."""
+        lower, upper = self.stages.get(boundary), self.stages.get(boundary + 1)
+        if lower is not None and upper is not None:
+            lower.departure = upper.arrival = Handover()
+            lower.gradient_arrival = upper.gradient_departure = Handover()
+            return
+        values = self._manifest.stages[boundary].sends
+        gradients = [value for value in values if value.requires_grad]
+        pipeline = self._manifest.mesh.pipeline
+        tensor, scatter_gather = self._connection.rank.tensor, self._manifest.scatter_gather
+        if lower is not None:
+            peer = (boundary + 1) % pipeline
+            label = f"stage {boundary} -> {boundary + 1}"
+            channel = self._connection.outgoing[peer]
+            lower.departure = Departure(values, channel, tensor, scatter_gather, self.sent, label)
+            channel = self._connection.incoming[peer]
+            lower.gradient_arrival = Arrival(gradients, channel, tensor, scatter_gather, self._device)
+        if upper is not None:
+            peer = boundary % pipeline
+            label = f"stage {boundary + 1} -> {boundary}"
+            channel = self._connection.outgoing[peer]
+            upper.gradient_departure = Departure(gradients, channel, tensor, scatter_gather, self.sent, label)
+            channel = self._connection.incoming[peer]
+            upper.arrival = Arrival(values, channel, tensor, scatter_gather, self._device)
+
+    def _port(self, action: Action) -> Port | None:
+        """What sends or receives as `action` says; None where no such stage is here, or no boundary."""
+        stage = self.stages.get(action.stage)
+        if stage is None:
+            return None
+        ports: Mapping[str, Port | None] = {
+            "SEND_F": stage.departure,
+            "RECV_F": stage.arrival,
+            "SEND_B": stage.gradient_departure,
+            "RECV_B": stage.gradient_arrival,
+        }
+        return ports.get(action.kind)
+
+    def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
+        """What each of `actions` does, and the stage that begins before it or has its last backward in it."""
+        ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
+        begun = set()
+        for position, action in enumerate(actions):
+            begins = action.kind == "F" and action.stage not in begun
+            if begins:
+                begun.add(action.stage)
+            ends_here = ends.get(action.stage) == position
+            stage = action.stage
+            yield self._step(action), action, stage if begins else None, stage if ends_here else None
+
+    def _step(self, action: Action) -> Callable[[], None]:
+        """What `action` does, with everything looked up."""
+        stage, port = self.stages.get(action.stage), self._port(action)
+        run: Callable[[int], None] | None = None
+        if stage is not None and action.kind in ("F", "B"):
+            run = stage.forward if action.kind == "F" else stage.backward
+        elif isinstance(port, Departure) and action.kind.startswith("SEND"):
+            run = port.send
+        elif isinstance(port, Arrival) and action.kind.startswith("RECV"):
+            run = port.post
+        if run is None:
+            here = self._connection.rank.coordinates.pipeline
+            raise ValueError(
+                f"{action} is scheduled on pipeline rank {here}, which has stages {sorted(self.stages)} of "
+                f"{len(self._manifest.stages)}: no such stage, or no boundary there to another rank"
+            )
+        return partial(run, action.microbatch)
+
+    def run(
+        self,
+        weights: Mapping[int, Mapping[str, Tensor]],
+        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
+        seeds: Sequence[Tensor] | None,
+        begin_stage: Callable[[int], None],
+        end_stage: Callable[[int], None],
+    ) -> list[Tensor]:
+        """Run the step; give the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
+
+        `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
+        the first forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
+        gradients are left in the ``.grad`` of `weights`, added up in the order of the backwards, and
+        ``end_stage(k)`` is called when stage k has had its last one. Without, there are forwards only.
+        """
+        self._connection.rank.measured = self.measured
+        self.measured.start()
+        for index, stage in self.stages.items():
+            stage.start(weights[index], inputs[index], seeds)
+        gradients = seeds is not None
+        position = self._connection.position
+        # The program's own casts decide: autocast round the call would change what crosses a boundary.
+        with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):
+            for step, action, begins, ends in self._steps if gradients else self._forward_steps:
+                position.act(action)
+                try:
+                    if begins is not None:
+                        begin_stage(begins)
+                    step()
+                    if ends is not None:
+                        end_stage(ends)
+                except Exception as error:
+                    error.add_note(f"(in {action}, at {self._connection.rank.coordinates})")
+                    raise
+        for channel in self._connection.outgoing.values():
+            channel.flush()
+        last = self.stages.get(len(self._manifest.stages) - 1)
+        losses = last.losses if last is not None else {}
+        ordered = [losses[microbatch] for microbatch in sorted(losses)]
+        for stage in self.stages.values():
+            stage.start({}, (), None)
+        return ordered

@@ -1,0 +1,89 @@
+"""The last step in a few numbers, for a logger."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.program.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The last call of the parallel model, as THIS rank saw it; `loss` and `gradient_norm` are the whole model's.
+
+    `gradient_norm` is None unless the gradients of this call were clipped: by the parallel model, or by torch's own
+    function where ranks have shares of them, as tensor and pipeline ranks do. `step_seconds` is the call alone, without
+    the optimizer and the data; `tokens_per_second` is of all replicas (None where no input is one of tokens).
+    `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
+    it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
+    `exposed_communication_seconds` is what nothing hides: the tensor ranks' all-reduces in these, less what is computed
+    beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast). Of stages that torch.compile
+    traced, ``bind(backend=...)``, the sums of the forwards are missing.
+    `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
+    """
+
+    loss: float
+    gradient_norm: float | None
+    step_seconds: float
+    tokens_per_second: float | None
+    bubble: float
+    exposed_communication_seconds: float
+    peak_memory_bytes: int
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers that are known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def read_last_step(
+    manifest: Manifest,
+    measured: Measured,
+    device: torch.device,
+    loss: torch.Tensor,
+    norm: torch.Tensor | None,
+) -> LastStep:
+    """What `measured` has of the last whole step; waits for the device. No collective."""
+    kinds = [span[0] for span in measured.spans]
+    marks = [mark for span in measured.spans for mark in span[3:]]
+    begin, end, *times = measured.stopwatch.read([measured.begin, measured.end, *marks])
+    spans = list(zip(kinds, times[::2], times[1::2], strict=True))
+    work = _sum_spans(spans, "F", "B")
+    computed_last = max(stop for kind, _, stop in spans if kind in ("F", "B"))
+    sums = _sum_spans(spans, "tensor") - _sum_spans(spans, "weights")
+    tokens = count_tokens(manifest)
+    return LastStep(
+        loss=loss.item(),
+        gradient_norm=None if norm is None else norm.item(),
+        step_seconds=end - begin,
+        tokens_per_second=None if tokens is None else tokens / (end - begin),
+        bubble=(computed_last - begin - work) / work,
+        exposed_communication_seconds=end - computed_last + sums,
+        peak_memory_bytes=peak_memory(device),
+    )
+
+
+def _sum_spans(spans: Sequence[tuple[str, float, float]], *kinds: str) -> float:
+    """The seconds of all spans (kind, begin, end) of these `kinds`."""
+    return sum(end - begin for kind, begin, end in spans if kind in kinds)
+
+
+def count_tokens(manifest: Manifest) -> int | None:
+    """Tokens of a step of all replicas: the elements of the first input of whole numbers that the batch divides."""
+    for given in manifest.inputs:
+        if given.batch_dim is not None and not given.dtype.is_floating_point and given.dtype != torch.bool:
+            return torch.Size(given.shape).numel() * manifest.num_microbatches * manifest.mesh.data
+    return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors at a time on a GPU, of the process on a CPU; the most so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

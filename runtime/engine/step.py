@@ -1,0 +1,72 @@
+"""The call of a parallel model as one node of autograd's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from autoptd.runtime.engine.dynamo import leave_uncompiled
+
+
+class Step(torch.autograd.Function):
+    """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on.
+
+    What a sharded optimizer steps for them comes first, then the parameters themselves, which get none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        parallel: Any,
+        shape: int,
+        batch: Mapping[str, Tensor],
+        keys: tuple[str | int, ...],
+        anchor: Tensor,
+        *stepped: Tensor,
+    ) -> Tensor:
+        with parallel._connection.position.call(training=True, shape=shape):
+            loss: Tensor = parallel._run(shape, batch, gradients=True)
+        ctx.kept = parallel._shape.sums.take(keys)
+        ctx.sharded = stepped[len(keys) :]
+        alone = parallel._manifest.mesh.size == 1
+        ctx.steps = None if alone else parallel._steps
+        return loss
+
+    @staticmethod
+    @leave_uncompiled
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is None:
+            raise RuntimeError(
+                "the gradients of this step were handed to .grad by an earlier backward: "
+                "call the parallel model again, or scale the loss before its one backward"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: the gradients of a parallel model's step were computed in its call, and have no "
+                "graph of their own to be differentiated by; leave it out, or compute the second order in forward"
+            )
+        if any(map(_is_asked_for, ctx.sharded)):
+            raise RuntimeError(
+                "torch.autograd.grad of parameters that a sharded optimizer steps, of whose gradients a rank has parts "
+                "only: ask for those of what it steps (optimizer.param_groups), or call loss.backward() to train"
+            )
+        kept, ctx.kept = ctx.kept, None
+        if ctx.steps is not None:
+            ctx.steps.scale(scale)
+        # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
+        if not (scale.is_cpu and scale.item() == 1):
+            kept = [g if g is None else g.mul_(scale) for g in kept]
+        return None, None, None, None, None, *kept, *[None for _ in ctx.sharded]
+
+
+def _is_asked_for(parameter: Tensor) -> bool:
+    """Whether torch.autograd.grad, which runs now, is to give the gradient of this `parameter`."""
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch does not answer for what is asked for: its node is not run
+        return True
+    return False

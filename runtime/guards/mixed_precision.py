@@ -1,0 +1,31 @@
+"""A precision that the surroundings of a call ask for, in vain: a program keeps the one that it was captured with."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from autoptd.runtime.program.manifest import Manifest
+
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def describe_unheeded(manifest: Manifest, device: torch.device) -> str:
+    """What to warn of where autocast, or the precision that Accelerate was asked for, is not the program's; or ""."""
+    if torch.is_autocast_enabled(device.type):
+        if torch.get_autocast_dtype(device.type) == manifest.autocast:
+            return ""
+        asked, dtype = "autocast", torch.get_autocast_dtype(device.type)
+    else:
+        # It leaves a parallel model without autocast, as it is prepared already; so does the Trainer, which has it.
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        name = str(getattr(state, "_shared_state", {}).get("_mixed_precision"))
+        found = MIXED.get(name)
+        if found in (None, manifest.autocast) or found in {p.dtype for p in manifest.parameters.values()}:
+            return ""
+        asked, dtype = f"Accelerate's mixed_precision={name!r} (the Trainer's {name}=True)", found
+    return (
+        f"{asked} has no effect inside a compiled program, which keeps the precision it was captured with: call "
+        f"autoptd.compile under torch.autocast({device.type!r}, {dtype}), or convert the model first"
+    )

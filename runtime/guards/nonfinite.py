@@ -1,0 +1,158 @@
+"""Where a loss or gradient that is not finite comes from: the step once more, with every operator looked at."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autoptd.runtime.comm import groups, point_to_point, shared_channel, shared_memory
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.engine.label_weights import count_valid
+from autoptd.runtime.health.activity import Position
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.schedule import Action
+
+PROGRAM = re.compile(r"program_\d+\.py")
+COMMUNICATION = {module.__file__ for module in (point_to_point, groups, shared_channel, shared_memory)}
+LETTERS = 600  # of a rank's finding
+FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes the other
+
+
+class Inspector(TorchDispatchMode):
+    """Remembers the first operator that gave a NaN or an infinity, and where; -inf is what a mask is made of.
+
+    The mean loss of the last stage over none of the labels of an `unlabelled` microbatch is one by right, and so are
+    its gradients, which are masked.
+    """
+
+    def __init__(self, position: Position, last_stage: int, unlabelled: Container[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: tuple[Action, int, str] | None = None
+        # Of operators: of tensor ranks, which all run the same, the first to break one is the cause.
+        self._number = 0
+        self._position = position
+        self._last_stage, self._unlabelled = last_stage, unlabelled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if self.found is not None or name.startswith("c10d") or _is_communicating():
+            return result
+        self._number += 1
+        if "empty" not in name and _has_broken(result):  # what is empty has no values yet
+            action = Action.parse(self._position.read().activity)
+            if not self._is_mean_of_none(action, result):
+                self.found = action, self._number, f"{name}{_source_line()}"
+        return result
+
+    def _is_mean_of_none(self, action: Action, result: object) -> bool:
+        if action.stage != self._last_stage or action.microbatch not in self._unlabelled:
+            return False
+        return action.kind == "B" or not any(x.dim() for x in tree_leaves(result) if isinstance(x, Tensor))
+
+
+def explain_nonfinite(
+    manifest: Manifest,
+    connection: Connection,
+    batch: Mapping[str, Tensor],
+    loss: Tensor,
+    gradients: Sequence[Tensor],
+    unlabelled: Container[int],
+    repeat: Callable[[], object],
+) -> str:
+    """Say where the first value that is not finite comes up; every rank must call it, and gets the same text.
+
+    `repeat` runs the schedule of the step again, forwards and backwards; its `unlabelled` microbatches have no label,
+    and count nothing in a step that has some.
+    """
+    inspector = Inspector(connection.position, len(manifest.stages) - 1, unlabelled)
+    with inspector, torch.compiler.set_stance("force_eager"):  # a compiled stage does not show its operators
+        repeat()
+    connection.position.phase("search for the first operator")
+    order, text = _judge(manifest, connection, batch, gradients, unlabelled, inspector)
+    orders = connection.world.all_gather(torch.tensor(order, device=connection.rank.device))
+    letters = torch.tensor(list(text.encode()[:LETTERS].ljust(LETTERS)), dtype=torch.uint8)
+    texts = connection.world.all_gather(letters.to(connection.rank.device))
+    first = min(range(len(orders)), key=lambda rank: orders[rank].tolist())
+    what = f"the loss is {loss.item()}"
+    if torch.isfinite(loss):
+        what += ", but a gradient is not finite"
+    where = bytes(texts[first].tolist()).decode(errors="replace").strip()
+    return (
+        f"{what}: {where} (rank {first}). No gradient was handed to .grad, so the parameters are as before this "
+        "step: skip the batch, or look at its data and at the learning rate"
+    )
+
+
+def _judge(
+    manifest: Manifest,
+    connection: Connection,
+    batch: Mapping[str, Tensor],
+    gradients: Sequence[Tensor],
+    unlabelled: Container[int],
+    inspector: Inspector,
+) -> tuple[list[int], str]:
+    """What this rank has found, and its place in the order of causes."""
+    if inspector.found is not None:
+        (stage, kind, microbatch), number, where = inspector.found
+        forward = kind == "F"
+        judged = stage == len(manifest.stages) - 1 and microbatch not in unlabelled
+        ignored = find_ignored(manifest, batch, microbatch) if judged else ""
+        order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]
+        way = "forward" if forward else "backward"
+        text = f"it comes up first in the {way} of stage {stage} on microbatch {microbatch}, in {where}"
+        if forward and ignored:
+            text = f"microbatch {microbatch} of replica {connection.rank.coordinates.data} {ignored}"
+        return [*order, number], text
+    if any(not gradient.isfinite().all() for gradient in gradients):
+        return [SUM, 0, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
+    nothing = [NOTHING, 0, 0, 0]
+    return nothing, "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
+
+
+def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor], microbatch: int) -> str:
+    """What to say of a microbatch whose loss is a mean over no label; "" of one that has some."""
+    for labels in manifest.inputs:
+        known = labels.batch_dim is not None and labels.ignore_index is not None
+        if known and not count_valid(labels, batch[labels.name])[microbatch]:
+            return f"has no label: all of {labels.name} that the loss reads are {labels.ignore_index}"
+    return ""
+
+
+def _has_broken(result: object) -> bool:
+    return any(
+        bool((x.isnan() | (x == torch.inf)).any())
+        for x in tree_leaves(result)
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not x.is_meta
+    )
+
+
+def _is_communicating() -> bool:
+    """Whether an operator is part of a message, whose values are not there yet, or are another rank's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename not in COMMUNICATION:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _source_line() -> str:
+    """The line of the rank program that is being run, with its number; "" outside of it."""
+    frame = sys._getframe()
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if PROGRAM.fullmatch(Path(filename).name):
+            return f", {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""

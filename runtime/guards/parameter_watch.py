@@ -1,0 +1,160 @@
+"""What the program was compiled for and bound to, beside what the parallel module has when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.guards.enclosing_checkpoint import refuse_checkpoint
+from autoptd.runtime.program.manifest import Manifest
+
+WARY = 100  # steps before which ranks compare what they train, after one that had to be made again
+
+
+class ParameterWatch:
+    """The parameters of a module as they were bound, under their names; `check` refuses a module that has others.
+
+    Asked in every step: to look through the modules by torch's own means takes milliseconds.
+    """
+
+    def __init__(self, manifest: Manifest, module: nn.Module, sharded: Iterable[str]) -> None:
+        """With a sharded optimizer those it has, `sharded`, stay trained."""
+        self._sharded = frozenset(sharded)
+        self.hooks: frozenset[int] = frozenset()  # the runtime's own, on these
+        self.parameters = dict(nn.Module.named_parameters(module))
+        self._bound = {name: (p, p.shape, p.dtype, p.device) for name, p in self.parameters.items()}
+        self._look_through(module)
+        # The boundaries of a program carry no gradients to what was frozen when it was compiled.
+        self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
+        self._names = tuple(manifest.parameters)
+        self.agreed: frozenset[str] | None = None  # what was trained here when the ranks compared it last
+        self.stale = True  # whether any rank's has changed since
+        self._wary = 0  # steps before which they compare, from now on
+
+    def agree(self, connection: Connection) -> frozenset[str]:
+        """What a step has gradients of: what is trained, or was when the ranks compared it last, until it is `stale`.
+
+        Every rank must call it. They compare before the first step and, where some rank's changed after it, before the
+        next `WARY`. ValueError on every rank where one has frozen what another trains: they would wait for each other.
+        """
+        if self.agreed is not None and not (self.stale or self._wary):
+            return self.agreed
+        trained = self.find_trained()
+        if connection.world.size == 1:
+            return trained
+        states = [[name in self.parameters and name not in trained, name in trained] for name in self._names]
+        own = torch.tensor(states, dtype=torch.uint8, device=connection.rank.device)
+        unlike = connection.world.all_reduce(own.clone(), "max").all(1).nonzero()
+        if len(unlike):
+            place = int(unlike[0])
+            table = [row.tolist() for row in connection.world.all_gather(own[place])]
+            frozen, training = ([rank for rank, row in enumerate(table) if row[i]] for i in (0, 1))
+            raise ValueError(
+                f"the parameter {self._names[place]} is frozen on rank {frozen[0]} and trained on rank {training[0]}; "
+                f"ranks {min(frozen, training, key=len)} differ from the others that have it. All train one model: "
+                "call requires_grad_ for the same names on every rank, and draw such names with the same seed"
+            )
+        changed = self.stale and self.agreed is not None
+        self.agreed, self.stale, self._wary = trained, False, WARY if changed else max(self._wary - 1, 0)
+        return trained
+
+    def find_trained(self) -> frozenset[str]:
+        """The parameters that are not frozen now, by name."""
+        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ValueError, naming a parameter, where one was replaced, unfrozen or hooked, or is shaped otherwise.
+
+        Or of another dtype or device. And where a module below is in another mode than `module`, or DDP is round it,
+        which gives all ranks the first one's tensors, or torch's checkpoint.
+        """
+        refuse_checkpoint()
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise ValueError(
+                "the parallel model is called inside DistributedDataParallel, which gave every rank the first one's "
+                "share of the weights; it sums gradients over the replicas itself: bind again, and use it as it is "
+                "(Lightning: strategy=SingleDeviceStrategy(device=...))"
+            )
+        if any(part.training != module.training for part in self._parts):
+            name = next(name for name, part in module.named_modules() if part.training != module.training)
+            raise ValueError(
+                f"the module {name} is in {'evaluation' if module.training else 'training'} mode, and the parallel "
+                "model is not: modules below it do not run, so call parallel.train() or parallel.eval(); what is to "
+                "stay in evaluation mode is put there before the model is compiled"
+            )
+        now = self.parameters
+        changed = _list_contents([module, *self._parts]) != self._contents
+        if changed:
+            # A parallel model's own waits for weights on their way.
+            now = dict(nn.Module.named_parameters(module))
+        for name, (parameter, shape, dtype, device) in self._bound.items():
+            found = now.get(name)
+            if found is not parameter:
+                raise ValueError(
+                    f"the parameter {name} was {'removed' if found is None else 'replaced'} after bind, and an "
+                    "optimizer may have the old one: write its values instead, with torch.no_grad(): "
+                    "parameter.copy_(...), or change the model and compile it again"
+                )
+            if found.shape != shape or found.dtype is not dtype:
+                raise ValueError(
+                    f"the parameter {name} is {found.dtype}{list(found.shape)}, but was {dtype}{list(shape)} when it "
+                    "was bound: change the model and compile it again"
+                )
+            if found.device != device:
+                raise ValueError(
+                    f"the parameter {name} is on {found.device}, but the program was bound to {device}: move the "
+                    "parallel model back, or bind it there"
+                )
+            if found.requires_grad and name in self._frozen:
+                raise ValueError(
+                    f"the parameter {name} was frozen when the program was compiled, which has no gradient for it: "
+                    "compile the model with it unfrozen (and freeze it on the parallel model for as long as you like)"
+                )
+            if name in self._sharded:
+                refuse_hooks(name, parameter, self.hooks)
+                if not found.requires_grad:
+                    raise ValueError(
+                        f"the parameter {name} was frozen after its optimizer was sharded, which steps it with "
+                        "others: freeze before shard_optimizer, or give its group a learning rate of 0"
+                    )
+        if added := sorted(set(now) - set(self._bound)):
+            raise ValueError(
+                f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
+                "does not read it: change the model and compile it again"
+            )
+        if changed:  # by what has no parameters: buffers, and modules of them
+            self._look_through(module)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the module, by name."""
+        found = {f"{prefix}{key}": buffer for prefix, held in self._holders for key, buffer in held.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+    def _look_through(self, module: nn.Module) -> None:
+        self._contents = _list_contents(list(module.modules()))
+        self._parts = list(module.modules())[1:]  # not itself, which would live as long as its own watch
+        named = [(f"{name}." if name else "", part) for name, part in module.named_modules()]
+        self._holders = [(prefix, part._buffers) for prefix, part in named if part._buffers]
+
+
+def _list_contents(modules: Sequence[nn.Module]) -> list[object]:
+    """Names and identities of the modules' own parameters and modules, and which have buffers."""
+    held: list[Mapping[str, object]] = [m._parameters for m in modules]
+    held += [m._modules for m in modules]
+    identities = map(id, chain.from_iterable([each.values() for each in held]))
+    return [*map(len, held), *chain.from_iterable(held), *identities, *(not m._buffers for m in modules)]
+
+
+def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -> None:
+    """Raise ValueError where a `parameter` that a sharded optimizer steps has a hook; those of the ids `own` may be."""
+    hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+    if any(number not in own for number in hooks):
+        raise ValueError(
+            f"the parameter {name} has a hook on its gradient, which would not run: with a sharded optimizer no rank "
+            "has the whole gradient of a parameter. Remove the hook, or train without shard_optimizer"
+        )

@@ -1,0 +1,108 @@
+"""What an optimizer's ``state_dict`` is of: said in it, and asked of what is loaded, which torch takes by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.placement import Parameter
+
+MARK = "autoptd_slices"  # of a group in a state_dict: for each of its parameters, what that has of the model
+
+
+class StateMarks:
+    """Which pieces of the model each tensor has that optimizers of this rank step; their states are marked with them.
+
+    A rank's coordinates would not say it: with another number of chunks it has other layers, of the same shapes.
+    """
+
+    def __init__(self, manifest: Manifest, rank: Rank) -> None:
+        """Nothing is held yet."""
+        at = rank.coordinates
+        self._place = f"tensor {at.tensor}, pipeline {at.pipeline}, data {at.data}"
+        self._slices = {name: _describe(p, rank) for name, p in manifest.parameters.items()}
+        self._held: dict[int, list[str]] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+
+    def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[Shard]) -> None:
+        """From now on optimizers step these `parameters` and `shards`, which live as long as no others are held."""
+        self._held = {id(p): [self._slices[name]] for name, p in parameters.items()}
+        self._names = {id(p): (name,) for name, p in parameters.items()}
+        for shard in shards:
+            self._names[id(shard.own)] = shard.names
+            pieces = ((name, elements) for name, (_, elements) in shard.ranges().items())
+            self._held[id(shard.own)] = [
+                f"elements {elements.start}:{elements.stop} of {self._slices[name]}"
+                for name, elements in pieces
+            ]
+
+    def holds_any(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of `tensors` has a piece of the model."""
+        return not self._held.keys().isdisjoint(map(id, tensors))
+
+    def find(self, tensor: Tensor) -> list[str] | None:
+        """The pieces of the model that a `tensor` has; None where it is none of this model's."""
+        return self._held.get(id(tensor))
+
+    def names(self, tensor: Tensor) -> tuple[str, ...]:
+        """The parameters of the model that are stepped with a `tensor`, on all replicas together; none of others."""
+        return self._names.get(id(tensor), ())
+
+    def mark(self, optimizer: Optimizer) -> None:
+        """From now on, let the ``state_dict`` of an `optimizer` say what it is of."""
+        # What is round an optimizer may have been made without torch's own hooks: the one within marks its states.
+        if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            optimizer.register_state_dict_post_hook(self._write)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise ValueError where a state was loaded into `optimizer` that says that it is of something else.
+
+        It is asked once: what a group is given later has no place in what was loaded. Marks of tensors that are
+        another model's stay, for that one to ask.
+        """
+        for number, group in enumerate(optimizer.param_groups):
+            loaded = zip(group["params"], group.get(MARK, ()), strict=False)
+            for position, (tensor, found) in enumerate(loaded):
+                own = self.find(tensor)
+                if found is not None and own is not None and found != own:
+                    raise ValueError(self._describe_other(number, position, found, own))
+        for group in optimizer.param_groups:
+            loaded = zip(group["params"], group.pop(MARK, ()), strict=False)
+            others = [found if self.find(tensor) is None else None for tensor, found in loaded]
+            if any(others):
+                group[MARK] = others
+
+    def _write(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            # What was loaded and never stepped stays what it was; another model's tensors are marked by that.
+            known = saved.get(MARK) or [None] * len(group["params"])
+            own = [self.find(tensor) for tensor in group["params"]]
+            saved[MARK] = [a if a is not None else b for a, b in zip_longest(known, own)]
+
+    def _describe_other(self, group: int, position: int, found: Sequence[str], own: Sequence[str]) -> str:
+        pairs = zip_longest(found, own, fillvalue="nothing")
+        there, here = next((there, here) for there, here in pairs if there != here)
+        return (
+            f"the optimizer's state of parameter {position} of group {group} was saved for {there}, and this rank "
+            f"({self._place}) has {here} in that place: an optimizer's state_dict is of its rank's slices alone, and "
+            "torch loads it by position. Load what this rank saved, with the same mesh, stages and chunks, or use "
+            "parallel.save_checkpoint and load_checkpoint, which go by name and between meshes; where the model's "
+            f"names alone have changed, take {MARK!r} out of the state's param_groups"
+        )
+
+
+def _describe(parameter: Parameter, rank: Rank) -> str:
+    """The slice of a `parameter` that `rank` has."""
+    placement, at = parameter.placement, rank.tensor
+    local = f"{parameter.name}{list(placement.local_shape(parameter.shape, at.size))}"
+    if placement.dim is None or at.size == 1:
+        return local
+    rows = ", ".join(f"{first}:{end}" for first, end in placement.runs(at.size, at.index))
+    return f"{local} ({rows} of dimension {placement.dim})"

@@ -1,0 +1,227 @@
+"""Small reductions of a step, over all ranks: whether they agree on batch, mode and weights, and nothing is non-finite.
+
+After the step what is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they
+differ where one rank's h does. So for what else is to be alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.engine.batch import check_rows, describe_batch, find_unknown
+from autoptd.runtime.guards.weight_agreement import Copies
+from autoptd.runtime.health.local_ranks import find_others
+from autoptd.runtime.optimizer.finite import are_finite
+from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
+
+_LOWEST = torch.iinfo(torch.int64).min
+_ABSENT = (_LOWEST, 0, 0)  # a parameter that a rank has not
+PIECES = 64  # that a tensor is cut into to find where two differ
+
+Batch = Mapping[str, Tensor]
+
+
+def compare_ranks(
+    manifest: Manifest,
+    connection: Connection,
+    batch: Batch,
+    loss: Tensor,
+    gradients: Sequence[Tensor],
+    copies: Copies,
+    *,
+    trains: bool,
+    changed: bool,
+) -> tuple[bool, bool, bool]:
+    """Whether the `loss`, or a gradient of any rank, is not finite; any rank does not train; any has `changed`.
+
+    The same answers on every rank.
+
+    Every rank must call it; without `gradients` only the loss counts. Raises ValueError on every rank where the
+    tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks,
+    ranks are in different modes, or replicas have different values of one of `copies`. On a GPU it waits for the step.
+    """
+    rank, mesh = connection.rank, manifest.mesh
+    nonfinite: Tensor | bool = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    unknown: Tensor | bool = has_unknown_rows(manifest, batch)
+    if mesh.size == 1:
+        if unknown:
+            check_rows(manifest, batch)
+        return bool(nonfinite), not trains, False
+    compared = copies.fingerprint()
+    row = torch.full((2 * mesh.data,), _LOWEST, device=rank.device)
+    mode = 2 * rank.randomness.call + rank.randomness.training
+    if mesh.tensor * mesh.pipeline > 1:
+        own = hash_batch(batch, rank.device)
+        row[2 * rank.coordinates.data] = own
+        row[2 * rank.coordinates.data + 1] = ~own
+    # A number that is made a tensor, or set as an element, is copied, and each copy waits for the GPU.
+    flags = [
+        flag.to(torch.int64) if isinstance(flag, Tensor) else torch.full((), int(flag), device=rank.device)
+        for flag in (changed, mode, ~mode, unknown, nonfinite, not trains)
+    ]
+    found = connection.world.all_reduce(torch.cat([compared, row, torch.stack(flags)]), "max").tolist()
+    found, rest = found[: len(compared)], found[len(compared) :]
+    *hashes, moved, mode, inverse, unknown, nonfinite, lacking = rest
+    if (replica := find_unlike(hashes)) is not None:
+        raise ValueError(describe_difference(mesh, connection.world, batch, replica))
+    if mode != ~inverse:
+        raise ValueError(describe_modes(connection))
+    if (place := find_unlike(found)) is not None:
+        raise ValueError(copies.describe(connection.world, place))
+    if unknown:
+        check_rows(manifest, batch)
+        raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
+    return bool(nonfinite), bool(lacking), bool(moved)
+
+
+def find_unlike(maxima: Sequence[int]) -> int | None:
+    """The first place of `maxima`, of h and of ~h in turn, where ranks had another h; None where none did."""
+    pairs = enumerate(zip(maxima[::2], maxima[1::2], strict=True))
+    return next((i for i, (h, inverse) in pairs if h != ~inverse and h != _LOWEST), None)
+
+
+def describe_modes(connection: Connection) -> str:
+    """Which ranks trained, or have trained, otherwise than the rest. Every rank must call it."""
+    randomness = connection.rank.randomness
+    own = torch.tensor([randomness.training, randomness.call], device=connection.rank.device)
+    found = {rank: row.tolist() for rank, row in enumerate(connection.world.all_gather(own))}
+    others, like = find_others(found)
+    words = [
+        f"is in {'training' if training else 'evaluation'} mode after {call} steps in training mode"
+        for training, call in (found[others[0]], found[like])
+    ]
+    return (
+        f"rank {others[0]} {words[0]}, where the others {words[1].replace('is', 'are', 1)}; ranks {others} differ, and "
+        "would draw other dropout masks: call parallel.train() and parallel.eval() on every rank alike"
+    )
+
+
+def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: int) -> None:
+    """Raise ValueError on every rank unless all have a batch of the compiled shape `own`. Every rank must call it.
+
+    Before the step: of another shape a rank would wait for messages that nobody sends. Replicas count too, whose
+    samples are numbered, and microbatches weighed, as of one shape. On a GPU this waits for what was launched before.
+    """
+    ends = torch.tensor([own, -own], device=connection.rank.device)
+    largest, smallest = connection.world.all_reduce(ends, "max").tolist()
+    if largest == -smallest:
+        return
+    table = connection.world.all_gather(torch.tensor([own], device=connection.rank.device))
+    given = {rank: int(number) for rank, number in enumerate(table)}
+    others, like = find_others(given)
+    raise ValueError(
+        f"the batches of one step have different shapes: rank {others[0]} was given "
+        f"{describe_batch(manifests[given[others[0]]])}, where most have {describe_batch(manifests[given[like]])}; "
+        f"ranks {others} differ. All ranks, those of other replicas too, take a batch of the same compiled shape in a "
+        "step: let the number of the step choose it"
+    )
+
+
+def compare_shards(
+    manifest: Manifest,
+    connection: Connection,
+    rows: Iterable[Sequence[str]],
+    buckets: Iterable[Sequence[str]],
+) -> None:
+    """Raise ValueError unless those that add up a parameter's gradients step it in the same one of their `buckets`.
+
+    Replicas, and the owners of a tied parameter, add up the gradients of a bucket in a row, bucket by bucket for what
+    is whole together, one of the `rows`: these must call it alike. A rank without parameters has no optimizer to shard.
+    """
+    mesh, at, rank = manifest.mesh, connection.rank.coordinates, connection.rank
+    own = {name: (0, 0, 0) for row in rows for name in row}  # a hash, the bucket's place, how many it has
+    for row in rows:
+        for place, bucket in enumerate(bucket for bucket in buckets if bucket[0] in row):
+            digest = blake2b(f"{place} {list(bucket)}".encode(), digest_size=7).digest()
+            own |= dict.fromkeys(bucket, (int.from_bytes(digest), place, len(bucket)))
+    table = [own.get(name, _ABSENT) for name in manifest.parameters]
+    members = mesh.data_group(mesh.rank_of(at.data, at.pipeline, at.tensor))
+    _compare_buckets(manifest, rank.data, members, torch.tensor(table, device=rank.device))
+    for owners, group in sorted(connection.tied.items()):
+        members = tuple(mesh.rank_of(at.data, pipeline, at.tensor) for pipeline in owners)
+        _compare_buckets(manifest, group, members, torch.tensor(table, device=rank.device))
+
+
+def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], table: Tensor) -> None:
+    """Raise ValueError unless the ranks `members` of `group` have one `table` [parameters, 3], of what both have."""
+    if group.size == 1:
+        return
+    hashes = table[:, 0]
+    ends = torch.stack([hashes, torch.where(hashes == _LOWEST, hashes, ~hashes)])
+    largest, inverse = group.all_reduce(ends, "max")
+    unlike = ((largest != ~inverse) & (largest != _LOWEST)).nonzero().flatten().tolist()
+    if not unlike:
+        return
+    index = min(unlike, key=lambda i: int(inverse[i]) != ~0)  # one that is in a bucket on some ranks only
+    gathered = [tuple(row.tolist()) for row in group.all_gather(table[index])]
+    name = list(manifest.parameters)[index]
+    given = {rank: row for rank, row in zip(members, gathered, strict=True) if row != _ABSENT}
+    others, like = find_others(given)
+    words = [
+        f"in bucket {place}, of {count} parameters" if count else "whole"
+        for _, place, count in (given[others[0]], given[like])
+    ]
+    raise ValueError(
+        f"the parameter {name} would be stepped {words[0]}, on rank {others[0]}, and {words[1]}, on rank "
+        f"{like}; ranks {others} differ from the rest of {list(given)}, which have it together. Before shard_optimizer "
+        "freeze the same parameters on every rank, and give the optimizers the same groups, by the parameters' names, "
+        "in the same order"
+    )
+
+
+def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
+    """Whether the batch has row numbers outside their table; on a CPU that was refused before the step."""
+    found: Tensor | bool = False
+    for expected in manifest.inputs:
+        values = batch[expected.name]
+        if expected.rows is not None and not values.is_cpu:
+            found = found | find_unknown(expected, values).any()
+    return found
+
+
+def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) -> str:
+    """Which ranks of `replica` were given another batch, and the first element that differs.
+
+    Every rank of the mesh must call it.
+    """
+    ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank).data == replica]
+    own = torch.stack([hash_words(read_words(tensor)) for tensor in batch.values()])
+    table = [row.tolist() for row in world.all_gather(own)]
+    index = next(i for i in range(len(batch)) if len({table[rank][i] for rank in ranks}) > 1)
+    name = list(batch)[index]
+    others, like = find_others({rank: table[rank][index] for rank in ranks})
+    words = read_words(batch[name])
+    place = _find_first(world, words, others[0], like)
+    values = batch[name].detach().contiguous().view(-1)
+    each = len(words) // max(len(values), 1)  # a complex number is two words
+    value = values[place // each]
+    bits = value.abs() if value.is_complex() else value
+    given = [float(x) for x in world.all_gather(bits.to(torch.float64).view(1))]
+    indices = [int(i) for i in torch.unravel_index(torch.tensor(place // each), batch[name].shape)]
+    at = mesh.coordinates(others[0])
+    return (
+        f"argument {name} differs inside replica {replica}: on rank {others[0]} (tensor {at.tensor}, pipeline "
+        f"{at.pipeline}) element {indices} is {given[others[0]]:g}, on rank {like} it is {given[like]:g}; "
+        f"ranks {others} differ from the rest of {ranks}. All tensor and pipeline ranks of a replica take the same "
+        "batch, so let the data coordinate alone, program.rank(r).coordinates.data, choose it"
+    )
+
+
+def _find_first(world: Group, words: Tensor, one: int, other: int) -> int:
+    """The first position at which the `words` of two ranks differ; a collective of all."""
+    begin, end = 0, words.numel()
+    while end - begin > 1:
+        width = -(-(end - begin) // PIECES)
+        bounds = range(begin, end, width)
+        table = world.all_gather(torch.stack([hash_words(words[i : min(i + width, end)]) for i in bounds]))
+        first = int((table[one] != table[other]).nonzero()[0])
+        begin, end = bounds[first], min(bounds[first] + width, end)
+    return begin

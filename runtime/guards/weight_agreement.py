@@ -1,0 +1,208 @@
+"""Whether ranks have the same weights: at bind all that they were given, in a step one of what replicas have alike.
+
+By a few elements of each tensor. Ranks that had not would train in silence: replicas, tensor ranks and the owners of a
+tied parameter would keep parts of different models, and drift apart where one left out a step or took another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.health.local_ranks import find_others
+from autoptd.runtime.program.hashing import hash_words, read_words
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.weights.slices import Stored, all_names
+
+SAMPLED = 256  # elements of a tensor, evenly over it
+_UNREAD = torch.iinfo(torch.int64).min  # of a tensor that is in a file, and is not read for this
+_DRAWN = 0  # of one without values, which every rank draws from the program's seed
+
+
+def compare_weights(manifest: Manifest, connection: Connection, tensors: Stored) -> None:
+    """Raise RuntimeError on every rank, naming the first tensor, where ranks were given different whole `tensors`.
+
+    Every rank must call it. What is in memory is compared, and what has values with what has none; a tensor in a file
+    agrees with any. On a GPU this waits for what was launched before.
+    """
+    world, device = connection.world, connection.rank.device
+    names = [n for n, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(n)]
+    if world.size == 1 or not names:
+        return
+    own = torch.stack([_fingerprint(manifest, tensors, name).to(device) for name in names])
+    complement = torch.where(own == _UNREAD, own, ~own)
+    # The maxima of h and of ~h are complements where all ranks have the same h.
+    largest, smallest = world.all_reduce(torch.stack([own, complement]), "max")
+    differing = ((largest != ~smallest) & (smallest != _UNREAD)).nonzero()
+    if len(differing):
+        index = int(differing[0])
+        raise RuntimeError(_describe_difference(world, names[index], own[index]))
+
+
+def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
+    """A hash of some elements of the tensor stored as `name`, in the program's dtype: an int64 on its device."""
+    known = next((known for known in all_names(manifest, name) if known in tensors), None)
+    if known is None or tensors.is_meta(known):
+        return torch.tensor(_DRAWN)
+    whole = tensors.in_memory(known)
+    if whole is None:
+        return torch.tensor(_UNREAD)
+    return hash_words(read_words(_sample(whole).to(manifest.parameters[name].dtype)))
+
+
+def _sample(tensor: Tensor, shift: int = 0) -> Tensor:
+    """Some elements, evenly over the tensor, and further on by `shift`."""
+    flat = tensor.detach().reshape(-1)
+    count = min(len(flat), SAMPLED)
+    # The last one too: a step that divides the rows would sample one column.
+    places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
+    return flat[(places + shift) % max(len(flat), 1)]
+
+
+def _describe_difference(world: Group, name: str, own: Tensor) -> str:
+    """Which ranks have other values of the tensor `name` than the rest. Every rank must call it."""
+    table = [int(fingerprint) for fingerprint in world.all_gather(own.view(1))]
+    read = {rank: fingerprint for rank, fingerprint in enumerate(table) if fingerprint != _UNREAD}
+    others, like = find_others(read)
+    return (
+        f"ranks were given different weights: {name} has other values on rank {others[0]} than on rank {like}; ranks "
+        f"{others} of {world.size} differ from rank {like}. Each rank keeps its part of one model, so give all the "
+        "same: call torch.manual_seed before the model is built, load one checkpoint on every rank, or "
+        "bind(weights=folder)"
+    )
+
+
+class StepLog:
+    """What optimizers have done with this rank's parameters of one parallel model so far, as one number.
+
+    And the factors that its losses were multiplied by since they were taken last.
+    """
+
+    def __init__(self) -> None:
+        self._value = 0
+        self._scales: list[Tensor] = []
+
+    def reset(self) -> None:
+        """Count steps anew, where all ranks of a stage have got weights that fit together."""
+        self._value = 0
+
+    def add(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
+        """A step of the parameters `names` was made, with these `options`.
+
+        What each gives is added up: optimizers, and their groups, may step in another order on each rank.
+        """
+        step = f"{sorted(names)} {[(key, _read_option(value)) for key, value in sorted(options.items())]}"
+        digest = blake2b(step.encode(), digest_size=8).digest()
+        self._value = (self._value + int.from_bytes(digest, "little")) % (1 << 63)
+
+    def scale(self, factor: Tensor) -> None:
+        """The gradients of a call were multiplied by `factor`, on the way back from what was made of its loss."""
+        self._scales.append(factor.detach().clone())
+
+    def take_scales(self, rank: Rank) -> Tensor:
+        """A hash of the factors since this was asked last, as an int64 on the device of `rank`."""
+        factors, self._scales = self._scales, []
+        if not factors:
+            return torch.zeros((), dtype=torch.int64, device=rank.device)
+        return hash_words(read_words(torch.stack(factors).to(rank.device)))
+
+    def tensor(self, rank: Rank) -> Tensor:
+        """The number as an int64 on the device of `rank`."""
+        # A tensor made of a number would be copied there, and on a GPU wait for all that was launched.
+        return torch.full((), self._value, device=rank.device)
+
+
+def _read_option(value: Any) -> Any:
+    """The numbers of an option, as floats; none of what is in a tensor on a GPU, which would wait for it."""
+    if isinstance(value, Tensor):
+        return _read_option(value.tolist()) if value.is_cpu else None
+    if isinstance(value, tuple | list):
+        return [_read_option(each) for each in value]
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):  # no number, or one that is too large
+        return None
+
+
+class Copies:
+    """The parameters of which every replica has the same slice, and tied ones; they are compared in turn, in each step.
+
+    Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
+    any order may give each rank other last bits. Of all ranks of a stage the optimizers' steps are compared, and of all
+    ranks the factors that losses were multiplied by.
+    """
+
+    def __init__(
+        self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor], steps: StepLog
+    ) -> None:
+        """This `rank` has its slices of `parameters`, and has made these `steps`."""
+        self._rank, self._parameters, self._steps, self._turn = rank, parameters, steps, -1
+        self._scales = torch.zeros((), dtype=torch.int64)
+        owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
+        stages = range(manifest.mesh.pipeline if manifest.mesh.data > 1 else 0)
+        tied = [name for name, ranks in owners.items() if len(ranks) > 1]
+        self._columns: list[tuple[tuple[int, ...], list[str]]] = [
+            ((at,), [name for name, ranks in owners.items() if at in ranks]) for at in stages
+        ]
+        for ranks in {owners[name]: None for name in tied}:
+            self._columns.append((ranks, [name for name in tied if owners[name] == ranks]))
+
+    def fingerprint(self) -> Tensor:
+        """For each place [h, ~h] of the parameter in turn, where this rank is not there the lowest int64.
+
+        A place is a column of pipeline ranks that hold the same, and a tensor coordinate; then, for the steps, each
+        pipeline rank; and one for the factors.
+
+        An int64 on the rank's device. Its maxima over all ranks are complements where all that are at a place have
+        the same h.
+        """
+        self._turn += 1
+        found = torch.full((len(self._columns), self._rank.mesh.tensor, 2), _UNREAD, device=self._rank.device)
+        for number, own in self._own():
+            found[number, self._rank.coordinates.tensor] = torch.stack([own, ~own])
+        steps = torch.full((self._rank.mesh.pipeline, 2), _UNREAD, device=self._rank.device)
+        made = self._steps.tensor(self._rank)
+        steps[self._rank.coordinates.pipeline] = torch.stack([made, ~made])
+        self._scales = self._steps.take_scales(self._rank)
+        return torch.cat([found.flatten(), steps.flatten(), torch.stack([self._scales, ~self._scales])])
+
+    def describe(self, world: Group, place: int) -> str:
+        """Which ranks have others than the rest at `place` of the last fingerprint. Every rank must call it."""
+        at = list(enumerate(map(self._rank.mesh.coordinates, range(self._rank.mesh.size))))
+        number, tensor = divmod(place, self._rank.mesh.tensor)
+        if number < len(self._columns):
+            stages, names = self._columns[number]
+            found = f"{names[self._turn % len(names)]} has other values on"
+            # What a rank gives that is not there is not looked at.
+            nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
+            own = dict(self._own()).get(number, nothing)
+            alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
+        elif (pipeline := place - len(self._columns) * self._rank.mesh.tensor) < self._rank.mesh.pipeline:
+            found = "the optimizers' steps (how many, or with which lr, weight_decay, ...) were others on"
+            own = self._steps.tensor(self._rank)
+            alike = [rank for rank, c in at if c.pipeline == pipeline]
+        else:
+            found = "the factors that losses were multiplied by before backward were others on"
+            own, alike = self._scales, [rank for rank, _ in at]
+        table = [int(each) for each in world.all_gather(own.view(1))]
+        others, like = find_others({rank: table[rank] for rank in alike})
+        return (
+            f"{found} rank {others[0]} than on rank {like}; of ranks {alike}, which have one model together, {others} "
+            "differ. Each step must be the same on all: call optimizer.step() on every rank or on none, with the same "
+            "options, scale the loss alike (it is the whole batch's on every rank), leave gradients alone or change "
+            "them alike, and write weights on every rank; then bind again, or load a checkpoint"
+        )
+
+    def _own(self) -> Iterator[tuple[int, Tensor]]:
+        """The columns that this rank is in, with the hash of this turn's parameter."""
+        for number, (ranks, names) in enumerate(self._columns):
+            if self._rank.coordinates.pipeline in ranks and names:
+                name = names[self._turn % len(names)]
+                yield number, hash_words(read_words(_sample(self._parameters[name], self._turn)))

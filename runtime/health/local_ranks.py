@@ -1,0 +1,116 @@
+"""Who runs on this machine: where every rank's place is, and a handle that tells when its process has ended."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoptd.runtime.health.activity import SLOTS
+
+BYTES = 8 * SLOTS
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The job as rank `rank` sees it.
+
+    `processes` has a pidfd (-1 where the system has none) for each other rank of this machine, by global rank;
+    `everybody`: there is no other machine. `name` is this job's alone. `store`, torch's, may be rank 0's to serve.
+    """
+
+    rank: int
+    name: str
+    processes: Mapping[int, int]
+    everybody: bool
+    board: memoryview
+    store: Any
+
+    def slots(self, rank: int) -> memoryview:
+        """The position of a rank of this machine."""
+        return self.board[rank * SLOTS : (rank + 1) * SLOTS]
+
+
+def gather_roster(store: Any, own: int, size: int, limit: float) -> Roster:
+    """Learn through torch's `store` who is here. Every rank must call it.
+
+    RuntimeError names those that do not come within `limit` seconds, and sooner where gloo finds that one has ended.
+    """
+    machine, began = machine_number(), time.monotonic()
+    keys = [f"rank {rank}" for rank in range(size)]
+    store.set(keys[own], json.dumps([os.getpid(), machine, secrets.randbits(62)]))
+    if store.add("come", 1) == size:
+        store.set("all", "")
+    gloo = dist.is_initialized() and "cpu:gloo" in dist.get_backend_config()
+    arrival = dist.all_reduce(torch.zeros(1), async_op=True) if gloo else None
+    while not store.check(["all"]):
+        waited = time.monotonic() - began
+        if waited > limit or (arrival is not None and arrival.is_completed()):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                raise RuntimeError(
+                    f"ranks {missing} did not come to bind in {waited:.0f} s: they have ended, or hang"
+                )
+        time.sleep(min(0.01 + waited / 10, 1))
+    texts = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+    rows = [json.loads(text) for text in texts]
+    name = f"autoptd-{rows[0][2]:x}"
+    here = [rank for rank, row in enumerate(rows) if row[1] == machine]
+    path = Path(tempfile.gettempdir()) / f"{name}.ranks"
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(number, size * BYTES)
+        board = memoryview(mmap.mmap(number, size * BYTES)).cast("q")
+    finally:
+        os.close(number)
+    processes = {rank: _open_process(rank, rows[rank][0]) for rank in here if rank != own}
+    if store.add(f"machine {machine}", 1) == len(here):
+        path.unlink()  # all have opened it: the memory lives as long as they do, and no file is left behind
+    return Roster(own, name, processes, len(here) == size, board, store)
+
+
+def _open_process(rank: int, number: int) -> int:
+    """A pidfd of a rank's process, -1 where the system has none."""
+    try:
+        return os.pidfd_open(number) if hasattr(os, "pidfd_open") else -1
+    except ProcessLookupError:
+        raise RuntimeError(f"rank {rank} has ended while it waited for the others in bind") from None
+
+
+def machine_number() -> int:
+    """The same in processes that see each other's process numbers and temporary files, and in no others."""
+    marks = [socket.gethostname()]
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if boot.exists():
+        marks += [boot.read_text(), str(space.stat().st_ino)]
+    return int.from_bytes(sha256(" ".join([*marks, tempfile.gettempdir()]).encode()).digest()[:7])
+
+
+def find_others(given: Mapping[int, object]) -> tuple[list[int], int]:
+    """The ranks that were `given` something else than most, and the first that was given what most were."""
+    values = list(given.values())
+    common = max(values, key=values.count)
+    others = [rank for rank, value in given.items() if value != common]
+    return others, next(rank for rank in given if rank not in others)
+
+
+def gather(
+    values: list[int], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """Every rank's `values`, as many on each, by its index in `group` (the default group). Each must call it."""
+    own = torch.tensor(values, device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    return [row.tolist() for row in everyone]

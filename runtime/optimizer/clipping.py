@@ -1,0 +1,96 @@
+"""The norm of the whole model's gradient, of which each rank holds a part, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.optimizer.gradient_buckets import split_rows
+from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.program.manifest import Manifest
+
+
+def global_norm(
+    manifest: Manifest, rank: Rank, gradients: Mapping[str, Tensor], shards: Sequence[Shard], norm_type: float
+) -> Tensor:
+    """The `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
+
+    `gradients` are whole, by name; those of `shards` are in the ``.grad`` of what this replica owns of them. Divided
+    rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
+    """
+    whole = [
+        rows for name, gradient in gradients.items() for rows in _own_rows(manifest, rank, name, gradient)
+    ]
+    parts = [part for shard in shards for part in _own_parts(manifest, rank, shard)]
+    norm = _norm(whole, norm_type, rank.device)
+    part = _norm(parts, norm_type, rank.device)
+    if norm_type == inf:
+        norm = rank.data.all_reduce(torch.maximum(norm, part), "max")
+        return rank.pipeline.all_reduce(rank.tensor.all_reduce(norm, "max"), "max")[0]
+    powers = norm**norm_type
+    if shards:
+        powers = powers + rank.data.all_reduce(part**norm_type)
+    powers = rank.pipeline.all_reduce(rank.tensor.all_reduce(powers))
+    # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
+    powers = rank.data.all_reduce(powers, "max")
+    return (powers ** (1 / norm_type))[0]
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise ValueError for what is no norm of parts that are joined: 0, which counts, minima, and not a number."""
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type is {norm_type}, expected a positive number or inf: the norms of the ranks' gradients are "
+            "joined to that of the whole model's, which other types do not give"
+        )
+
+
+def scale_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale `gradients` in place so that a whole of norm `norm` has at most `max_norm`, as torch does."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of all `tensors` together: float64 [1]."""
+    whole = torch.zeros(1, dtype=torch.float64, device=device)
+    norms = [
+        torch.linalg.vector_norm(x, norm_type, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x in tensors
+        if x.numel()
+    ]
+    if norms:
+        together = torch.stack([norm.to(torch.float64) for norm in norms])
+        whole += torch.linalg.vector_norm(together, norm_type)
+    return whole
+
+
+def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]:
+    """What counts on this rank of the gradient of what it owns of a shard."""
+    gradient = shard.own.grad
+    if gradient is None:
+        return
+    for name, (inside, part) in shard.ranges().items():
+        parameter = manifest.parameters[name]
+        shape = parameter.placement.local_shape(parameter.shape, rank.tensor.size)
+        counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
+        for rows in _own_rows(manifest, rank, name, counted):
+            rows.fill_(True)
+        own, counts = gradient[inside], counted.reshape(-1)[part]
+        # To choose elements would wait for a GPU; zeros add nothing.
+        yield own[counts] if own.is_cpu else own.masked_fill(~counts, 0)
+
+
+def _own_rows(manifest: Manifest, rank: Rank, name: str, gradient: Tensor) -> list[Tensor]:
+    if manifest.homes(name)[0] != rank.coordinates.pipeline:
+        return []
+    placement, tensor = manifest.parameters[name].placement, rank.tensor.size
+    rows = split_rows(placement, gradient, tensor, divided=True)
+    if rank.tensor.index == 0:
+        rows += split_rows(placement, gradient, tensor, divided=False)
+    return rows

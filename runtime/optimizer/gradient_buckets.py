@@ -1,0 +1,74 @@
+"""What the ranks owe each other of a step: sums of gradients in buckets, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.placement import Placement
+
+BUCKET_BYTES = 25 * 2**20
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def split_rows(placement: Placement, local: Tensor, tensor: int, *, divided: bool) -> list[Tensor]:
+    """Views of the rows of a `local` slice that are divided over the `tensor` ranks, or that are not."""
+    if placement.dim is None:
+        return [] if divided else [local]
+    widths = [s.rows // tensor if s.divided else s.rows for s in placement.segments]
+    pieces = local.split(widths, placement.dim)
+    return [rows for rows, s in zip(pieces, placement.segments, strict=True) if s.divided is divided]
+
+
+def sum_over(group: Group, tensors: list[Tensor]) -> None:
+    """Replace the entries of `tensors` with their sums over `group`.
+
+    In buckets of one dtype and about 25 MB, in their order; the tensors themselves may be overwritten.
+    """
+    if group.size == 1:
+        return
+    for bucket in fill_buckets(tensors):
+        sums = group.post_all_reduce([tensors[i] for i in bucket]).wait()
+        for i, summed in zip(bucket, sums, strict=True):
+            tensors[i] = summed
+
+
+def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor:
+    """Give every rank the step's loss: all replicas' microbatch `losses`, which only the last pipeline rank has.
+
+    `divisors` [m] are those of `find_divisors`: what is divided by infinity counts nothing, though it be nan. Returns
+    float64 [2]: the loss, the same bits everywhere, and the index in DTYPES of the losses' own dtype.
+    """
+    pair = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    if losses:
+        # As a plain loop adds them up: each divided first, in ascending order.
+        narrow, unlabelled = divisors.to(losses[0].dtype), divisors.isinf()
+        shares = [
+            (loss / divisor).masked_fill(empty, 0)
+            for loss, divisor, empty in zip(losses, narrow, unlabelled, strict=True)
+        ]
+        total = reduce(torch.add, shares)
+        pair[0] = rank.data.all_reduce(total.to(torch.float64)) / rank.data.size
+        pair[1:].fill_(DTYPES.index(total.dtype))  # set as an element it would wait for the GPU
+    return rank.pipeline.broadcast(pair, rank.pipeline.size - 1)
+
+
+def fill_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of `tensors`, dtype by dtype, in runs of up to BUCKET_BYTES."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[int] = []
+        filled = 0
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype is not dtype:
+                continue
+            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(index)
+            filled += tensor.nbytes
+        yield bucket

@@ -1,0 +1,219 @@
+"""One step's gradients, summed over microbatches, stages, ranks and replicas, each as soon as it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Group, Posted
+from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.optimizer.gradient_buckets import fill_buckets, split_rows, sum_over
+from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.schedule import Action
+
+Leaves = Mapping[int, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """When a rank's gradients are whole: `after` a stage's last backward, or `late`, after all of the schedule.
+
+    Late are the parameters that other pipeline ranks own too, by the ranks.
+    """
+
+    after: Mapping[int, tuple[str, ...]]
+    late: Mapping[tuple[int, ...], tuple[str, ...]]
+
+    @classmethod
+    def of(cls, manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Completion:
+        ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
+        after: dict[int, list[str]] = {}
+        late: dict[tuple[int, ...], list[str]] = {}
+        for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):
+            owned = [s.index for s in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
+            stages = [index for index in owned if name in manifest.stages[index].parameters]
+            if len(owners := manifest.owners(name)) > 1 and stages:
+                late.setdefault(owners, []).append(name)
+            elif stages:
+                after.setdefault(max(stages, key=lambda stage: ends.get(stage, -1)), []).append(name)
+        return cls(
+            {stage: tuple(names) for stage, names in after.items()},
+            {owners: tuple(names) for owners, names in sorted(late.items())},
+        )
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters in groups that are whole together."""
+        return (*self.after.values(), *self.late.values())
+
+
+class WideSum:
+    """The float32 sum of a half-precision leaf's gradients over the microbatches; the leaf keeps none."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.sum: Tensor | None = None
+        leaf.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        if self.sum is None:
+            self.sum = leaf.grad.to(torch.float32)
+        else:
+            self.sum += leaf.grad
+        leaf.grad = None
+
+    def take(self) -> Tensor | None:
+        """Hand the sum over, which the leaf's hook would else keep as long as the leaf is there."""
+        taken, self.sum = self.sum, None
+        return taken
+
+
+class GradientSums:
+    """A step's gradients on their way from the `leaves` of this rank's stages to the optimizer.
+
+    Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
+    stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
+    number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. That over the
+    replicas runs while later backwards do; in shared memory it runs when it is waited for. A sum that belongs to one
+    of `shards` is kept only as far as this replica steps it.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connection: Connection,
+        completion: Completion,
+        shards: Sequence[Shard],
+        measured: Measured,
+    ) -> None:
+        self._manifest = manifest
+        self._connection = connection
+        self._completion = completion
+        self._shards = shards
+        self._leaves: Leaves = {}
+        self._wide: dict[Tensor, WideSum] = {}
+        self._measured = measured
+        self._begin: Any = None
+        self._posted: list[tuple[Posted[list[Tensor]], Group | None, Sequence[str | int]]] = []
+        self._summed: dict[str | int, Tensor] = {}
+
+    def start(self, leaves: Leaves) -> None:
+        """Begin a step; `leaves` are the stages' own, by stage and name."""
+        self._leaves = leaves
+        trained = (leaf for own in leaves.values() for leaf in own.values() if leaf.requires_grad)
+        self._wide = {leaf: WideSum(leaf) for leaf in trained if leaf.dtype in HALF}
+        self._begin = None
+        self._posted.clear()
+        self._summed = {}
+
+    def end_stage(self, stage: int) -> None:
+        """`stage` has had its last backward: post what is whole now."""
+        self._post(self._collect(self._completion.after.get(stage, ())))
+
+    def finish(self) -> None:
+        """Sum what is left, and wait for all."""
+        self._begin = self._begin or self._measured.stopwatch.mark()
+        for owners, names in self._completion.late.items():
+            self._post(self._collect(names), self._connection.tied[owners])
+        replicas = self._connection.rank.data.size
+        while self._posted:
+            posted, group, keys = self._posted.pop(0)  # with what was sent: the bucket, or a copy of it
+            sums = posted.wait()
+            if replicas > 1:
+                torch._foreach_div_(sums, replicas)
+            if group is not None:
+                sum_over(group, sums)
+            self._summed.update(zip(keys, sums, strict=True))
+        self._leaves, self._wide = {}, {}
+        self._measured.add_sums(self._begin)
+
+    def gradients(self) -> list[Tensor]:
+        """All that this rank has of the finished sums."""
+        return list(self._summed.values())
+
+    def clear(self) -> None:
+        """Leave this step's gradients out."""
+        self._summed = {}
+
+    def take(self, keys: Sequence[str | int]) -> list[Tensor | None]:
+        """Hand over the gradients of parameters, by name, and of shards, by their position."""
+        summed, self._summed = self._summed, {}
+        return [summed.get(key) for key in keys]
+
+    def _collect(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The gradients of `names` that this rank has, summed over its stages and over partial sums of tensor ranks."""
+        found = {}
+        stages = [own for _, own in sorted(self._leaves.items())]
+        for name in names:
+            leaves = [own[name] for own in stages if name in own]
+            sums = [part for leaf in leaves if (part := self._take(leaf)) is not None]
+            if sums:
+                found[name] = sums[0]
+                for part in sums[1:]:
+                    found[name] += part
+            elif leaves and leaves[0].requires_grad and len(self._manifest.owners(name)) > 1:
+                # Its other owners may have one and sum with this.
+                found[name] = torch.zeros_like(leaves[0], dtype=wide_dtype(leaves[0].dtype))
+        self._sum_partial(found)
+        return found
+
+    def _take(self, leaf: Tensor) -> Tensor | None:
+        if self._wide and leaf in self._wide:
+            return self._wide.pop(leaf).take()
+        gradient, leaf.grad = leaf.grad, None
+        # Of a leaf that is read conjugated autograd leaves a view which is so: that can be neither sent nor divided.
+        return None if gradient is None else gradient.resolve_conj().resolve_neg()
+
+    def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
+        tensor = self._connection.rank.tensor
+        if tensor.size == 1:
+            return
+        partial = [
+            rows
+            for name, gradient in gradients.items()
+            if (parameter := self._manifest.parameters[name]).partial_gradient
+            for rows in split_rows(parameter.placement, gradient, tensor.size, divided=False)
+        ]
+        sums = list(partial)
+        sum_over(tensor, sums)
+        for rows, summed in zip(partial, sums, strict=True):
+            if summed is not rows:
+                rows.copy_(summed)
+
+    def _post(self, gradients: dict[str, Tensor], owners: Group | None = None) -> None:
+        """Begin the sums over the replicas of `gradients`, bucket by bucket; what a bucket has is taken out of them.
+
+        When they are there they are summed over their `owners`.
+        """
+        data = self._connection.rank.data
+        if gradients and self._begin is None:
+            self._begin = self._measured.stopwatch.mark()
+        for index, shard in enumerate(self._shards):
+            if any(name in gradients for name in shard.names):
+                flat = shard.flatten(gradients)
+                for name in shard.names:
+                    del gradients[name]  # a second copy of all would not fit
+                self._posted.append((data.post_reduce_scatter(flat), owners, [index]))
+                del flat  # gloo has a copy
+        names = list(gradients)
+        if data.size == 1:
+            tensors = list(gradients.values())
+            if owners is not None:
+                sum_over(owners, tensors)
+            self._summed.update(zip(names, tensors, strict=True))
+            return
+        for bucket in list(fill_buckets(list(gradients.values()))):
+            own = {names[i]: gradients.pop(names[i]) for i in bucket}
+            self._posted.append((data.post_all_reduce(list(own.values())), owners, list(own)))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that gradients and the optimizer's own weights have of parameters in `dtype`."""
+    return torch.float32 if dtype in HALF else dtype

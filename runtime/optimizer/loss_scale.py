@@ -1,0 +1,53 @@
+"""Dynamic loss scaling: a loss in float16 is scaled up, so that small gradients do not become zero on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.optimizer.finite import are_finite
+
+INITIAL, LEAST = 2.0**15, 2.0**-14  # float16 ends below 2**16
+GROWTH_INTERVAL = 2000  # steps
+
+
+class LossScale:
+    """The factor of the next step's loss, a power of two, the same on every rank.
+
+    Halved where a step's gradients are not finite, and the step run again, so that it neither is left out nor counts
+    with the rest of an accumulation alone; doubled after GROWTH_INTERVAL that were at once.
+    """
+
+    def __init__(self) -> None:
+        self.value = INITIAL
+        self.finite_steps = 0
+
+    def unscale(self, rank: Rank, gradients: Sequence[Tensor], loss: Tensor) -> bool:
+        """Divide `gradients` by the factor, in place; whether a smaller one may help: a collective of all ranks.
+
+        That is where some rank's gradients are not finite, and every rank's `loss` is; the factor is halved then.
+        """
+        flags = torch.stack([~are_finite(gradients, rank.device), ~loss.isfinite()]).to(torch.float32)
+        for gradient in gradients:
+            gradient.mul_(1 / self.value)
+        for group in (rank.tensor, rank.pipeline, rank.data):
+            flags = group.all_reduce(flags, "max")
+        broken, lost = (bool(flag) for flag in flags.tolist())
+        if not lost:
+            self._update(finite=not broken)
+        return broken and not lost
+
+    def _update(self, finite: bool) -> None:
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.finite_steps % GROWTH_INTERVAL == 0:
+            self.value *= 2
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no factor makes the gradients finite: it is not the range of float16 that is too small."""
+        return self.value < LEAST

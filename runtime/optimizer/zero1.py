@@ -1,0 +1,303 @@
+"""The distributed optimizer (ZeRO-1): each replica steps its part of the parameters, and all share the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.dlpack import from_dlpack
+
+from autoptd.runtime.comm.groups import Group, Posted
+from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
+
+# Their step changes an element by what is known of that element alone, so that a part may be stepped by itself.
+ELEMENTWISE = (
+    *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
+    *(optim.RMSprop, optim.Rprop, optim.SGD, optim.ASGD),
+)
+# Of their states those that are one number for all elements that are stepped together.
+SINGLE = ("step", "mu_product", "eta", "mu")
+
+
+class Shard:
+    """This replica's part of some parameters in a row: `own` [n] of `flat` [size · n], for `size` replicas.
+
+    `flat` has the parameters' elements in the order of `names`, then zeros; the parameters are views of it. `own` is
+    what the optimizer steps, in float32 where `flat` is in half precision.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype, group: Group) -> None:
+        """Lay out `weights`, as the optimizer has them, for stages that compute in `dtype`."""
+        self.names = tuple(weights)
+        self.shapes = [weight.shape for weight in weights.values()]
+        self._group = group
+        self._used = sum(shape.numel() for shape in self.shapes)
+        wide = self.flatten({name: weight.detach() for name, weight in weights.items()})
+        self.flat = wide.to(dtype)
+        self._views = self._view()
+        self.own = nn.Parameter(self.part(wide).clone())
+        self._version = self.own._version
+
+    def part(self, flat: Tensor) -> Tensor:
+        """This replica's elements of a row of all, as a view."""
+        return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The `tensors` of this shard's parameters in a row, padded. ValueError where one is missing."""
+        missing = [name for name in self.names if name not in tensors]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
+                "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
+            )
+        rows = [tensors[name].reshape(-1) for name in self.names]
+        padding = -self._used % self._group.size
+        return torch.cat([*rows, rows[0].new_zeros(padding)])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' parts of a row, by name, as views of it."""
+        rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
+        return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
+
+    def _view(self) -> dict[str, Tensor]:
+        """The parameters' parts of `flat`, in its memory, each as a storage of its own.
+
+        One for all would be taken for that of tied weights, of which a file gets one.
+        """
+        views = self.split(self.flat)
+        self._addresses = {name: view.data_ptr() for name, view in views.items()}
+        return {name: from_dlpack(view) for name, view in views.items()}
+
+    def rebound(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Which of its own of `parameters` are views of `flat` no longer, as ``p.data = ...`` leaves them.
+
+        Or as their storage is elsewhere, with all that shares it: torch.multiprocessing moves it into shared memory.
+        """
+        views = self._views.items()
+        return [
+            name
+            for name, view in views
+            if not parameters[name].is_set_to(view) or view.data_ptr() != self._addresses[name]
+        ]
+
+    def bind(self, parameters: Mapping[str, Tensor]) -> None:
+        """Make its own of `parameters` views of `flat`, whatever they were."""
+        for name, view in self._views.items():
+            parameters[name].data = view
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Let the parameter `name` be `value`, shaped as it; `own` has that after `adopt`."""
+        self._views[name].copy_(value)
+
+    def renew(self) -> None:
+        """Take other memory for `flat`, and leave what there was to those who kept views of it; then `bind`."""
+        self.flat = self.flat.clone()
+        self._views = self._view()
+
+    def is_own_written(self) -> bool:
+        """Whether somebody has written into `own` since it was shared, or taken over."""
+        return self.own._version != self._version
+
+    def is_written(self) -> Tensor:
+        """Whether the parameters are not what `own` was narrowed to, as ``p.data.mul_(...)`` leaves them: a bool.
+
+        No version counts that. Not asked of an `own` that was written itself.
+        """
+        part, own = self.part(self.flat), self.own.detach()
+        return (own.to(part.dtype) != part).any() & (not self.is_own_written())
+
+    def fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Give a `row` like `own` what this replica has of the parameters' `tensors`: they are whole, or that alone."""
+        for name, (inside, part) in self.ranges().items():
+            elements = tensors[name].reshape(-1)
+            row[inside] = elements if len(elements) == part.stop - part.start else elements[part]
+        return row
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> Posted[Tensor]:
+        """Step from these `tensors`, as `fill` takes them, and begin to share them: a collective of the data group."""
+        with torch.no_grad():
+            self.fill(self.own, tensors)
+        return self.post_gather()
+
+    def adopt(self) -> None:
+        """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written.
+
+        ValueError where `own` was written too, so that nobody knows which counts.
+        """
+        if self.is_own_written():
+            raise ValueError(
+                f"{self.names[0]}, or one stepped with it, was written in the model and in the optimizer's parameter "
+                "groups: write one of them, parallel.parameters()"
+            )
+        part = self.part(self.flat)
+        with torch.no_grad():
+            written = self.own.to(part.dtype) != part
+            self.own.copy_(torch.where(written, part.to(self.own.dtype), self.own))
+        self._version = self.own._version
+
+    def ranges(self) -> dict[str, tuple[slice, slice]]:
+        """Where `own` holds a parameter, and which elements of that (row-major), for those that it has any of."""
+        found = {}
+        first = self._group.index * self.own.numel()
+        begin = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            low, high = max(first, begin), min(first + self.own.numel(), begin + shape.numel())
+            if low < high:
+                found[name] = slice(low - first, high - first), slice(low - begin, high - begin)
+            begin += shape.numel()
+        return found
+
+    def post_gather(self) -> Posted[Tensor]:
+        """Begin to bring every replica's part, as it has been stepped, into the parameters."""
+        self._version = self.own._version
+        return self._group.post_all_gather(self.own.detach().to(self.flat.dtype), self.flat)
+
+    def split_own(self, row: Tensor) -> dict[str, Tensor]:
+        """What this replica has of each parameter, which may be no elements, of a row like `own`, as views of it."""
+        held = self.ranges()
+        return {name: row[held[name][0]] if name in held else row[:0] for name in self.names}
+
+
+def list_elementwise() -> str:
+    """The names of the optimizers that are known to step each element by itself."""
+    return ", ".join(kind.__name__ for kind in ELEMENTWISE)
+
+
+def check_elementwise(optimizer: optim.Optimizer) -> None:
+    """Raise ValueError unless the step of `optimizer` may be divided anywhere."""
+    if type(optimizer) not in ELEMENTWISE:
+        raise ValueError(
+            f"{type(optimizer).__name__} is not known to step each element by itself, so that its states cannot be "
+            f"divided among the replicas: use one of {list_elementwise()}, or leave the optimizer as it is"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ValueError(f"parameter group {number} is differentiable, which a sharded step is not")
+
+
+def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The own part of a shard's states, from those of each parameter, as `fill` takes them.
+
+    ValueError where their steps differ.
+    """
+    # What has no elements has no state to speak of, and what has no dimensions states that do not tell what they are.
+    sizes = {name: len(shape) for shape, name in zip(shard.shapes, shard.names, strict=True) if shape.numel()}
+    states = {name: state for name, state in states.items() if name in sizes}
+    if not states:
+        return {}
+    if len(states) < len(sizes):
+        missing = next(name for name in sizes if name not in states)
+        raise ValueError(
+            f"{missing} has no optimizer state, while {next(iter(states))} has: step both, or none"
+        )
+    joined = {}
+    largest = max(sizes, key=lambda name: sizes[name])
+    for key, first in states[largest].items():
+        values = {name: state[key] for name, state in states.items()}
+        if is_shaped(first) or (sizes[largest] == 0 and isinstance(first, Tensor) and key not in SINGLE):
+            joined[key] = shard.fill(first.new_zeros(shard.own.shape), values)
+            continue
+        if any(not torch.equal(torch.as_tensor(v), torch.as_tensor(first)) for v in values.values()):
+            raise ValueError(
+                f"the optimizer's {key} differs among {', '.join(shard.names[:5])}, which one shard has in common: "
+                "shard it before the first step"
+            )
+        joined[key] = first
+    return joined
+
+
+def split_states(shard: Shard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What this replica has of the states of each of the shard's parameters, in a row."""
+    split = {
+        key: shard.split_own(value) if is_shaped(value) else dict.fromkeys(shard.names, value)
+        for key, value in state.items()
+    }
+    return {name: {key: rows[name] for key, rows in split.items()} for name in shard.names}
+
+
+def is_shaped(value: Any) -> bool:
+    """Whether a state has an entry for each element of what is stepped, and is no single value."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def fill_groups(
+    optimizer: optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    rows: Sequence[Sequence[str]],
+) -> list[list[list[str]]]:
+    """For each parameter group of `optimizer` what it trains of `parameters`, in buckets for a shard each.
+
+    A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
+    the stages compute. ValueError for parameters that are not among the model's `parameters`.
+    """
+    check_elementwise(optimizer)
+    names = {parameter: name for name, parameter in parameters.items()}
+    _check_known(optimizer, names)
+    groups = []
+    for settings in optimizer.param_groups:
+        own = {names[p] for p in settings["params"] if p.requires_grad}
+        trained = ([name for name in row if name in own] for row in rows)
+        groups.append([bucket for row in trained for bucket in _fill(row, parameters, dtypes)])
+    return groups
+
+
+def lay_out_shards(
+    optimizer: optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    buckets: Sequence[Sequence[Sequence[str]]],
+    group: Group,
+) -> list[Shard]:
+    """Shards of the `buckets` of each group of `optimizer`, which steps these from now on, its states moved with them.
+
+    ValueError, with nothing changed, for states that cannot be joined.
+    """
+    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    for own in buckets:
+        made = []
+        for bucket in own:
+            shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+            found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
+            states = {name: state for name, state in found.items() if state}
+            made.append((shard, join_states(shard, states)))
+        layout.append(made)
+    names = {parameter: name for name, parameter in parameters.items()}
+    for settings, made in zip(optimizer.param_groups, layout, strict=True):
+        sharded = {name for shard, _ in made for name in shard.names}
+        # What is frozen, or used by no stage, never has a gradient, and is not stepped.
+        settings["params"] = [p for p in settings["params"] if names[p] not in sharded]
+        for shard, state in made:
+            shard.bind(parameters)
+            for name in shard.names:
+                optimizer.state.pop(parameters[name], None)
+            if state:
+                optimizer.state[shard.own] = state
+            settings["params"].append(shard.own)
+    return [shard for made in layout for shard, _ in made]
+
+
+def _check_known(optimizer: optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    for number, settings in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(settings["params"]):
+            if parameter not in names:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {number}, {list(parameter.shape)}, is not one of "
+                    "this parallel model's: make the optimizer from parallel.parameters(), and shard it once"
+                )
+
+
+def _fill(
+    names: Sequence[str], parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
+) -> list[list[str]]:
+    """`names` in buckets of one dtype and about BUCKET_BYTES, in their order."""
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name in names:
+        by_dtype.setdefault(dtypes[name], []).append(name)
+    return [
+        [alike[i] for i in bucket]
+        for alike in by_dtype.values()
+        for bucket in fill_buckets([parameters[name] for name in alike])
+    ]

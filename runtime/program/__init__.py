@@ -1,0 +1,1 @@
+"""Hold a compiled program as plain data: mesh, placements, schedule, manifest and text."""

@@ -1,0 +1,158 @@
+"""What a rank must know beside its program text: plain data, written as manifest.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import Parameter
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor of the user's batch, as ONE microbatch has it; `batch_dim` None: every one gets it whole.
+
+    Of labels, `ignore_index` is the number that their mean loss leaves out, and `skipped` how many at the begin of
+    their last dimension it does not read; None: no labels, or of a loss of which that is not known. With `weighs` the
+    model's loss is that mean and nothing beside it, so that microbatches count by how many valid ones they have.
+    Values that are row numbers, of a table or of a loss's classes, must be below `rows`, the fewest of these, or be
+    `exempt`, which its losses leave out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    ignore_index: int | None = None
+    skipped: int = 0
+    weighs: bool = False
+    rows: int | None = None
+    exempt: int | None = None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An argument that is no tensor, and the value, as `encode_value` gives it, that the program was compiled with."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One tensor that crosses from a stage to the next, as one tensor rank holds it.
+
+    `divided`: each tensor rank holds its own part already (no scatter/gather); otherwise all hold the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    divided: bool = False
+
+
+@dataclass(frozen=True)
+class StageInterface:
+    """What stage `index` takes and gives; its function is ``stage_<index>(rank, p, *receives, *inputs)``.
+
+    `sends` of stage k are `receives` of stage k + 1; the last stage sends nothing and returns the loss. A
+    stage function returns one tensor, or a tuple where it sends several.
+    """
+
+    index: int
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the call's result is rebuilt round the loss: `kind` "tensor", "tuple", "dict" or "dataclass".
+
+    `type` is "module:qualname" of a dataclass or dict class, `loss` its field name (or tuple index as text),
+    `fields` all field names.
+    """
+
+    kind: str
+    loss: str = ""
+    type: str = ""
+    fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Proved:
+    """A buffer whose values were compiled into the program: it holds for the values with this hash only.
+
+    `digest` is what ``runtime.weights.hash_values`` gives.
+    """
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
+
+    `aliases` maps a further ``state_dict`` name of a tied tensor to the name it is stored under. `layers` are the
+    classes in torch.nn of the user's modules, by path, and `training` is the mode that these were in. `transient` are
+    the buffers that the user's module keeps out of its ``state_dict``. `arguments` are the names that a call's
+    positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
+    `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
+    With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
+    of the autocast that was on around compile, whose casts the programs have. `model_flops` are those of one
+    microbatch's products in the plain model, forward and backward: on any mesh the same. Of a model compiled for
+    several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`; `proved` is
+    of all.
+    """
+
+    mesh: Mesh
+    schedule: str
+    num_model_chunks: int
+    num_microbatches: int
+    microbatch_size: int
+    scatter_gather: bool
+    seed: int
+    inputs: tuple[Input, ...]
+    stages: tuple[StageInterface, ...]
+    parameters: Mapping[str, Parameter]
+    aliases: Mapping[str, str]
+    output: Output
+    layers: Mapping[str, str] = field(default_factory=dict)
+    training: bool = True
+    fixed: tuple[Fixed, ...] = ()
+    transient: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    uninitialized: str = ""
+    proved: tuple[Proved, ...] = ()
+    scales_loss: bool = False
+    autocast: torch.dtype | None = None
+    model_flops: int = 0
+    shape: int = 0
+    num_shapes: int = 1
+
+    @property
+    def weighing_labels(self) -> Input | None:
+        """The labels by whose valid number microbatches count; None: all count alike."""
+        return next((labels for labels in self.inputs if labels.weighs), None)
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""
+        ranks = {s.index % self.mesh.pipeline for s in self.stages if name in s.parameters}
+        return tuple(sorted(ranks))
+
+    def homes(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that keep `name`: its owners, or without any the first, for checkpoints."""
+        if self.parameters[name].kind == "constant" or name in self.transient:
+            return self.owners(name)
+        return self.owners(name) or (0,)
+
+    def is_saved(self, name: str) -> bool:
+        """Whether the user's ``state_dict`` has `name`."""
+        return self.parameters[name].kind != "constant" and name not in self.transient

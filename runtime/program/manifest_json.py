@@ -1,0 +1,133 @@
+"""The manifest as JSON text and back: every field by its name, those at their default left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from autoptd.runtime.program.manifest import Manifest
+
+FORMAT = "autoptd 4"
+
+
+def to_json(manifest: Manifest) -> str:
+    """The manifest as JSON, a line per input, stage and parameter, so that versions compare."""
+    return write_fields({"format": FORMAT, **encode(manifest)})
+
+
+def write_fields(fields: Mapping[str, Any]) -> str:
+    """A JSON object, a line for each field and for each item of one."""
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, (dict, list)) and value and name != "mesh":
+            items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+            rows = [f"{_key(key)}{json.dumps(item)}" for key, item in items]
+            opening, closing = "{}" if isinstance(value, dict) else "[]"
+            text = f"{opening}\n  " + ",\n  ".join(rows) + f"\n {closing}"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def from_json(text: str, filename: str = "manifest.json") -> Manifest:
+    """Read a manifest back. Raises ValueError naming the file and the field for what is not one."""
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{filename}:{error.lineno}: not JSON: {error.msg}") from error
+    found = fields.pop("format", None) if isinstance(fields, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{filename}: format is {found!r}, expected {FORMAT!r}; save the program again")
+    manifest = decode(Manifest, fields, filename)
+    assert isinstance(manifest, Manifest)
+    return manifest
+
+
+def _key(key: str | None) -> str:
+    return "" if key is None else f"{json.dumps(key)}: "
+
+
+def encode(value: Any) -> Any:
+    """What JSON can hold of a dataclass, and of what its fields hold."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: encode(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        }
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(kind: Any, value: Any, place: str) -> Any:
+    """The `value` that JSON gave for a field of type `kind`; `place` names the field in messages: ValueErrors."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _decode_fields(kind, _expect(value, dict, place), place)
+    if kind is torch.dtype:
+        dtype = getattr(torch, _expect(value, str, place), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{place} is {value!r}, expected the name of a torch dtype, such as 'float32'")
+        return dtype
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (kind,) = (argument for argument in arguments if argument is not type(None))
+        return decode(kind, value, place)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{place} is {value!r}, expected one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        items = _expect(value, list, place)
+        return tuple(decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(items))
+    if origin is not None:
+        table = _expect(value, dict, place)
+        return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in table.items()}
+    return _expect(value, kind, place)
+
+
+def _decode_fields(kind: Any, table: dict[str, Any], place: str) -> Any:
+    types_by_name, required = _fields(kind)
+    for key in table:
+        if key not in types_by_name:
+            near = difflib.get_close_matches(key, types_by_name, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(types_by_name)}"
+            raise ValueError(f"{place}: unknown key {key!r}; {hint}")
+    missing = [name for name in required if name not in table]
+    if missing:
+        raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}; save it again")
+    return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
+
+
+@cache
+def _fields(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The type of each field of a dataclass, and the names of those without a default."""
+    required = tuple(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+    return get_type_hints(kind), required
+
+
+def _expect(value: Any, kind: type, place: str) -> Any:
+    # JSON's true is an int to Python.
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{place} is {value!r}, expected {kind.__name__}")
+    return value

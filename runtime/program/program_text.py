@@ -1,0 +1,129 @@
+"""A rank program as the runtime takes it: the text, compiled; its stage functions and its schedule."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from autoptd.runtime.program.lifetimes import end_values
+from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule_text import parse_schedule
+
+_numbers = itertools.count()
+# Python 3.11 counts the depth of all threads' trees in one place.
+_PARSER = threading.Lock()
+_STAGE = re.compile(r"stage_(0|[1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class ProgramText:
+    """One pipeline rank's program: what the executor runs.
+
+    `stages`: index -> ``stage_<index>(rank, p, *received, *inputs)``. `constants`: ``constants(p)``, which
+    makes the tensors that depend on no data, or None. `actions`: its SCHEDULE.
+    """
+
+    filename: str
+    stages: Mapping[int, Callable[..., Any]]
+    constants: Callable[..., dict[str, Any]] | None
+    actions: tuple[Action, ...]
+
+
+def read_program(text: str, filename: str) -> ProgramText:
+    """Compile and execute a program `text`; `filename` is what tracebacks show, with the text's own lines.
+
+    This runs the text's code. Raises ValueError with file and line for a text that is no rank program.
+    """
+    code = _compile(text, filename)
+    # An entry without a modification time is kept: the text need not lie on disk.
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": filename.removesuffix(".py"), "__file__": filename}
+    try:
+        exec(code, namespace)
+    except Exception as error:
+        line = line_of(error, filename)
+        raise ValueError(f"{filename}:{line}: {type(error).__name__}: {error}") from error
+    stages = {
+        int(match[1]): value
+        for name, value in namespace.items()
+        if (match := _STAGE.fullmatch(name)) and callable(value)
+    }
+    if not stages:
+        raise ValueError(f"{filename}: no stage found; expected functions stage_<k>(rank, p, ...)")
+    constants = namespace.get("constants")
+    if constants is not None and not callable(constants):
+        raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
+    actions = _read_schedule(text, filename, namespace, stages)
+    return ProgramText(filename, dict(sorted(stages.items())), constants, actions)
+
+
+def compile_stages(program: ProgramText, backend: str) -> dict[int, Callable[..., Any]]:
+    """The stage functions under ``torch.compile``, by index.
+
+    Their text becomes a module with a name of its own: where a collective ends one compiled graph and the next
+    begins, torch looks up what the text has imported by its module's name.
+    """
+    module = ModuleType(f"autoptd_program_{next(_numbers)}")
+    sys.modules[module.__name__] = module
+    compiled = {}
+    for index, stage in program.stages.items():
+        module.__dict__.update(stage.__globals__, __name__=module.__name__)
+        own = FunctionType(stage.__code__, module.__dict__, stage.__name__)
+        compiled[index] = torch.compile(own, backend=backend)
+    return compiled
+
+
+def line_of(error: BaseException, filename: str) -> int:
+    """The line of `filename` on which `error` came up: its innermost frame there, 0 where there is none."""
+    line = 0
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_code.co_filename == filename:
+            line = frame.tb_lineno
+        frame = frame.tb_next
+    return line
+
+
+def _compile(text: str, filename: str) -> CodeType:
+    try:
+        with _PARSER:
+            return compile(end_values(ast.parse(text, filename)), filename, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        shown = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno]).strip()
+        raise ValueError(f"{filename}:{error.lineno}: {error.msg}: {shown}") from error
+
+
+def _read_schedule(
+    text: str, filename: str, namespace: Mapping[str, Any], stages: Mapping[int, object]
+) -> tuple[Action, ...]:
+    schedule = namespace.get("SCHEDULE")
+    if not isinstance(schedule, str):
+        found = "no SCHEDULE" if schedule is None else f"SCHEDULE of type {type(schedule).__name__}"
+        raise ValueError(f'{filename}: {found}; expected SCHEDULE = "1RECV_F0 1F0 ..."')
+    try:
+        actions = parse_schedule(schedule)
+    except ValueError as error:
+        raise ValueError(f"{filename}:{_line_of_schedule(text)}: SCHEDULE: {error}") from error
+    for action in actions:
+        if action.stage not in stages:
+            known = ", ".join(f"stage_{index}" for index in sorted(stages))
+            raise ValueError(
+                f"{filename}:{_line_of_schedule(text)}: SCHEDULE runs {action}, and there is no function "
+                f"stage_{action.stage}; the text has {known}"
+            )
+    return actions
+
+
+def _line_of_schedule(text: str) -> int:
+    match = re.search(r"^SCHEDULE\b", text, re.MULTILINE)
+    return text.count("\n", 0, match.start()) + 1 if match else 0

@@ -1,0 +1,263 @@
+"""Schedules as text: a rank's actions written compactly and read back, and the field's grid of all ranks.
+
+    warm-up: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0
+    steady, 6 times, microbatch +1: 0F2 0SEND_F2 0RECV_B1 0B0
+    steady: (0F8 0SEND_F8 0RECV_B7 0B6) x3 +1
+    cool-down: 0B9 0B10
+
+A repeated line, and a group in parentheses, stands for its actions N times, with K more added to every
+microbatch each time. The names of the lines are for the reader; actions without one are read as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.runtime.program.schedule_check import execution_order
+
+_WIDTH = 109
+
+# A cycle of the steady state has at most a few runs for each model chunk, so longer ones are not looked for.
+_MAX_CYCLE = 64
+
+_WORD = re.compile(
+    r"\s*(?:(?P<name>[a-z][a-z-]*(?:, (?P<times>\d+) times, microbatch \+(?P<step>\d+))?:)"
+    r"|(?P<open>\()"
+    r"|(?P<close>\)\s*x(?P<count>\d+)\s*\+(?P<increment>\d+))"
+    r"|(?P<token>[^\s()]+)|(?P<other>\)))"
+)
+
+_GROUP = (
+    "a group reads (0F1 0SEND_F1) x6 +1: its actions, how many times, and what each time adds to the "
+    "microbatches"
+)
+
+
+class _Run(NamedTuple):
+    """Actions that come `times` times, with `step` more added to their microbatches each time."""
+
+    actions: tuple[Action, ...]
+    times: int
+    step: int
+
+
+class _Cycle(NamedTuple):
+    """Runs that come `times` times from run `start` to run `stop`, with `step` more added each time."""
+
+    start: int
+    stop: int
+    body: tuple[_Run, ...]
+    times: int
+    step: int
+
+    @property
+    def covered(self) -> int:
+        return self.times * sum(run.times for run in self.body)
+
+
+def format_schedule(actions: Sequence[Action]) -> str:
+    """Write one rank's actions compactly; `parse_schedule` gives exactly them back."""
+    units = _split_units(actions)
+    kinds = ["".join(action.kind for action in unit if action.kind in ("F", "B")) for unit in units]
+    first_backward = kinds.index("B") if "B" in kinds else len(units)
+    last_forward = max((i for i, kind in enumerate(kinds) if kind == "F"), default=-1)
+    if last_forward < first_backward:
+        forwards, backwards = _find_runs(units[:first_backward]), _find_runs(units[first_backward:])
+        return _join_lines(("forward:", forwards), ("backward:", backwards))
+    # One forward and one backward in turn begins with the forward before the first backward.
+    start, stop = max(first_backward - 1, 0), last_forward + 2
+    steady = _find_runs(
+        [sum(units[i : min(i + 2, stop)], ()) for i in range(start, min(stop, len(units)), 2)]
+    )
+    cycle = _find_cycle(steady)
+    warm_up, cool_down = _find_runs(units[:start]), _find_runs(units[stop:])
+    if cycle.times == 1 or 2 * cycle.covered < sum(run.times for run in steady):
+        return _join_lines(("warm-up:", warm_up), ("steady:", steady), ("cool-down:", cool_down))
+    return _join_lines(
+        ("warm-up:", warm_up),
+        ("steady:", steady[: cycle.start]),
+        (f"steady, {cycle.times} times, microbatch +{cycle.step}:", cycle.body),
+        ("steady:", steady[cycle.stop :]),
+        ("cool-down:", cool_down),
+    )
+
+
+def parse_schedule(text: str) -> tuple[Action, ...]:
+    """Read what `format_schedule` writes, or a person edited; ValueError names the line and the word."""
+    rows: list[list[Action]] = [[]]  # the actions so far, then those of each open group
+    section = (0, 1, 0)  # where the line being read began, its times and its step
+    end, text = 0, text.rstrip()
+    while end < len(text):
+        match = _WORD.match(text, end)
+        assert match is not None, "the word pattern takes any character"
+        start, end = end, match.end()
+        if match["token"]:
+            rows[-1].append(_parse_token(match["token"], text, end))
+        elif match["open"]:
+            rows.append([])
+        elif match["close"] and len(rows) > 1:
+            group = rows.pop()
+            rows[-1] += _repeat(group, int(match["count"]), int(match["increment"]))
+        elif match["name"] and len(rows) == 1:
+            _end_section(rows[0], section)
+            section = (len(rows[0]), int(match["times"] or 1), int(match["step"] or 0))
+        else:
+            raise ValueError(f"{_line(text, end)}: {text[start:end].strip()!r} is out of place; {_GROUP}")
+    if len(rows) > 1:
+        raise ValueError(f"{_line(text, end)}: the schedule ends inside a '('; {_GROUP}")
+    _end_section(rows[0], section)
+    return tuple(rows[0])
+
+
+def schedule_grid(schedule: Schedule) -> str:
+    """Draw a grid with a column per pipeline rank and a row per step.
+
+    A forward and a backward take one step each, values travel in no time; sends and receives are left out.
+    """
+    rows = _unit_steps(schedule)
+    num_steps = max((row[-1][0] + 1 for row in rows if row), default=0)
+    columns = [["step", *map(str, range(num_steps))]]
+    columns[0] = [cell.rjust(max(map(len, columns[0]))) for cell in columns[0]]
+    for rank, row in enumerate(rows):
+        cells = [f"rank {rank}"] + [""] * num_steps
+        for step, action in row:
+            cells[step + 1] = str(action)
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) for cell in cells])
+    return "".join("  ".join(cells).rstrip() + "\n" for cells in zip(*columns, strict=True))
+
+
+def _unit_steps(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """List, per rank, (step, action) of each compute action when every one takes one step."""
+    rows: list[list[tuple[int, Action]]] = [[] for _ in schedule]
+    free = [0] * len(schedule)
+    arrival: dict[tuple[int, str, int], int] = {}
+    for rank, action in execution_order(schedule):
+        stage, kind, microbatch = action
+        if kind in ("F", "B"):
+            step = max(free[rank], arrival.pop(action, 0))
+            rows[rank].append((step, action))
+            free[rank] = step + 1
+        elif kind == "SEND_F":
+            arrival[stage + 1, "F", microbatch] = free[rank]
+        elif kind == "SEND_B":
+            arrival[stage - 1, "B", microbatch] = free[rank]
+    return rows
+
+
+def _split_units(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
+    """Cut into units: a compute action, with the receives posted before it and the sends after it."""
+    units: list[tuple[Action, ...]] = []
+    start, computed = 0, False
+    for index, action in enumerate(actions):
+        if computed and action.kind not in ("SEND_F", "SEND_B"):
+            units.append(tuple(actions[start:index]))
+            start, computed = index, False
+        computed = computed or action.kind in ("F", "B")
+    return [*units, tuple(actions[start:])] if actions else []
+
+
+def _shape(actions: Sequence[Action]) -> tuple[tuple[int, str, int], ...]:
+    """Count the actions' microbatches from the first one's."""
+    first = actions[0].microbatch
+    return tuple((stage, kind, microbatch - first) for stage, kind, microbatch in actions)
+
+
+def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
+    """Join neighbouring parts that differ only by an even step in their microbatches."""
+    runs: list[_Run] = []
+    previous: tuple[tuple[int, str, int], ...] = ()
+    for part in parts:
+        shape = _shape(part)
+        run = runs[-1] if shape == previous else _Run(part, 0, 0)
+        distance = part[0].microbatch - run.actions[0].microbatch
+        if run.times == 1 and distance >= 0:
+            runs[-1] = _Run(run.actions, 2, distance)
+        elif run.times > 1 and distance == run.times * run.step:
+            runs[-1] = run._replace(times=run.times + 1)
+        else:
+            runs.append(_Run(part, 1, 0))
+        previous = shape
+    return runs
+
+
+def _find_cycle(runs: Sequence[_Run]) -> _Cycle:
+    """Find what covers most of the runs by coming again: a single run, or several neighbours."""
+    return max(_cycles(runs), key=lambda cycle: cycle.covered)
+
+
+def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
+    for index, run in enumerate(runs):
+        yield _Cycle(index, index + 1, (run._replace(times=1, step=0),), run.times, run.step)
+    first = [run.actions[0].microbatch for run in runs]
+    shapes = [(_shape(run.actions), run.times, run.step) for run in runs]
+    for length in range(1, min(len(runs) // 2, _MAX_CYCLE) + 1):
+        # How far each run is from its successor a cycle later; equal neighbours form a stretch of cycles.
+        distances = [
+            first[i + length] - first[i] if shapes[i] == shapes[i + length] else -1
+            for i in range(len(runs) - length)
+        ]
+        start = 0
+        for distance, stretch in groupby(distances):
+            size = sum(1 for _ in stretch)
+            times = size // length + 1
+            if distance >= 0 and times > 1:
+                body = tuple(runs[start : start + length])
+                yield _Cycle(start, start + times * length, body, times, distance)
+            start += size
+
+
+def _join_lines(*lines: tuple[str, Sequence[_Run]]) -> str:
+    """Write each named row of runs under `_WIDTH` columns, without the empty ones."""
+    wrapped: list[str] = []
+    for name, runs in lines:
+        if not runs:
+            continue
+        line = name
+        for word in (word for run in runs for word in _words(run)):
+            if len(line) + 1 + len(word) > _WIDTH:
+                wrapped.append(line)
+                line = "   "
+            line += " " + word
+        wrapped.append(line)
+    return "\n".join(wrapped)
+
+
+def _words(run: _Run) -> list[str]:
+    """Write one run as the words that a line may be broken between."""
+    words = [str(action) for action in run.actions]
+    if run.times * len(words) <= 4:  # shorter written out
+        return [str(action) for action in _repeat(run.actions, run.times, run.step)]
+    if run.times > 1:
+        words[0] = f"({words[0]}"
+        words[-1] += f") x{run.times} +{run.step}"
+    return words
+
+
+def _repeat(actions: Sequence[Action], times: int, step: int) -> list[Action]:
+    return [
+        Action(stage, kind, microbatch + i * step)
+        for i in range(times)
+        for stage, kind, microbatch in actions
+    ]
+
+
+def _end_section(actions: list[Action], section: tuple[int, int, int]) -> None:
+    """Repeat the line that ends here."""
+    start, times, step = section
+    actions[start:] = _repeat(actions[start:], times, step)
+
+
+def _parse_token(token: str, text: str, end: int) -> Action:
+    try:
+        return Action.parse(token)
+    except ValueError as error:
+        raise ValueError(f"{_line(text, end)}: {error}") from error
+
+
+def _line(text: str, end: int) -> str:
+    return f"line {text.count(chr(10), 0, end) + 1} of the schedule"

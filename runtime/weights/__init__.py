@@ -1,0 +1,1 @@
+"""Fill this rank's slices of the parameters, from given tensors or from keyed random numbers."""

@@ -1,0 +1,151 @@
+"""The first weights of a model that has none: each element a pure function of seed, parameter name and index.
+
+One Philox counter per element (runtime/randomness.py), its row-major index in the whole, undivided tensor:
+
+- key: the seed's low and high word;
+- counter word 0: the index's low 32 bits; word 1: its higher bits from bit 24 on, and below them 24 bits that tell
+  the parameter; word 2: 32 more of these (SHA-256 of the name);
+- counter word 3: 2**32 - 1, less one for each attempt of a truncated distribution that fell outside. Dropout has the
+  number of the call there, which counts from 0.
+
+What follows the bits is float64 arithmetic with operations that IEEE 754 rounds exactly (+ - * / sqrt), and no
+library function, whose last bit depends on the device and on where in a vector an element stands. So the weights
+are the same bits on every mesh and on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.placement import Draw, Parameter
+from autoptd.runtime.randomness import CPU_CHUNK, OPERATOR_BITS, WORD, philox
+
+DEVICE_CHUNK = 1 << 22
+UNIT = 2.0**-53
+
+# log((1 + s) / (1 - s)) = 2 s (1 + s**2 / 3 + ...), for s**2 < 0.03; cos(x) = 1 - x**2 / 2 + ..., for x <= pi / 2.
+_LOG = [1 / (2 * k + 1) for k in range(11)]
+_COS = [(-1) ** k / math.factorial(2 * k) for k in range(12)]
+
+
+def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
+    """This rank's slice of the tensor that `parameter.initial` describes, a chunk of elements at a time.
+
+    Rows of padding are zero.
+    """
+    shape = parameter.placement.local_shape(parameter.shape, rank.tensor.size)
+    made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
+    flat, rows = made.view(-1), _find_rows(parameter, rank)
+    chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
+    for start in range(0, flat.numel(), chunk):
+        places = torch.arange(start, min(start + chunk, flat.numel()), device=rank.device)
+        if rows is None:
+            flat[start : start + chunk] = draw_elements(parameter, seed, places)
+        else:
+            elements, padding = _find_elements(parameter, rows, places)
+            flat[start : start + chunk] = draw_elements(parameter, seed, elements).masked_fill_(padding, 0)
+    return made
+
+
+def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
+    """The first values, in float64, of the `elements` given by their indices in the whole tensor."""
+    values = torch.zeros(elements.shape, dtype=torch.float64, device=elements.device)
+    for draw in parameter.initial:
+        inside = _find_inside(draw, parameter.shape, elements)
+        if inside is None:
+            values = _draw(draw, seed, parameter.name, elements)
+        elif len(inside):
+            values[inside] = _draw(draw, seed, parameter.name, elements[inside])
+    return values
+
+
+def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
+    """Which row of the divided dimension each of this rank's rows is, -1 for padding; None: it has all."""
+    placement = parameter.placement
+    if placement.dim is None:
+        return None
+    numbers = torch.arange(1, parameter.shape[placement.dim] + 1, device=rank.device)
+    return replace(placement, dim=0).take(numbers, rank.tensor.size, rank.tensor.index) - 1
+
+
+def _find_elements(parameter: Parameter, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The elements of the whole tensor at `places` of the slice, and which of them are padding."""
+    dim = parameter.placement.dim
+    assert dim is not None
+    inner = math.prod(parameter.shape[dim + 1 :])
+    row = rows[places // inner % len(rows)]
+    before = places // (inner * len(rows))
+    return (before * parameter.shape[dim] + row) * inner + places % inner, row < 0
+
+
+def _find_inside(draw: Draw, shape: tuple[int, ...], elements: Tensor) -> Tensor | None:
+    """Places among `elements` of those in the draw's box; None: all."""
+    if not draw.box:
+        return None
+    inside = torch.ones_like(elements, dtype=torch.bool)
+    inner = math.prod(shape)
+    for size, (first, end) in zip(shape, draw.box, strict=True):
+        inner //= size
+        index = elements // inner % size
+        inside &= (index >= first) & (index < end)
+    return inside.nonzero()[:, 0]
+
+
+def _draw(draw: Draw, seed: int, name: str, elements: Tensor) -> Tensor:
+    if draw.kind == "constant":
+        return torch.full(elements.shape, draw.value, dtype=torch.float64, device=elements.device)
+    first, second = _random_bits(seed, name, elements, 0)
+    if draw.kind == "uniform":
+        return (first.double() * UNIT).mul_(draw.high - draw.low).add_(draw.low)
+    values = _shape_normal(first, second).mul_(draw.std).add_(draw.mean)
+    attempt = 0
+    while draw.kind == "truncated_normal":
+        outside = ((values < draw.low) | (values > draw.high)).nonzero()[:, 0]
+        if not len(outside):
+            break
+        attempt += 1
+        again = _random_bits(seed, name, elements[outside], attempt)
+        values[outside] = _shape_normal(*again).mul_(draw.std).add_(draw.mean)
+    return values
+
+
+def _random_bits(seed: int, name: str, elements: Tensor, attempt: int) -> tuple[Tensor, Tensor]:
+    """Two whole numbers of 53 random bits for every element."""
+    digest = sha256(name.encode()).digest()
+    low, high = int.from_bytes(digest[:3], "big"), int.from_bytes(digest[3:7], "big")
+    words = [torch.full((1,), word, device=elements.device) for word in (high, WORD - attempt)]
+    counter = (elements & WORD, (elements >> 32 << OPERATOR_BITS) | low, *words)
+    a, b, c, d = philox(counter, (seed & WORD, seed >> 32 & WORD))
+    return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
+
+
+def _shape_normal(first: Tensor, second: Tensor) -> Tensor:
+    """Standard normal numbers from two of 53 random bits (Box and Muller, 1958)."""
+    radius = _logarithm((first + 1).double() * UNIT).mul_(-2).clamp_(min=0).sqrt_()
+    turn = (second.double() * UNIT).sub_(0.5).abs_()  # a cosine of 2 pi turns, up to its sign
+    quarter = torch.minimum(turn, 0.5 - turn)
+    cosine = _evaluate(_COS, (quarter * math.tau).square_())
+    return radius.mul_(torch.where(turn > 0.25, cosine, -cosine))
+
+
+def _logarithm(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    low = mantissa < math.sqrt(0.5)
+    mantissa = torch.where(low, mantissa * 2, mantissa)
+    s = (mantissa - 1) / (mantissa + 1)
+    series = _evaluate(_LOG, s * s).mul_(s).mul_(2)
+    return series.add_((exponent - low.int()).double().mul_(math.log(2)))
+
+
+def _evaluate(coefficients: list[float], x: Tensor) -> Tensor:
+    """The polynomial of `x`, lowest power first, by Horner's rule."""
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result.mul_(x).add_(coefficient)
+    return result

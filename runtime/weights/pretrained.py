@@ -1,0 +1,205 @@
+"""The whole model as a folder of safetensors files that transformers' ``from_pretrained`` reads.
+
+One file, or several and an index. The ranks join one tensor after the other, and rank 0 writes each before the next
+is joined, so that nobody ever holds the whole model. A file is, bit by bit, what the safetensors library
+writes: eight bytes with the length of a header in JSON, the header, the tensors without gaps, wide dtypes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.weights.slices import gather_tensor, saved_names
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+PARTIAL = ".partial"  # behind the name of a file that is being written
+UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass
+class Writer:
+    """Rank 0's hand: files under temporary names, and the first error that kept it from writing."""
+
+    folder: Path
+    files: list[str] = field(default_factory=list)
+    error: OSError | None = None
+
+    def write(self, name: str, header: bytes, tensors: Iterator[Tensor | None]) -> None:
+        """Write one file; the tensors are gone through to the end whatever happens, for the others wait for it."""
+        try:
+            self._write(name, header, tensors)
+        except OSError as error:
+            self.error = error
+        for _ in tensors:
+            pass
+
+    def _write(self, name: str, header: bytes, tensors: Iterator[Tensor | None]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.files.append(name)
+        with open(self.folder / (name + PARTIAL), "wb") as file:
+            file.write(header)
+            for tensor in tensors:
+                assert tensor is not None
+                _write_tensor(file, tensor)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self, index: Mapping[str, object] | None) -> None:
+        """Give all files their names, in the place of a model that was there; the index comes last."""
+        try:
+            # Without these nobody takes old and new files together for one model.
+            (self.folder / INDEX).unlink(missing_ok=True)
+            (self.folder / WHOLE).unlink(missing_ok=True)
+            for file in self.folder.iterdir():
+                if SHARD.fullmatch(file.name):
+                    file.unlink()
+            for name in self.files:
+                os.replace(self.folder / (name + PARTIAL), self.folder / name)
+            if index is not None:
+                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                (self.folder / (INDEX + PARTIAL)).write_text(text, encoding="utf-8")
+                os.replace(self.folder / (INDEX + PARTIAL), self.folder / INDEX)
+        except OSError as error:
+            self.error = error
+
+    def clear(self) -> None:
+        """Remove what was not finished."""
+        for name in (*self.files, INDEX) if self.files else ():
+            (self.folder / (name + PARTIAL)).unlink(missing_ok=True)
+
+
+def write_pretrained(
+    manifest: Manifest,
+    rank: Rank,
+    slices: Mapping[str, Tensor],
+    folder: str | Path,
+    max_shard_size: int | str,
+) -> None:
+    """Write the model that all ranks' `slices` are into `folder`; every rank must call it.
+
+    Raises ValueError for a size that is none, or a dtype that safetensors does not know, OSError on every rank where
+    rank 0 could not write: then the folder has what it had, except for a failure while the files were renamed.
+    """
+    shards = plan_shards(manifest, read_size(max_shard_size))
+    writer = Writer(Path(folder)) if rank.coordinates == rank.mesh.coordinates(0) else None
+    for file, names in shards.items():
+        tensors = (gather_tensor(manifest, rank, slices, name) for name in names)
+        if writer is None:
+            for _ in tensors:
+                pass
+        else:
+            writer.write(file, make_header([manifest.parameters[name] for name in names]), tensors)
+        _agree(rank, writer)
+    if writer is not None:
+        writer.commit(make_index(manifest, shards) if len(shards) > 1 else None)
+    _agree(rank, writer)
+
+
+def _agree(rank: Rank, writer: Writer | None) -> None:
+    """Raise OSError on all ranks if rank 0 could not write."""
+    failed = torch.tensor([int(writer is not None and writer.error is not None)], device=rank.device)
+    for group in (rank.tensor, rank.pipeline, rank.data):
+        failed = group.all_reduce(failed, "max")
+    if not failed.item():
+        return
+    if writer is None or writer.error is None:
+        raise OSError("rank 0 could not write the model; its own error says why")
+    writer.clear()
+    raise writer.error
+
+
+def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
+    """The saved names by file, in the order they are written; a file has at most `limit` bytes, or one tensor."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in saved_names(manifest):
+        needed = manifest.parameters[name].bytes
+        if manifest.parameters[name].dtype not in DTYPES:
+            raise ValueError(f"{name} is {manifest.parameters[name].dtype}, which safetensors does not know")
+        if shards[-1] and size + needed > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += needed
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [WHOLE]
+    order = {name: (-manifest.parameters[name].dtype.itemsize, name) for name in saved_names(manifest)}
+    return {file: sorted(shard, key=order.__getitem__) for file, shard in zip(files, shards, strict=True)}
+
+
+def make_header(parameters: Sequence[Parameter]) -> bytes:
+    """What a safetensors file of these tensors begins with."""
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for p in parameters:
+        offsets = [begin, begin + p.bytes]
+        table[p.name] = {"dtype": DTYPES[p.dtype], "shape": list(p.shape), "data_offsets": offsets}
+        begin += p.bytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight
+    return len(text).to_bytes(8, "little") + text
+
+
+def make_index(manifest: Manifest, shards: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    """What says in which file each tensor is."""
+    kept = [manifest.parameters[name] for names in shards.values() for name in names]
+    counts = (torch.Size(p.shape).numel() for p in kept if p.kind == "parameter")
+    return {
+        "metadata": {"total_parameters": sum(counts), "total_size": sum(p.bytes for p in kept)},
+        "weight_map": {name: file for file, names in shards.items() for name in names},
+    }
+
+
+def read_size(size: int | str) -> int:
+    """Bytes of a size such as 5 * 10**9, "5GB" or "512MiB"; ValueError for what is none."""
+    found: object = size
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", size.strip().upper())
+        found = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(
+            f'max_shard_size={size!r}: expected bytes of a file, as a number or as "5GB" or "512MiB"'
+        )
+    return found
+
+
+def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,322 @@
+"""A rank's slices of the model's tensors: taken from the whole, kept under the user's names, joined again."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.weights.initialization import draw_slice
+from autoptd.runtime.weights.submodules import make_part
+
+Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+_BLOCK = 1 << 20  # elements hashed at once
+
+
+class Stored(Mapping[str, Tensor]):
+    """Whole tensors by name, of which rows can be had alone: nobody reads what he does not keep."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the whole tensor."""
+
+    @abstractmethod
+    def is_meta(self, name: str) -> bool:
+        """Whether the tensor has no values."""
+
+    def in_memory(self, name: str) -> Tensor | None:
+        """The whole tensor where it is in memory, None where it would have to be read."""
+        return None
+
+    @abstractmethod
+    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
+        """Copy rows `first` to `end` of dimension `dim` to `into`, in whose dtype and on whose device they arrive."""
+
+
+class OnCPU(Mapping[str, Tensor]):
+    """`tensors`, each brought to the CPU when it is asked for: where a program's constants are computed."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].detach().cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class Joined(Mapping[str, Tensor]):
+    """A rank's `slices`, each joined over the tensor group to the whole tensor when it is asked for."""
+
+    def __init__(self, manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> None:
+        self._manifest = manifest
+        self._rank = rank
+        self._slices = slices
+
+    def __getitem__(self, name: str) -> Tensor:
+        placement, own = self._manifest.parameters[name].placement, self._slices[name].detach()
+        return own if placement.dim is None else placement.join(self._rank.tensor.all_gather(own))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+
+def take_slices(
+    manifest: Manifest,
+    rank: Rank,
+    constants: Constants,
+    weights: Mapping[str, Tensor],
+    drawn: bool = False,
+    known: Container[str] = (),
+) -> dict[str, Tensor]:
+    """This rank's slice of every tensor it keeps, by name, in the manifest's order, as memory of its own.
+
+    Those that are `known` are left out: another program of this rank has them.
+
+    `weights` has whole tensors under the user's names; it is asked only for what this rank keeps (of `Stored` tensors
+    that are divided, for its rows) and what its constants are computed from. With `drawn`, parameters that have no
+    values there begin as the manifest says.
+    """
+    here = rank.coordinates.pipeline
+    kept = [n for n in manifest.parameters if n not in known and here in manifest.homes(n)]
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        computed = constants(OnCPU(weights)) if any(_is_constant(manifest, name) for name in kept) else {}
+        slices = {}
+        for name in kept:
+            parameter = manifest.parameters[name]
+            source = computed if _is_constant(manifest, name) else weights
+            if drawn and parameter.initial and not has_values(manifest, weights, name):
+                slices[name] = draw_slice(parameter, rank, manifest.seed)
+                continue
+            own = find_name(manifest, source, name)
+            if isinstance(source, Stored) and parameter.placement.dim is not None:
+                slices[name] = read_slice(parameter, source, own, rank)
+            else:
+                slices[name] = take_slice(parameter, source[own], rank)
+    return slices
+
+
+def refresh_constants(
+    manifest: Manifest, rank: Rank, constants: Constants, slices: Mapping[str, Tensor]
+) -> None:
+    """Compute this rank's constants anew, from the buffers among its `slices`. A collective of the tensor group."""
+    own = [name for name in slices if name in manifest.parameters and _is_constant(manifest, name)]
+    if not own:
+        return
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        computed = constants(OnCPU(Joined(manifest, rank, slices)))
+        for name in own:
+            slices[name].copy_(take_slice(manifest.parameters[name], computed[name], rank))
+
+
+def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
+    """Whether the tensor stored as `name` is among `tensors`, and not on the meta device."""
+    return any(not is_meta(tensors, known) for known in all_names(manifest, name) if known in tensors)
+
+
+def is_meta(tensors: Mapping[str, Tensor], name: str) -> bool:
+    """Whether the tensor `name` among `tensors` is on the meta device; of one in a file, without reading it."""
+    return tensors.is_meta(name) if isinstance(tensors, Stored) else tensors[name].is_meta
+
+
+def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor stored as `name`, which may go by one of its aliases; ValueError where it is missing."""
+    return tensors[find_name(manifest, tensors, name)]
+
+
+def find_name(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> str:
+    """Which of its names the tensor stored as `name` has among `tensors`; ValueError where it has none."""
+    for candidate in all_names(manifest, name):
+        if candidate in tensors:
+            return candidate
+    shape = list(manifest.parameters[name].shape)
+    raise ValueError(f"no tensor {name}{shape} among the {len(tensors)} given: give the whole model's")
+
+
+def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
+    """`name` and the further names of the tensor stored as it."""
+    return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
+
+
+def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
+    """This rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
+    _check_whole(parameter, tuple(whole.shape), whole.is_meta)
+    own = parameter.placement.take(whole.detach(), rank.tensor.size, rank.tensor.index)
+    return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
+
+
+def read_slice(parameter: Parameter, stored: Stored, name: str, rank: Rank) -> Tensor:
+    """`take_slice` of the divided tensor that is `stored` as `name`, of which only this rank's rows are read."""
+    _check_whole(parameter, stored.shape(name), stored.is_meta(name))
+    placement, dim = parameter.placement, parameter.placement.dim
+    assert dim is not None
+    shape = placement.local_shape(parameter.shape, rank.tensor.size)
+    made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
+    filled = 0
+    for first, end in placement.runs(rank.tensor.size, rank.tensor.index):
+        stored.copy_rows(name, dim, first, end, made.narrow(dim, filled, end - first))
+        filled += end - first
+    made.narrow(dim, filled, shape[dim] - filled).zero_()  # the rows of padding
+    return made
+
+
+def _check_whole(parameter: Parameter, shape: tuple[int, ...], is_meta: bool) -> None:
+    if is_meta:
+        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
+    if shape != parameter.shape:
+        raise ValueError(
+            f"{parameter.name} has shape {list(shape)}, expected {list(parameter.shape)}: "
+            "give the weights of the model that was compiled"
+        )
+
+
+def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
+    """A SHA-256 of a tensor's shape and of its values in `dtype`; a wider floating dtype gives the same."""
+    values = tensor.detach().cpu().to(dtype)
+    digest = hashlib.sha256(str(list(values.shape)).encode())
+    for block in values.flatten().split(_BLOCK):
+        # 0 is added because -0 is the same value.
+        digest.update((block.double() + 0 if block.is_floating_point() else block).numpy())
+    return digest.hexdigest()
+
+
+def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a buffer among the whole `tensors` with other values than the program was proved of."""
+    for proved in manifest.proved:
+        dtype = manifest.parameters[proved.name].dtype
+        for name in all_names(manifest, proved.name):
+            given = tensors.get(name)
+            if given is not None and not given.is_meta and hash_values(given, dtype) != proved.digest:
+                raise ValueError(compiled_in(name))
+
+
+def check_tied(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where names of one tensor of the program have different values among `tensors`."""
+    for stored in dict.fromkeys(manifest.aliases.values()):
+        dtype = manifest.parameters[stored].dtype
+        names = [n for n in all_names(manifest, stored) if n in tensors and not is_meta(tensors, n)]
+        for other in names[1:]:
+            if not _are_same(tensors, names[0], other, dtype):
+                raise ValueError(
+                    f"{names[0]} and {other} are one tensor in the program, and differ in the weights given: compile "
+                    "the model without tying them, or give the weights of a model that ties them"
+                )
+
+
+def _are_same(tensors: Mapping[str, Tensor], name: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same values in `dtype`: by all where they are in memory, else by some rows."""
+    stored = tensors if isinstance(tensors, Stored) else None
+    one, two = (tensors[n] if stored is None else stored.in_memory(n) for n in (name, other))
+    if one is not None and two is not None:
+        return one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))
+    assert stored is not None
+    shape = stored.shape(name)
+    if shape != stored.shape(other):
+        return False
+    for row in {0, shape[0] // 2, shape[0] - 1} if shape and shape[0] else ():
+        first, second = (torch.empty((1, *shape[1:]), dtype=dtype) for _ in range(2))
+        stored.copy_rows(name, 0, row, row + 1, first)
+        stored.copy_rows(other, 0, row, row + 1, second)
+        if not torch.equal(first, second):
+            return False
+    return True
+
+
+def compiled_in(name: str) -> str:
+    """Why other values of a buffer cannot be loaded."""
+    return (
+        f"the buffer {name} is given other values than it had when the program was compiled: they were compiled into "
+        "the program (a mask that was proved causal, say), which holds for them only; compile again from a model "
+        "with the new values, or leave the buffer as it was"
+    )
+
+
+def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
+    """Register `slices` below `root` under all their dotted names, in parts; constants are not saved.
+
+    Further names come last, as in the user's modules, so that a tied tensor is listed under the one it is stored by.
+    """
+    modules = {"": root}
+    tensors = {
+        name: nn.Parameter(slices[name], manifest.parameters[name].requires_grad)
+        if manifest.parameters[name].kind == "parameter"
+        else slices[name]
+        for name in slices
+    }
+    further = {alias: name for alias, name in manifest.aliases.items() if name in slices}
+    for name, stored in {**dict(zip(slices, slices, strict=True)), **further}.items():
+        path, _, leaf = name.rpartition(".")
+        module, tensor = _open_path(modules, path, manifest.layers), tensors[stored]
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor, persistent=manifest.is_saved(stored))
+
+
+def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, str]) -> nn.Module:
+    if path not in modules:
+        above, _, name = path.rpartition(".")
+        modules[path] = make_part(layers.get(path, ""))
+        _open_path(modules, above, layers).add_module(name, modules[path])
+    return modules[path]
+
+
+def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
+    gathered: dict[str, Tensor] = {}
+    for name in saved_names(manifest):
+        whole = gather_tensor(manifest, rank, slices, name)
+        if whole is not None:
+            gathered[name] = whole
+    if rank.coordinates == rank.mesh.coordinates(0):
+        for alias, stored in manifest.aliases.items():
+            gathered[alias] = gathered[stored]
+    return gathered
+
+
+def saved_names(manifest: Manifest) -> list[str]:
+    """The names that a saved model's tensors are stored under, in the manifest's order."""
+    return [name for name in manifest.parameters if manifest.is_saved(name)]
+
+
+def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """The whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank of its replica must call it.
+
+    Joined over the tensor group of its first home, then broadcast along the pipeline.
+    """
+    root, at = rank.mesh.coordinates(0), rank.coordinates
+    if at.data != root.data:
+        return None
+    parameter, home = manifest.parameters[name], manifest.homes(name)[0]
+    whole = torch.empty(0)
+    if at.pipeline == home:
+        own = slices[name].detach().to(parameter.dtype)
+        whole = parameter.placement.join(rank.tensor.all_gather(own))
+    if at.tensor != root.tensor:
+        return None
+    if at.pipeline != home:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
+    whole = rank.pipeline.broadcast(whole, home)
+    return whole.to("cpu", copy=True) if at == root else None
+
+
+def _is_constant(manifest: Manifest, name: str) -> bool:
+    return manifest.parameters[name].kind == "constant"

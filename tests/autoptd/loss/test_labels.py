@@ -1,0 +1,553 @@
+"""Labels are known with what their loss leaves out, and only where that is certain."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.torch_version import TorchVersion
+
+import autoptd
+from autoptd.runtime.engine.batch import unequal_counts
+from autoptd.runtime.engine.label_weights import count_valid
+from samples.attention_coverage import make_model
+
+VOCABULARY, LENGTH = 12, 6
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Small(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.table, self.head, self.loss = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), loss
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.table(ids)), labels)
+
+
+def mean(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
+
+
+def each(logits: Tensor, labels: Tensor) -> Tensor:
+    """Every label's cross-entropy."""
+    return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def write_out(logits: Tensor, labels: Tensor) -> Tensor:
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(chosen * (labels != -100)).sum() / (labels != -100).sum()
+
+
+def mean_of_samples(logits: Tensor, labels: Tensor) -> Tensor:
+    """Which counts samples alike, however many labels each has."""
+    return (each(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
+LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
+    "plain": (mean, (-100, 0)),
+    "padding": (lambda x, y: mean(x, y, ignore_index=3), (3, 0)),
+    "shifted": (lambda x, y: mean(x[:, :-1], y[:, 1:], ignore_index=-1), (-1, 1)),
+    "padded": (lambda x, y: mean(x, functional.pad(y, (0, 1), value=-100)[:, 1:]), (-100, 1)),
+    "sum": (lambda x, y: mean(x, y, reduction="sum"), (None, 0)),
+    "weighted": (lambda x, y: mean(x, y, weight=torch.linspace(0.5, 1, VOCABULARY)), (None, 0)),
+    "changed": (lambda x, y: mean(x, torch.where(y == 5, -100, y)), (None, 0)),
+    "twice": (lambda x, y: mean(x, y) + mean(x, y, ignore_index=2), (None, 0)),
+    "two tokens": (lambda x, y: mean(x, y) + mean(x[:, :-1], y[:, 1:]), (-100, 0)),
+    "likelihood": (lambda x, y: functional.nll_loss(x.log_softmax(-1).transpose(1, 2), y), (-100, 0)),
+    "written out": (write_out, (None, 0)),
+    "sum by its count": (lambda x, y: mean(x, y, reduction="sum") / (y != -100).sum(), (None, 0)),
+    "sum by at least one": (lambda x, y: mean(x, y, reduction="sum") / (y > 0).sum().clamp(min=1), (None, 0)),
+    "sum times one by its count": (
+        lambda x, y: mean(x, y, reduction="sum") * (1 / (y != -100).sum()),
+        (None, 0),
+    ),
+    "of samples' means": (mean_of_samples, (None, 0)),
+    "of all elements": (lambda x, y: x.square().sum(), (None, 0)),
+    "of all labels": (lambda x, y: mean(x, y, reduction="none").sum(), (None, 0)),
+    "likelihood's sum": (lambda x, y: -x.log_softmax(-1).gather(-1, y.unsqueeze(-1)).sum(), (None, 0)),
+    "sum by the size": (lambda x, y: mean(x, y, reduction="sum") / y.numel(), (None, 0)),
+    "of two means": (lambda x, y: torch.stack([mean(x, y), x.square().mean()]).sum(), (-100, 0)),
+    "sum and mean": (lambda x, y: mean(x, y) + 0.01 * x.square().sum(), (-100, 0)),
+}
+
+
+def compile_small(loss: Loss, mesh: tuple[int, int, int] = (1, 1, 1)) -> autoptd.CompiledProgram:
+    example = {name: torch.zeros(1, LENGTH, dtype=torch.long) for name in ("ids", "labels")}
+    return autoptd.compile(Small(loss), mesh, example_inputs=example, num_microbatches=2)
+
+
+UNCOUNTED = (
+    *("weighted", "changed", "written out"),
+    *("sum by its count", "sum by at least one", "sum times one by its count"),
+)
+SUMS = ("sum", "of all elements", "of all labels", "likelihood's sum")
+
+
+@pytest.mark.filterwarnings("ignore:the loss is a sum over its batch")
+@pytest.mark.filterwarnings("ignore:labels comes to the loss changed")
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, int]) -> None:
+    loss, expected = LOSSES[name]
+    ids, labels = compile_small(loss, mesh).manifest.inputs
+    assert (ids.ignore_index, ids.skipped) == (None, 0)
+    assert (labels.ignore_index, labels.skipped) == expected
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_that_cannot_count_its_labels_is_said(name: str, mesh: tuple[int, int, int]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compile_small(LOSSES[name][0], mesh)
+    assert all(warning.filename == __file__ for warning in caught)
+    said = [str(warning.message) for warning in caught]
+    expected = ["labels comes to the loss changed"] * (name in UNCOUNTED)
+    expected += ["the loss is a sum over its batch"] * (name in SUMS)
+    assert [text.split(",")[0] for text in said] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "expected"),
+    [
+        ("padding", [3, 3, 1, 1, 1, 1], [4, 6]),
+        ("padding", [-100, 1, 1, 1, 1, 1], [6, 6]),
+        ("shifted", [-1, 1, 1, 1, 1, 1], [5, 5]),
+        ("shifted", [1, -1, 1, 1, 1, 1], [4, 5]),
+    ],
+)
+def test_what_the_loss_counts_is_counted(name: str, first: list[int], expected: list[int]) -> None:
+    labels = compile_small(LOSSES[name][0]).manifest.weighing_labels
+    assert labels is not None
+    assert count_valid(labels, torch.tensor([first, [1] * 6])).tolist() == expected
+
+
+def test_labels_weigh_where_their_mean_is_the_whole_loss() -> None:
+    def with_penalty(logits: Tensor, labels: Tensor) -> Tensor:
+        return mean(logits, labels) + 0.1 * logits.square().mean()
+
+    def scaled(logits: Tensor, labels: Tensor) -> Tensor:
+        return 0.5 * mean(logits, labels) / 3
+
+    assert compile_small(mean).manifest.inputs[1].weighs
+    assert compile_small(scaled).manifest.inputs[1].weighs
+    for loss in (with_penalty, LOSSES["two tokens"][0]):
+        manifest = compile_small(loss).manifest
+        assert manifest.inputs[1].ignore_index == -100
+        assert manifest.weighing_labels is None
+        batch = {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([[-100, 1, 1, 1, 1, 1], [1] * 6])}
+        assert "labels other than -100: 5, 6. The model's loss has other parts" in unequal_counts(
+            manifest, batch
+        )
+
+
+@pytest.mark.parametrize("name", ["padding", "shifted", "likelihood"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=str)
+def test_verify_weighs_as_the_whole_batch_would(name: str, mesh: tuple[int, int, int]) -> None:
+    program = compile_small(LOSSES[name][0], mesh)
+    ignored = program.manifest.inputs[1].ignore_index
+    assert ignored is not None
+    generator = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(0, VOCABULARY, (2 * mesh[2], LENGTH), generator=generator) for _ in range(2))
+    labels[0, 1:4] = ignored
+    report = program.verify(batch={"ids": ids, "labels": labels})
+    assert report.passed, report
+    assert program.model is not None
+    plain = copy.deepcopy(program.model).double()
+    assert report.loss == pytest.approx(plain(ids, labels).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 1)], ids=str)
+def test_labels_of_transformers_are_shifted(mesh: tuple[int, int, int]) -> None:
+    model = make_model("LlamaForCausalLM", "eager")
+    assert model is not None
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    program = autoptd.compile(model, mesh, example_inputs={"input_ids": ids, "labels": ids.clone()})
+    assert [(i.ignore_index, i.skipped) for i in program.manifest.inputs] == [(None, 0), (-100, 1)]
+
+
+class Weighing(Small):
+    """Whose loss reads what labels weigh, too."""
+
+    def forward(self, ids: Tensor, labels: Tensor, w: Tensor) -> Tensor:  # type: ignore[override]
+        return self.loss(self.head(self.table(ids)), labels, w)  # type: ignore[call-arg]
+
+
+def find_warnings(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int) -> list[str]:
+    """How compile's warnings begin, of microbatches of `size` samples on one rank and on a mesh."""
+    example = {name: torch.zeros(size, LENGTH, dtype=torch.long) for name in ("ids", "labels")}
+    example["w"] = torch.ones(size, LENGTH)
+    said = []
+    for mesh in ((1, 1, 1), (2, 2, 1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autoptd.compile(Weighing(loss), mesh, example_inputs=example, num_microbatches=2)  # type: ignore[arg-type]
+        said.append([str(warning.message).split(",")[0] for warning in caught])
+    assert said[0] == said[1]
+    return said[0]
+
+
+MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "of weights that add up to one": lambda x, y, w: (each(x, y) * (w / w.sum())).sum(),
+    "of weights that may": lambda x, y, w: (each(x, y) * w).sum(),
+    "of shares": lambda x, y, w: (each(x, y) / y.numel()).sum(),
+    "by other names": lambda x, y, w: torch.divide(each(x, y).sum(), y.numel()).multiply(0.5).negative(),
+    "of weighted losses": lambda x, y, w: (
+        torch.stack([mean(x, y), x.square().mean()]) @ torch.tensor([1, 0.1])
+    ),
+    "of shares multiplied": lambda x, y, w: (each(x, y) * (1 / y.numel())).sum(),
+    "of shares of parts": lambda x, y, w: (each(x, y) * (1 / y.numel() / 15)).sum(),
+    "of shares, rounded": lambda x, y, w: (each(x, y) / (y.numel() / 47 * 47)).sum(),
+    "of squares' shares": lambda x, y, w: x.square().sum() * (1 / y.numel()),
+    "of samples' shares": lambda x, y, w: (each(x, y).mean(-1) / x.shape[0]).sum(),
+    "of samples' halves": lambda x, y, w: each(x, y).mean(-1).sum() / (2 * x.shape[0]),
+    "of parts": lambda x, y, w: each(x, y).view(x.shape[0], 2, -1).mean((0, 2)).sum(),
+    "of the batch": lambda x, y, w: each(x, y).mean(0).sum(),
+    "of the batch, in all": lambda x, y, w: each(x, y).mean(0).sum(0) + (0.5 * x.square()).mean(0).sum(),
+    "of a sum": lambda x, y, w: mean(x, y, reduction="sum") * (1 / y.numel()),
+    "of a sum of some": lambda x, y, w: mean(x[:, :-1], y[:, 1:], reduction="sum") * (1 / y.numel()),
+    "of a sum of some by their number": lambda x, y, w: (
+        mean(x[:, :-1], y[:, 1:], reduction="sum") * (1 / y[:, 1:].numel())
+    ),
+    "beside a sum": lambda x, y, w: each(x, y).sum() + x.square().mean(),
+    "of one sample": lambda x, y, w: each(x, y)[0].sum(),
+    "of clamped shares": lambda x, y, w: (each(x, y) / y.numel()).clamp(max=10).sum(),
+    "by a trained sum": lambda x, y, w: (each(x, y) / x.square().sum()).sum(),
+    "times one by a trained sum": lambda x, y, w: (each(x, y) * (1 / x.square().sum())).sum(),
+    "of a ratio": lambda x, y, w: each(x, y).sum() * (1 / x.square().sum()),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_not_taken_for_a_sum(name: str, size: int) -> None:
+    said = find_warnings(MEANS[name], size)
+    known = {
+        "by a trained sum": "joins a microbatch's sequences",
+        "of weights that add up to one": "joins a microbatch's sequences",
+        "of a ratio": "is not linear in what was summed",
+    }
+    expected = [words for end, words in known.items() if name.endswith(end)]
+    assert len(said) == len(expected)
+    assert all(words in text for words, text in zip(expected, said, strict=True)), said
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: each(x, y).sum(),
+        lambda x, y, w: each(x, y).view(-1).sum(),
+        lambda x, y, w: each(x, y).sum(0).sum(),
+        lambda x, y, w: each(x, y).mean(-1).sum(),
+        lambda x, y, w: mean(x, y, reduction="sum"),
+        lambda x, y, w: each(x, y).sum() * 0.1,
+        lambda x, y, w: each(x, y).sum() / 2.5,
+        lambda x, y, w: each(x, y).sum() / float("inf"),
+        lambda x, y, w: mean(x, y, reduction="sum").double() * 2,
+        lambda x, y, w: (each(x, y) * (y != -100)).sum(),
+        lambda x, y, w: (each(x, y) * (y != -100).float()).sum(),
+        lambda x, y, w: 0.3 * (x - functional.one_hot(y, VOCABULARY)).square().sum(),
+        lambda x, y, w: each(x, y).sum() + each(x.relu(), y).sum(),
+        lambda x, y, w: each(x / 2, y).sum(),
+        lambda x, y, w: -(x / 3).log_softmax(-1).gather(-1, y.unsqueeze(-1)).sum(),
+        lambda x, y, w: ((x / 3) @ torch.ones(VOCABULARY, 2)).square().sum(),
+    ],
+)
+def test_a_sum_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int) -> None:
+    assert find_warnings(loss, size) == ["the loss is a sum over its batch"]
+
+
+def count(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (each(x, y) * w).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "joins"),
+    [
+        (lambda x, y, w: mean(x * w.mean(), y), True),
+        (lambda x, y, w: mean(x * (w.numel() / w.sum()), y), True),
+        (lambda x, y, w: mean(x / w.sum(), y), True),
+        (lambda x, y, w: (x * (w.numel() / w.sum()) - 1).square().mean(), True),
+        (lambda x, y, w: mean(x, y) / w[0, 0], False),
+    ],
+)
+def test_a_factor_is_not_taken_for_a_count(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], joins: bool
+) -> None:
+    """It is a statistic of the microbatch, where it is not of one sample."""
+    said = find_warnings(loss, 2)
+    assert ["joins a microbatch's sequences" in text for text in said] == [True] * joins
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: (1 / w.sum()) * count(x, y, w),
+        lambda x, y, w: count(x, y, w) * w.sum() ** -1,
+        lambda x, y, w: count(x, y, w) * (w.numel() / w.sum().clamp(min=1)) / w.numel(),
+        lambda x, y, w: count(x, y, w) / w.sum(),
+        lambda x, y, w: (each(x, y) * w / w.sum()).sum(),
+        lambda x, y, w: (each(x, y) * w).mean() / w.mean(),
+        lambda x, y, w: (count(x, y, w) / w.sum()).view(1).squeeze() + 0.1 * x.square().mean(),
+        lambda x, y, w: torch.where(w.sum() > 0, count(x, y, w) / w.sum(), 0.0),
+    ],
+)
+def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    assert find_warnings(loss, 2) == ["w comes to the loss changed"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("operator", "loss"),
+    [
+        ("exp", lambda x, y, w: mean(x, y).exp()),
+        ("pow", lambda x, y, w: each(x, y).mean() ** 2),
+        ("mul", lambda x, y, w: mean(x, y) * mean(x, y)),
+        ("mul", lambda x, y, w: mean(x, y) * w.mean()),
+        ("mul", lambda x, y, w: mean(x, y) * (w.sum() / w.numel())),
+        ("mul", lambda x, y, w: mean(x, y) * w.sum() ** 2),
+        (
+            "mul",
+            lambda x, y, w: mean(x, y) + (x.softmax(-1).mean((0, 1)) * (x > 0).float().mean((0, 1))).sum(),
+        ),
+        ("div", lambda x, y, w: 1 + mean(x, y) / x.square().mean()),
+        ("linalg_vector_norm", lambda x, y, w: mean(x, y) + x.norm()),
+        ("std", lambda x, y, w: mean(x, y) + x.std((0, 1)).sum()),
+        ("clamp", lambda x, y, w: torch.stack([mean(x, y), x.square().mean()]).clamp(max=9).sum()),
+        ("median", lambda x, y, w: each(x, y).median()),
+        ("prod", lambda x, y, w: mean(x, y) + x.sigmoid().prod()),
+        pytest.param(
+            "quantile",
+            lambda x, y, w: each(x, y).quantile(0.9),
+            marks=pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch traces none"),
+        ),
+        ("mode", lambda x, y, w: each(x, y).mean(1).mode(0).values),
+    ],
+)
+def test_what_is_not_linear_in_the_batch_is_said(
+    operator: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int
+) -> None:
+    (said,) = find_warnings(loss, size)
+    assert said.startswith(f"aten.{operator} (test_labels.py:")
+    assert said.endswith("is not linear in what was summed over a microbatch's sequences")
+
+
+def rank(x: Tensor, y: Tensor) -> Tensor:
+    """How much better the first of each pair is."""
+    return -functional.logsigmoid(x - y).mean()
+
+
+@pytest.mark.parametrize(
+    ("operator", "loss"),
+    [
+        ("sub", lambda x, y, w: (each(x, y) * (w - w.mean())).mean()),
+        ("sub", lambda x, y, w: (each(x, y) * ((w - w.mean()) / (w.std() + 1))).mean()),
+        ("div", lambda x, y, w: (each(x, y) * (w / w.max())).mean()),
+        ("div", lambda x, y, w: (each(x, y).mean(1) * (w[:, 0] / w[:, 0].amax(0))).mean()),
+        ("softmax", lambda x, y, w: (each(x, y).mean(1) * w.mean(1).softmax(0)).sum()),
+        (
+            "softmax",
+            lambda x, y, w: (each(x, y) * each(x, y).detach().view(-1).softmax(0).view(y.shape)).sum(),
+        ),
+        ("roll", lambda x, y, w: functional.cosine_similarity(x, x.roll(1, 0), -1).mean()),
+        ("flip", lambda x, y, w: mean(0.7 * x + 0.3 * x.flip(0), y)),
+        ("cumsum", lambda x, y, w: each(x, y).cumsum(0).mean()),
+        ("topk", lambda x, y, w: each(x, y).view(-1).topk(5).values.mean()),
+        ("sort", lambda x, y, w: (each(x, y).sum(1).sort().values * w.mean()).mean()),
+        ("argsort", lambda x, y, w: (each(x, y).sum(1) * w[:, 0].argsort()).mean()),
+        ("cummax", lambda x, y, w: each(x, y).cummax(0).values.mean()),
+        ("cat", lambda x, y, w: (x * torch.cat([x[1:], x[:1]])).mean()),
+        ("cat", lambda x, y, w: (x * torch.cat([x[-1:], x[:-1]])).mean()),
+        ("sub", lambda x, y, w: rank(*each(x, y).sum(1).chunk(2))),
+        ("sub", lambda x, y, w: rank(each(x, y).sum(1)[: len(y) // 2], each(x, y).sum(1)[len(y) // 2 :])),
+    ],
+)
+def test_what_a_microbatch_has_of_itself_is_said(
+    operator: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    for size in (2, 4):
+        (said,) = find_warnings(loss, size)
+        assert said.startswith(f"aten.{operator} (test_labels.py:"), said
+        assert "joins a microbatch's sequences" in said
+
+
+def soften(x: Tensor, y: Tensor) -> Tensor:
+    """Half of what is wanted is the label, the other half spread over all."""
+    return functional.cross_entropy(
+        x.transpose(1, 2), (functional.one_hot(y, VOCABULARY).transpose(1, 2) + 1 / VOCABULARY) / 2
+    )
+
+
+def in_chunks(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """As a loss is computed that must not keep all logits at once."""
+    pairs = zip(x.flatten(0, 1).chunk(4), y.flatten().chunk(4), strict=True)
+    return sum((mean(a, b, reduction="sum") for a, b in pairs), x.new_zeros(())) / y.numel()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        in_chunks,
+        lambda x, y, w: mean(torch.cat([part.sin() for part in x.chunk(2)]), y),
+        lambda x, y, w: mean(torch.cat([x[:-1].sin(), x[-1:].sin()]), y),
+        lambda x, y, w: soften(x, y),
+        lambda x, y, w: rank(each(x, y).sum(1)[0::2], each(x, y).sum(1)[1::2]),
+        lambda x, y, w: (each(x, y) * (w - w.mean(1, keepdim=True)) / w.amax(1, keepdim=True)).mean(),
+        lambda x, y, w: mean(x.cumsum(1).roll(1, 1) * x.softmax(-1).max(-1, keepdim=True).values, y),
+    ],
+    ids=["chunks", "joined", "joined slices", "soft targets", "pairs", "sequences", "tokens"],
+)
+def test_parts_that_do_not_meet_are_not_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    for size in (2, 4):
+        assert find_warnings(loss, size) == []
+
+
+def join(x: Tensor, y: Tensor) -> Tensor:
+    """What each sequence is chosen by, then what each is rejected by: as DPO runs a model once for both."""
+    return each(torch.cat([x, x.sin()]), torch.cat([y, y])).sum(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, w: rank(*join(x, y).chunk(2)),
+        lambda x, y, w: rank(join(x, y)[: len(y)], join(x, y)[len(y) :]),
+        lambda x, y, w: rank(*x.repeat(2, 1, 1).sin().chunk(2)),
+        lambda x, y, w: rank(*torch.cat([x, x.sin(), y[..., None] * x]).split(len(y))[1:]),
+        lambda x, y, w: functional.batch_norm(x.mean(1), x.new_zeros(12), x.new_ones(12)).square().mean(),
+        lambda x, y, w: torch.stack([part.square().mean() for part in (x[1:], x[:1])]).sum(),
+    ],
+    ids=["chunks", "slices", "repeated", "three", "frozen statistics", "numbers"],
+)
+def test_batches_that_are_joined_and_separated_are_not_said(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int
+) -> None:
+    assert find_warnings(loss, size) == []
+
+
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(
+    ("operator", "loss"),
+    [
+        ("cat", lambda x, y, w: torch.cat([x[:-1], x[1:]], -1).square().mean()),
+        ("stack", lambda x, y, w: torch.stack([x[:-1].sin(), x[1:]], 1).prod(1).mean()),
+        ("sub", lambda x, y, w: rank(*x.repeat_interleave(2, 0).chunk(2))),
+        ("sub", lambda x, y, w: rank(join(x, y)[1:], join(x, y)[:-1])),
+    ],
+)
+def test_neighbours_that_meet_are_said(
+    operator: str, loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int
+) -> None:
+    (said,) = find_warnings(loss, size)
+    assert said.startswith(f"aten.{operator} (test_labels.py:"), said
+    assert "joins a microbatch's sequences" in said
+
+
+def test_a_cut_that_a_tensor_places_is_refused() -> None:
+    def loss(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([torch.narrow(x, 0, torch.tensor(0), 1), x[1:]]).square().mean()
+
+    with pytest.raises(
+        ValueError, match=r"\(test_labels.py:\d+\): aten.narrow.Tensor begins where a tensor says"
+    ):
+        find_warnings(loss, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_positions_are_not_taken_for_a_batch(size: int) -> None:
+    """T5's biases of its decoder, whose sequences are as long as the labels."""
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    config.decoder_start_token_id = 0
+    ids = torch.zeros(size, 16, dtype=torch.long)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        autoptd.compile(
+            transformers.T5ForConditionalGeneration(config),
+            (1, 1, 1),
+            example_inputs={"input_ids": ids, "labels": ids},
+            num_microbatches=2,
+        )
+    assert not [entry for entry in caught if "microbatch's sequences" in str(entry.message)]
+
+
+class Contrast(nn.Module):
+    """Two halves of each sequence, and a loss of how alike they are."""
+
+    def __init__(self, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.project, self.compare = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 4), compare
+
+    def forward(self, ids: Tensor, others: Tensor) -> Tensor:
+        return self.compare(self.project(self.table(ids)), self.project(self.table(others)))
+
+
+def contrast(x: Tensor, y: Tensor) -> Tensor:
+    scores = functional.normalize(x.mean(1), dim=-1) @ functional.normalize(y.mean(1), dim=-1).t()
+    return functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def correlate(x: Tensor, y: Tensor) -> Tensor:
+    x, y = (z.mean(1) - z.mean((0, 1)) for z in (x, y))
+    return (x * y).sum(1).square().mean()
+
+
+def normalize(x: Tensor, y: Tensor) -> Tensor:
+    return functional.batch_norm(x.mean(1) * y.mean(1), None, None, training=True).square().mean()
+
+
+def attend(x: Tensor, y: Tensor) -> Tensor:
+    """Weights of two heads, merged with the sequences as Megatron-LM has them."""
+    size, length, width = x.shape
+    q, k = (z.transpose(0, 1).reshape(length, size * 2, width // 2).transpose(0, 1) for z in (x, y))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(size, 2, length, length)
+    return scores.softmax(-1).square().mean()
+
+
+COMPARISONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "contrast": (contrast, "matmul"),
+    "correlate": (correlate, "sub"),
+    "normalize": (normalize, "batch_norm"),
+    "attend": (attend, ""),
+    "tokens": (lambda x, y: torch.matmul(x, y.transpose(1, 2)).logsumexp(-1).mean(), ""),
+    "sequences": (
+        lambda x, y: (functional.normalize(x - x.mean(1, keepdim=True), dim=-1) * y).sum(2).mean(),
+        "",
+    ),
+    "balance": (lambda x, y: (x - y).square().mean() + x.softmax(-1).mean((0, 1)).square().sum(), ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # Of one sequence torch normalizes no batch.
+    [(name, size) for name in COMPARISONS for size in (1, 2, 3) if (name, size) != ("normalize", 1)],
+)
+def test_sequences_that_meet_are_said(name: str, size: int) -> None:
+    """In a microbatch of one sequence there is nothing to compare it with."""
+    ids, (compare, operator) = torch.arange(size * LENGTH).view(size, LENGTH) % VOCABULARY, COMPARISONS[name]
+    model, examples = Contrast(compare), {"ids": ids, "others": ids}
+
+    def compile_for(count: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            autoptd.compile(model, mesh=(1, 1, 1), example_inputs=examples, num_microbatches=count)
+        return [str(entry.message) for entry in caught if "with each other" in str(entry.message)]
+
+    said = compile_for(2)
+    assert len(said) == bool(operator)
+    expected = (
+        rf"aten\.{operator}\w* .*\(test_labels.py:\d+\) joins a microbatch's sequences \({size} here\) with"
+    )
+    assert all(re.match(expected.replace(" .*", ".*"), text) for text in said), said
+    assert compile_for(1) == []

@@ -1,0 +1,96 @@
+"""One rank's view of a program: its slices, its peers, and its stages as modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Coordinates, Mesh
+from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.text.rank_program import RankProgram, find_slice
+from autoptd.text.writer import emit_texts
+from tests.two_stages import random_tensors, two_stages
+
+
+def rank_program(rank: int, tensor: int = 2) -> tuple[RankProgram, Manifest]:
+    program, manifest, schedule = two_stages(tensor)
+    texts = emit_texts(program, manifest, schedule, title="")
+    return RankProgram(manifest, rank, texts[manifest.mesh.coordinates(rank).pipeline]), manifest
+
+
+def test_where_it_stands() -> None:
+    program, _ = rank_program(3)
+    assert program.coordinates == Coordinates(data=0, pipeline=1, tensor=1)
+    assert program.peers.tensor == (2, 3)
+    assert program.peers.pipeline == (1, 3)
+    assert program.peers.data == (3,)
+    assert (program.peers.previous, program.peers.next) == (1, None)
+    assert program.peers.tied == {"wte.weight": (1, 3)}
+    assert [str(action) for action in program.schedule[:3]] == ["1RECV_F0", "1F0", "1RECV_F1"]
+    assert "def stage_1(" in program.code
+
+
+def test_neighbours_form_a_ring_with_several_chunks() -> None:
+    program, manifest = rank_program(3)
+    stages = tuple(replace(manifest.stages[i % 2], index=i) for i in range(4))
+    ring = RankProgram(replace(manifest, stages=stages, num_model_chunks=2), 3, program.code)
+    assert (ring.peers.previous, ring.peers.next) == (1, 1)
+
+
+def test_parameters_are_slices() -> None:
+    program, _ = rank_program(1)
+    shape, local, part = program.parameters["h.0.attn.c_attn.weight"]
+    assert (shape, local) == ((48, 16), (24, 16))
+    assert str(part) == "8:16, 24:32, 40:48 of dimension 0"
+    assert str(program.parameters["h.0.ln_1.weight"].slice) == "all"
+    assert "wte.weight" in rank_program(3)[0].parameters
+    assert "h.0.ln_1.weight" not in rank_program(3)[0].parameters
+
+
+SEGMENTS = [
+    (Placement(0, (Segment(1, 8, 1, True),)), 8),
+    (Placement(0, (Segment(1, 10, 1, True),), padding=1), 9),
+    (Placement(0, (Segment(3, 4, 2, True),)), 24),
+    (Placement(0, (Segment(1, 4, 2, True), Segment(1, 1, 2, False), Segment(1, 1, 2, False))), 12),
+]
+
+
+@pytest.mark.parametrize(("placement", "rows"), SEGMENTS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_slice_is_what_placement_takes(placement: Placement, rows: int, index: int) -> None:
+    whole = torch.arange(1, rows + 1)
+    taken = placement.take(whole, 2, index)
+    part = find_slice(Parameter("w", (rows,), torch.int64, placement=placement), 2, index)
+    listed = [row for run in part.rows for row in run]
+    assert [int(whole[row]) for row in listed] == [int(x) for x in taken if x]
+    assert all(a.stop < b.start for a, b in zip(part.rows, part.rows[1:], strict=False))
+
+
+def test_module_has_the_ranks_shapes() -> None:
+    module = rank_program(1)[0].module()
+    assert isinstance(module.stage_0, fx.GraphModule)
+    assert {name: tuple(p.shape) for name, p in module.stage_0.named_parameters()}["wte.weight"] == (15, 16)
+    assert "stage_1" not in dict(module.named_children())
+    module.stage_0.graph.lint()
+
+
+def test_module_runs_without_a_process_group() -> None:
+    first, manifest = rank_program(0, tensor=1)
+    second, _ = rank_program(1, tensor=1)
+    rank = Rank.local(Mesh(1, 1, 1))
+    stages = []
+    for program, name in ((first, "stage_0"), (second, "stage_1")):
+        stage = program.module("cpu").get_submodule(name)
+        tensors = {**random_tensors(manifest), "constant.bias": torch.zeros(8, 8)}
+        own = {n: tensors[n] for n in program.parameters if n in manifest.stages[int(name[-1])].parameters}
+        stages.append((stage, own))
+    ids = torch.randint(0, 30, (1, 8))
+    sent = torch.func.functional_call(stages[0][0], stages[0][1], (rank, ids))
+    loss = torch.func.functional_call(stages[1][0], stages[1][1], (rank, *sent, ids))
+    assert loss.shape == ()
+    assert torch.isfinite(loss)

@@ -1,0 +1,189 @@
+"""Clusters: what ships, what a user's file may say, and times by the book."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoptd.passes.cost.cluster import SHIPPED, Cluster
+from autoptd.passes.cost.work import Product, Work
+
+NAMES = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+SELENE = Cluster.load("dgx-a100")
+DEVICE = SELENE.device
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_clusters_load(name: str) -> None:
+    cluster = Cluster.load(name)
+    assert cluster.device.peak("fp32") > 0
+    assert cluster.node.message_rate >= cluster.network.message_rate
+    for line in (SHIPPED / f"{name}.toml").read_text().splitlines():
+        key = line.split("=")[0].strip()
+        sourced = "#" in line or line[:1] in "[" or key in ("name", *cluster.device.peak_flops)
+        assert sourced, f"{line}: a value without its source"
+
+
+def test_all_the_named_clusters_ship() -> None:
+    assert NAMES == [
+        "dgx-1-v100", "dgx-a100", "dgx-h100", "dgx-h200", "gb200-nvl72", "laptop-cpu", "p4de",
+    ]  # fmt: skip
+
+
+def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text((SHIPPED / "dgx-a100.toml").read_text().replace("DGX A100 (Selene)", "mine"))
+    assert replace(Cluster.load(file), name=SELENE.name) == SELENE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nics_per_node = 8 ", "", "nics_per_node missing: expected a value for each"),
+        ("nics_per_node = 8 ", "nics_per_nod = 8", "unknown key nics_per_nod (did you mean nics_per_node?)"),
+        ("launch_seconds", "launch_second", "device.launch_second (did you mean launch_seconds?)"),
+        ("80e9", "-80e9", "device.memory_bytes = -80000000000.0: expected a number above 0"),
+        ("80e9", "inf", "device.memory_bytes = inf: expected a number above 0"),
+        ("80e9", "nan", "device.memory_bytes = nan: expected a number above 0"),
+        (
+            "80e9",
+            "1e-320",
+            "device.memory_bytes = 1e-320: expected a number above 0, from 1e-30 to 1e+30",
+        ),
+        ("0.74", "1e-320", "network.message_efficiency = 1e-320: expected a share above 0, from 1e-30 to 1"),
+        ("80e9", "true", "device.memory_bytes = True: expected a number above 0"),
+        ("80e9", '"80 GB"', "device.memory_bytes = '80 GB': expected a number above 0"),
+        ("0.74", "74", "network.message_efficiency = 74: expected a share above 0, from 1e-30 to 1"),
+        ("= 108", f"= {10**31}", "expected a whole number above 0, from 1 to 1e+30"),
+        ("= 108", "= 108.5", "device.multiprocessors = 108.5: expected a whole number above 0"),
+        (
+            "core_seconds = 1.5e-6",
+            "core_seconds = 2e-6",
+            "node.core_seconds = 2e-06: expected at most the whole",
+        ),
+        (
+            "crowded_seconds = 1.5e-6",
+            "crowded_seconds = 1e-6",
+            "node.crowded_seconds = 1e-06: expected at least core_seconds, 1.5e-06",
+        ),
+        (
+            "crowded_efficiency = 1.0",
+            "crowded_efficiency = 2.0",
+            "device.crowded_efficiency = 2.0: expected a share",
+        ),
+        ("bf16 =", "bfloat16 =", "device.peak_flops has 'bfloat16': expected dtypes among fp64, fp32"),
+        ('"A100-SXM4-80GB"', "100", "device.name = 100: expected a text"),
+        ("name =", "name", "is no TOML"),
+    ],
+)
+def test_a_file_that_cannot_be(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (SHIPPED / "dgx-a100.toml").read_text()
+    assert old in text
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"mine\.toml") as refusal:
+        Cluster.load(file)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["x\ny = 3", "a\r\x00\x7f\t", 'größer "😀" \\n \u2028'])
+def test_any_text_is_saved_as_toml(text: str, tmp_path: Path) -> None:
+    cluster = replace(SELENE, name=text, device=replace(DEVICE, name=text))
+    cluster.save(tmp_path / "mine.toml", text, {"network": text})
+    assert Cluster.load(tmp_path / "mine.toml") == cluster
+
+
+def test_unknown_names_are_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"'dgx-a10' is not shipped \(did you mean dgx-a100\?\): expected one of"
+    ):
+        Cluster.load("dgx-a10")
+    with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read: No such file"):
+        Cluster.load("nowhere.toml")
+
+
+def test_a_type_the_device_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="V100-SXM2-32GB has no bf16: expected one of fp16, fp32, fp64"):
+        Cluster.load("dgx-1-v100").device.peak("bf16")
+
+
+def gemm(rows: int, columns: int, inner: int) -> float:
+    size = 2 * (rows * columns + rows * inner + columns * inner)
+    return DEVICE.seconds(Work((Product(1, rows, columns, inner),), read=size, launches=0), "bf16")
+
+
+def test_a_gemm_of_whole_waves_reaches_its_share_of_the_peak() -> None:
+    rows, columns = 256 * 12, 128 * 9 * 4  # four waves of 108 tiles
+    flops = 2 * rows * columns * 8192
+    assert gemm(rows, columns, 8192) == pytest.approx(flops / (312e12 * DEVICE.gemm_efficiency), rel=1e-12)
+
+
+def test_one_tile_more_is_one_wave_more() -> None:
+    full = gemm(256 * 12, 128 * 9 * 4, 8192)
+    assert gemm(256 * 12 + 1, 128 * 9 * 4, 8192) > 1.05 * full
+
+
+def test_a_thin_gemm_is_bound_by_memory() -> None:
+    size = 2 * (2048 * 8 * 2 + 2048 * 2048)
+    rate = DEVICE.memory_bandwidth * DEVICE.memory_efficiency
+    assert gemm(2048, 2048, 8) == pytest.approx(size / rate)
+
+
+def test_elementwise_work_is_its_traffic_and_launches() -> None:
+    work = Work(elementwise=10, read=2 * 10**9, written=10**9, launches=3)
+    rate = DEVICE.memory_bandwidth * DEVICE.memory_efficiency
+    assert DEVICE.seconds(work, "bf16") == pytest.approx(3e9 / rate + 3 * DEVICE.launch_seconds)
+    assert DEVICE.seconds(work, "bf16", 0.5) == pytest.approx(1.5e9 / rate + 3 * DEVICE.launch_seconds)
+
+
+def test_elementwise_work_is_what_it_computes_where_that_is_longer() -> None:
+    work, slow = Work(elementwise=10**9, read=2 * 10**9, launches=1), replace(DEVICE, vector_flops=1e10)
+    computed = 20 * 10**9 / 1e10
+    assert slow.seconds(work, "bf16") == pytest.approx(computed + DEVICE.launch_seconds)
+    product = Product(1, 4096, 4096, 4096)
+    both = replace(work, products=(product,), read=3 * 2 * 4096**2)
+    alone = slow.seconds(replace(both, elementwise=0), "bf16")
+    assert slow.seconds(both, "bf16") == pytest.approx(alone + computed)
+
+
+def test_traffic_beside_a_gemms_own_comes_on_top() -> None:
+    product = Product(1, 4096, 4096, 4096)
+    own = 3 * 2 * 4096**2
+    alone = DEVICE.seconds(Work((product,), read=own), "bf16")
+    rate = DEVICE.memory_bandwidth * DEVICE.memory_efficiency
+    assert DEVICE.seconds(Work((product,), read=own, written=10**9), "bf16") == pytest.approx(
+        alone + 1e9 / rate
+    )
+
+
+def test_a_fused_kernel_takes_its_products_or_its_traffic() -> None:
+    work = Work((Product(64, 2048, 2048, 64), Product(64, 2048, 64, 2048)), read=10**6)
+    separate = replace(work, read=10**9)
+    assert DEVICE.seconds(work, "bf16") < DEVICE.seconds(separate, "bf16")
+
+
+def test_rings() -> None:
+    inside, across, thin = list(range(8)), list(range(16)), list(range(0, 256, 8))
+    card = SELENE.network.collective_rate
+    assert SELENE.ring_rate(inside) == SELENE.node.collective_rate
+    assert SELENE.ring_rate(across) == pytest.approx(8 * card)  # one ring has all cards
+    assert SELENE.ring_rate(thin) == pytest.approx(card)  # eight share them
+    assert replace(SELENE, nics_per_node=2).ring_rate(thin) == pytest.approx(card / 4)
+    expected = 2 * 31 * (1e9 / 32 / card + SELENE.network.latency_seconds)
+    assert SELENE.all_reduce_seconds(1e9, thin) == pytest.approx(expected)
+    assert SELENE.all_reduce_seconds(1e9, [3]) == 0
+    assert SELENE.all_reduce_seconds(1e9, inside) == 2 * SELENE.all_gather_seconds(1e9, inside)
+
+
+def test_messages_share_the_nodes_cards() -> None:
+    rate, latency = SELENE.network.message_rate, SELENE.network.latency_seconds
+    assert SELENE.send_seconds(1e9, 0, 8, senders=8) == pytest.approx(1e9 / rate + latency)
+    few = replace(SELENE, nics_per_node=4)
+    assert few.send_seconds(1e9, 0, 8, senders=8) == pytest.approx(2e9 / rate + latency)
+    assert few.send_seconds(1e9, 0, 8, senders=2) == pytest.approx(1e9 / rate + latency)
+    assert SELENE.send_seconds(1e9, 0, 7) == pytest.approx(
+        1e9 / SELENE.node.message_rate + SELENE.node.latency_seconds
+    )
+    assert SELENE.send_seconds(0, 0, 8) == 0

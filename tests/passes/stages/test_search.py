@@ -1,0 +1,161 @@
+"""The cut that the schedule chooses: its steps are those of the schedule walked, and no candidate's is shorter."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, walk, walking_order
+from autoptd.passes.stages.cost_sequence import Memory
+from autoptd.passes.stages.partition import cut_sequence
+from autoptd.passes.stages.search import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
+from autoptd.runtime.program.schedule import make_schedule
+
+
+def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
+    """Layers of five operators, then a head; a cut is dear inside a layer, and none may stand before its last."""
+    generator = random.Random(seed)
+    forward: list[int] = []
+    for _ in range(layers):
+        forward += [generator.randrange(1, 5), *generator.choices((20, 40, 60), k=3), 1]
+    forward += [head, head // 4]
+    tolls = [2, 6, 6, 4, 5] * layers + [2, head]
+    fit = [True, True, True, True, False] * layers + [True, True]
+    parted = generator.choices((0, 0, 3), k=len(forward)), generator.choices((0, 0, 5), k=len(forward))
+    return ItemTimes(forward, [2 * time for time in forward], tolls, tolls, fit, parted)
+
+
+def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleaved_1f1b") -> Choice:
+    size: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
+    return choose_cut(times, None, **size, schedule=schedule, num_microbatches=m, memory_limit=None)
+
+
+def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int, m: int, v: int) -> int:
+    ends = (0, *positions, len(times.forward))
+    spans = list(itertools.pairwise(ends))
+    messages = {(k, "SEND_F"): times.ahead[at] for k, at in enumerate(positions)}
+    messages |= {(k, "SEND_B"): times.back[at] for k, at in enumerate(positions, 1)}
+    forward, backward = (
+        [sum(own[a:b]) + sum(more[at] for at in (a, b) if at in positions) for a, b in spans]
+        for own, more in zip((times.forward, times.backward), times.apart, strict=True)
+    )
+    actions = ActionTimes(forward, backward, messages)
+    order = walking_order(make_schedule(schedule, p, m, v))
+    return int(max(end for _, action, _, end in walk(order, p, actions) if action.kind in ("F", "B")))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "v", "m"),
+    [("1f1b", 3, 1, 7), ("gpipe", 2, 2, 5), ("interleaved_1f1b", 2, 2, 8), ("interleaved_1f1b", 4, 3, 16)],
+)
+def test_steps_are_those_of_the_schedule(schedule: str, p: int, v: int, m: int) -> None:
+    times = make_times(6, 100)
+    generator = random.Random(1)
+    places = [i for i in range(1, len(times.fit)) if times.fit[i]]
+    cuts = [tuple(sorted(generator.sample(places, p * v - 1))) for _ in range(20)]
+    steps = Pipeline(times, schedule, p, m, v).of_cuts(np.array(cuts)).tolist()
+    assert steps == [walk_cut(times, cut, schedule, p, m, v) for cut in cuts]
+
+
+@pytest.mark.parametrize("head", [40, 900])
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_long_step_goes_on_as_its_middle(head: int, v: int) -> None:
+    times, p, m = make_times(16, head), 4, 64
+    cut = choose(times, p, v, m).cut.positions
+    (step,) = Pipeline(times, "interleaved_1f1b", p, m, v).of_cuts(np.array([cut])).tolist()
+    assert step == pytest.approx(walk_cut(times, cut, "interleaved_1f1b", p, m, v), rel=0.02)
+
+
+@pytest.mark.parametrize("head", [40, 300, 1500])
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (3, 3)])
+def test_no_candidate_has_a_shorter_step(head: int, p: int, v: int) -> None:
+    times, m = make_times(14, head), 4 * p
+    choice = choose(times, p, v, m)
+    for ceiling, effort in SEARCHES:
+        options: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
+        cut = cut_sequence(times.costs, times.tolls, stage_ceiling=ceiling, effort=effort, **options)
+        assert choice.step <= walk_cut(times, cut.positions, "interleaved_1f1b", p, m, v)
+    assert choice.step == walk_cut(times, choice.cut.positions, "interleaved_1f1b", p, m, v)
+    tolls = [times.tolls[at] or 0 for at in choice.cut.positions]
+    ends = (0, *choice.cut.positions, len(times.costs))
+    stages = [sum(times.costs[a:b]) for a, b in itertools.pairwise(ends)]
+    charged = [
+        cost + before + behind for cost, before, behind in zip(stages, [0, *tolls], [*tolls, 0], strict=True)
+    ]
+    assert list(choice.cut.stage_costs) == charged
+    assert choice.cut.bottleneck == max(sum(charged[rank::p]) for rank in range(p)) >= choice.cut.lower_bound
+
+
+def test_few_items_are_cut_within_little_of_the_best() -> None:
+    """Against every cut there is: eleven seeds of three layers on two ranks of two chunks."""
+    excess = []
+    for seed in range(11):
+        times, m = make_times(3, 100, seed), 8
+        places = [i for i in range(1, len(times.fit)) if times.fit[i]]
+        every = [
+            walk_cut(times, cut, "interleaved_1f1b", 2, m, 2) for cut in itertools.combinations(places, 3)
+        ]
+        excess.append(choose(times, 2, 2, m).step / min(every) - 1)
+    assert min(excess) >= 0
+    assert max(excess) < 0.05
+    assert sorted(excess)[5] < 0.01
+
+
+def test_a_heavy_head_has_a_rank_of_small_stages_beside_it() -> None:
+    times, p = make_times(16, 1200), 2
+    even = cut_sequence(times.costs, times.tolls, num_stages=4, num_pipeline_ranks=p, effort=0.0)
+    choice = choose(times, p, 2, 16)
+    assert choice.step < 0.95 * walk_cut(times, even.positions, "interleaved_1f1b", p, 16, 2)
+    assert choice.cut.stage_costs[1] < min(choice.cut.stage_costs[::2])
+    assert "chosen by its step" in str(choice)
+
+
+def test_one_chunk_a_rank_needs_no_steps() -> None:
+    choice = choose(make_times(8, 300), 4, 1, 16)
+    assert (choice.step, choice.cut.method) == (0, "dynamic programme, exact")
+    assert choice.cut.bottleneck == choice.cut.lower_bound
+
+
+@pytest.mark.parametrize("slack", [0, 40])
+def test_moves_stay_in_memory(slack: int) -> None:
+    times, p, v, m = make_times(14, 300), 2, 2, 8
+    moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p)
+
+    def fullest(choice: Choice) -> int:
+        ends = (0, *choice.cut.positions, len(times.forward))
+        items = [b - a for a, b in itertools.pairwise(ends)]
+        held = [[n * (3 + alive) for n, alive in zip(items, row, strict=True)] for row in moments]
+        return max(sum(row[rank::p]) for row in held for rank in range(p))
+
+    free = fullest(choose(times, p, v, m))
+    limit = free - 60 + slack
+    options: Any = {
+        "num_stages": p * v,
+        "num_pipeline_ranks": p,
+        "schedule": "interleaved_1f1b",
+        "num_microbatches": m,
+    }
+    bound = choose_cut(times, memory, memory_limit=limit, **options)
+    assert not bound.cut.overflow
+    assert fullest(bound) <= limit < free
+
+
+@pytest.mark.parametrize(("v", "words"), [(1, "no cut fits in"), (2, "found no cut that fits in")])
+def test_where_no_candidate_fits_the_fastest_is_taken_and_says_so(v: int, words: str) -> None:
+    """Two ranks hold 3 bytes of each item and 1 for each microbatch in flight: more than 10 in any cut."""
+    times, p, m = make_times(8, 300), 2, 8
+    moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p)
+    bound = choose_cut(
+        times, memory, num_stages=p * v, num_pipeline_ranks=p,
+        schedule="interleaved_1f1b", num_microbatches=m, memory_limit=10,
+    )  # fmt: skip
+    free = choose(times, p, v, m)
+    assert not free.cut.overflow
+    assert bound.cut.overflow.startswith(words)
+    assert (bound.cut.positions, bound.step) == (free.cut.positions, free.step)

@@ -1,0 +1,136 @@
+"""Channels: first in first out, sends that never wait, both ends counted, and no hang."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from autoptd.runtime.comm.point_to_point import (
+    Channel,
+    ProcessChannel,
+    ThreadChannel,
+    neighbours,
+    process_channels,
+    thread_channels,
+)
+from autoptd.runtime.comm.shared_channel import SharedChannel
+from autoptd.runtime.comm.threads import ThreadWorld
+from autoptd.runtime.program.mesh import Mesh
+from tests.ranks import leave_machine, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_neighbours_are_the_pipelines_and_its_two_ends() -> None:
+    assert neighbours(Mesh(1, 1, 4)) == []
+    assert neighbours(Mesh(1, 2, 1)) == [(0, 1), (1, 0)]
+    assert neighbours(Mesh(2, 3, 1)) == sorted(
+        pair
+        for line in ([0, 2, 4], [1, 3, 5])
+        for a, b in ((line[0], line[1]), (line[1], line[2]), (line[2], line[0]))
+        for pair in ((a, b), (b, a))
+    )
+
+
+def make_channels(rank: int, kind: str, mesh: Mesh) -> dict[tuple[int, int], Channel]:
+    if kind == "messages":
+        leave_machine(rank)
+    channels = process_channels(mesh, CPU)
+    kinds = {"memory": SharedChannel, "messages": ProcessChannel}
+    assert {type(channel) for channel in channels.values()} == {kinds[kind]}
+    return channels
+
+
+def both_ways(channels: Any, me: int) -> Any:
+    """All send everything before anyone receives; then every tensor arrives in order."""
+    out: Channel = channels[me, 1 - me]
+    back: Channel = channels[1 - me, me]
+    for number in range(20):
+        out.send(torch.full((1000 + number,), me * 100 + number))
+    pending = [back.receive((1000 + number,), torch.int64, CPU) for number in range(20)]
+    arrived = [int(p.wait().unique()) for p in pending]
+    out.flush()
+    return arrived, out.counts["send"], back.elements["receive"]
+
+
+@pytest.mark.parametrize("kind", ["threads", "memory", "messages"])
+def test_messages_arrive_in_order_both_ways(kind: str) -> None:
+    mesh = Mesh(1, 2, 1)
+    if kind == "threads":
+        world = ThreadWorld()
+        shared = thread_channels(mesh, world)
+        results = world.run(lambda me: both_ways(shared, me), [0, 1])
+    else:
+        results = run_ranks(lambda me: both_ways(make_channels(me, kind, mesh), me), 2)
+    for me, (arrived, sent, elements) in enumerate(results):
+        assert arrived == [(1 - me) * 100 + number for number in range(20)]
+        assert (sent, elements) == (20, sum(range(1000, 1020)))
+
+
+def test_a_thread_that_receives_what_nobody_sends_is_a_deadlock() -> None:
+    world = ThreadWorld()
+    channel = ThreadChannel(world, "channel 0 -> 1")
+
+    def work(me: int) -> None:
+        if me == 1:
+            channel.receive((2,), torch.float32, CPU).wait()
+
+    with pytest.raises(RuntimeError, match=r"deadlock.*receive 0 on channel 0 -> 1 of torch.float32\[2\]"):
+        world.run(work, [0, 1])
+
+
+def test_ends_that_disagree_are_named() -> None:
+    world = ThreadWorld()
+    channel = ThreadChannel(world, "channel 0 -> 1")
+
+    def work(me: int) -> None:
+        if me == 0:
+            channel.send(torch.ones(3))
+        else:
+            channel.receive((2,), torch.float32, CPU).wait()
+
+    with pytest.raises(
+        RuntimeError, match=r"receive 0 on channel 0 -> 1 .*\[2\] met a send of torch.float32\[3\]"
+    ):
+        world.run(work, [0, 1])
+
+
+def test_what_is_sent_may_change_after_it_has_left() -> None:
+    world = ThreadWorld()
+    channel = ThreadChannel(world, "channel 0 -> 1")
+
+    def work(me: int) -> float:
+        if me == 0:
+            x = torch.ones(3)
+            channel.send(x)
+            channel.flush()
+            x.zero_()
+            return 0.0
+        return float(channel.receive((3,), torch.float32, CPU).wait().sum())
+
+    assert world.run(work, [0, 1]) == [0.0, 3.0]
+
+
+def test_what_has_arrived_is_let_go() -> None:
+    """Gloo does not say when a message has left; the answer to it does."""
+
+    def work(rank: int) -> tuple[bool, bool]:
+        channels = make_channels(rank, "messages", Mesh(1, 2, 1))
+        out, back = channels[rank, 1 - rank], channels[1 - rank, rank]
+        if rank == 1:
+            back.receive((1000,), torch.float32, CPU).wait()
+        x = torch.ones(1000)
+        storage, number = weakref.ref(x.untyped_storage()), out.send(x)
+        del x
+        held = storage() is not None
+        if rank == 0:
+            back.receive((1000,), torch.float32, CPU).wait()
+            out.release(number)
+        freed = storage() is None
+        out.flush()
+        return held, freed
+
+    assert run_ranks(work, 2) == [(True, True), (True, False)]

@@ -1,0 +1,124 @@
+"""The last step in numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.comm.stopwatch import Stopwatch
+from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.engine.last_step import LastStep, count_tokens, read_last_step
+from tests.runtime.chain import Chain
+from tests.runtime.module.test_parallel import alone
+
+SLEEP = 0.02
+
+
+def test_numbers_of_a_step() -> None:
+    chain = Chain((1, 2, 1), "gpipe", 1, 2)
+    slow, begun = dict(chain.functions), threading.Event()
+
+    def sleeping(index: int) -> object:
+        def stage(*values: object) -> object:
+            begun.wait(60)  # until the other rank waits for this one
+            time.sleep(SLEEP)
+            return slow[index](*values)
+
+        return stage
+
+    for index in slow:
+        chain.functions[index] = sleeping(index)  # type: ignore[assignment]
+
+    def body(connection: Connection) -> tuple[LastStep, Tensor, Tensor]:
+        parallel = chain.parallel(connection)
+        with pytest.raises(RuntimeError, match="no step has run"):
+            _ = parallel.last_step
+        if connection.world.index == 1:
+            begun.set()
+        loss = parallel(**chain.batch())["loss"]
+        assert parallel.last_step.gradient_norm is None
+        assert "gradient_norm" not in parallel.last_step.as_dict()
+        loss.backward()
+        norm = parallel.clip_grad_norm_(1.0)
+        return parallel.last_step, loss, norm
+
+    for rank, (step, loss, norm) in enumerate(run_threads(chain.manifest, body)):
+        assert step.loss == loss.item()
+        assert step.gradient_norm == norm.item()
+        assert step.as_dict()["gradient_norm"] == norm.item()
+        assert step.step_seconds > 2 * SLEEP
+        assert step.bubble > 0
+        assert 0 < step.exposed_communication_seconds < step.step_seconds
+        assert step.tokens_per_second == pytest.approx(4 / step.step_seconds)
+        assert step.peak_memory_bytes > 10 * 2**20
+        if rank == 1:  # two forwards, and it waited for one
+            assert step.step_seconds * step.bubble / (1 + step.bubble) > SLEEP / 2
+
+
+def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
+    chain = Chain((2, 1, 1), "1f1b", 1, 3, tied=True)
+
+    def body(connection: Connection) -> tuple[float, float, float]:
+        group, seconds = connection.rank.tensor, []
+        reduce = group.all_reduce
+
+        def sleeping(*args: Any) -> Tensor:
+            begin = time.time()
+            time.sleep(SLEEP)
+            result = reduce(*args)
+            seconds.append(time.time() - begin)
+            return result
+
+        parallel = chain.parallel(connection)
+        group.all_reduce = sleeping  # type: ignore[method-assign,assignment]
+        parallel(**chain.batch())
+        trained = parallel.last_step.exposed_communication_seconds - sum(seconds[: 2 * chain.m])
+        seconds.clear()
+        with torch.no_grad():
+            parallel(**chain.batch())
+        evaluated = parallel.last_step.exposed_communication_seconds - sum(seconds[: chain.m])
+        return trained, evaluated, parallel.last_step.step_seconds
+
+    for trained, evaluated, step in run_threads(chain.manifest, body):
+        assert 0 < trained < step, "a sum forward and one backward for each microbatch, and what follows"
+        assert 0 < evaluated < step
+
+
+def test_what_is_computed_beside_sums_hides_them() -> None:
+    manifest = Chain((2, 1, 1), "1f1b", 1, 2, tied=True).manifest
+    spans = [
+        ("F", 0, 0, 101.0, 105.0),
+        ("tensor", 0, 0, 102.0, 104.0),  # with nothing beside it
+        ("B", 0, 0, 106.0, 114.0),
+        ("tensor", 0, 0, 107.0, 112.0),
+        ("weights", 0, 0, 107.0, 110.0),  # beside it
+        ("data", 0, 0, 113.0, 119.0),
+    ]
+    measured = Measured(Stopwatch(torch.device("cpu")), tuple(spans), 100.0, 120.0)
+    step = read_last_step(manifest, measured, torch.device("cpu"), torch.tensor(3.0), None)
+    assert step.step_seconds == 20
+    assert step.bubble == (14 - 12) / 12
+    assert step.exposed_communication_seconds == 2 + (5 - 3) + (120 - 114)
+    assert step.tokens_per_second == pytest.approx(2 * 2 / 20)
+
+
+def test_tokens_are_those_of_all_replicas() -> None:
+    manifest = Chain((1, 1, 2), "gpipe", 1, 3).manifest
+    assert count_tokens(manifest) == 2 * 3 * 2  # ids, [2] of a microbatch
+    real = [replace(i, dtype=torch.float32) for i in manifest.inputs]
+    assert count_tokens(replace(manifest, inputs=tuple(real))) is None
+
+
+def test_an_evaluation_is_a_step_too() -> None:
+    chain, parallel = alone()
+    parallel.eval()
+    with torch.no_grad():
+        loss = parallel(**chain.batch())["loss"]
+    assert parallel.last_step.loss == loss.item()

@@ -1,0 +1,156 @@
+"""Gradients on their way from the stages to the optimizer: partial rows, tied parameters, float32, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.comm.groups import Done
+from autoptd.runtime.comm.stopwatch import Stopwatch
+from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
+from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.schedule import Action
+from tests.runtime.chain import Chain
+
+
+def manifest_of(mesh: tuple[int, int, int], *parameters: Parameter) -> Manifest:
+    """Every stage has all of `parameters`."""
+    manifest = Chain(mesh, "gpipe", 1, 1).manifest
+    stages = tuple(replace(s, parameters=tuple(p.name for p in parameters)) for s in manifest.stages)
+    return replace(manifest, stages=stages, parameters={p.name: p for p in parameters})
+
+
+def sum_gradients(
+    manifest: Manifest, connection: Connection, gradients: Mapping[str, Tensor], shards: Sequence[Shard] = ()
+) -> dict[str, Tensor]:
+    """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
+    here = connection.rank.coordinates.pipeline
+    measured = Measured(Stopwatch(connection.rank.device))
+    completion = Completion.of(manifest, here, [Action(here, "B", 0)])
+    sums = GradientSums(manifest, connection, completion, shards, measured)
+    leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
+    sums.start({here: leaves})
+    for name, leaf in leaves.items():
+        (leaf * gradients[name]).sum().backward()
+    sums.end_stage(here)
+    sums.finish()
+    found = sums.take([0] if shards else list(gradients))
+    return {name: g for name, g in zip(gradients, found, strict=True) if g is not None}
+
+
+def test_partial_rows_are_summed_over_the_tensor_ranks_and_the_rest_is_left() -> None:
+    placement = Placement(0, (Segment(1, 4, 1, True), Segment(1, 1, 1, False)))
+    manifest = manifest_of(
+        (2, 1, 1),
+        Parameter("packed", (5,), torch.float32, placement=placement, partial_gradient=True),
+        Parameter("norm", (2,), torch.float32, partial_gradient=True),
+        Parameter("bias", (2,), torch.float32),
+    )
+
+    def body(connection: Connection) -> dict[str, Tensor]:
+        own = float(connection.rank.tensor.index + 1)
+        gradients = {"packed": torch.full((3,), own), "norm": torch.full((2,), own), "bias": torch.ones(2)}
+        return sum_gradients(manifest, connection, gradients)
+
+    for index, gradients in enumerate(run_threads(manifest, body)):
+        assert gradients["packed"].tolist() == [index + 1, index + 1, 3]
+        assert gradients["norm"].tolist() == [3, 3]
+        assert gradients["bias"].tolist() == [1, 1]
+
+
+def test_tied_parameters_are_summed_by_name_in_whatever_order_their_owners_met_them() -> None:
+    """As where layers are shared, and the first stage begins in the middle of one."""
+    names = ("first", "second", "third")
+    manifest = manifest_of((1, 2, 1), *(Parameter(name, (2,), torch.float32) for name in names))
+    orders = (names, names[::-1])
+    stages = [replace(s, parameters=orders[s.index % 2]) for s in manifest.stages]
+    manifest = replace(manifest, stages=tuple(stages))
+
+    def body(connection: Connection) -> dict[str, Tensor]:
+        order = orders[connection.rank.coordinates.pipeline]
+        gradients = {name: torch.full((2,), float(names.index(name) + 1)) for name in order}
+        return sum_gradients(manifest, connection, gradients)
+
+    for gradients in run_threads(manifest, body):
+        assert {name: g.tolist() for name, g in gradients.items()} == {
+            "first": [2, 2],
+            "second": [4, 4],
+            "third": [6, 6],
+        }
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(sharded: bool) -> None:
+    """As rings do, which begin elsewhere for other groups and other places in a bucket."""
+    manifest = manifest_of((1, 2, 3), Parameter("tied", (3,), torch.float64))
+
+    def body(connection: Connection) -> Tensor:
+        at, data = connection.rank.coordinates, connection.rank.data
+        if at.pipeline == 1:
+
+            def add_up(x: Tensor) -> Tensor:
+                third, second, first = data.all_gather(x)
+                return first + second + third
+
+            data.post_all_reduce = lambda tensors: Done(list(map(add_up, tensors)))  # type: ignore[method-assign]
+            data.post_reduce_scatter = lambda x: Done([add_up(x)[at.data, None]])  # type: ignore[method-assign]
+        shards = [Shard({"tied": torch.zeros(3).double()}, torch.float64, data)] if sharded else []
+        own = [1e16, -1e16, 1.0][at.data]
+        summed = sum_gradients(manifest, connection, {"tied": torch.full((3,), own).double()}, shards)
+        return summed["tied"]
+
+    found = run_threads(manifest, body)
+    assert len({tuple(gradient.tolist()) for gradient in found}) == 1
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    manifest = manifest_of((1, 1, 1), Parameter("weight", (1,), torch.bfloat16))
+    connection = run_threads(manifest, lambda connection: connection)[0]
+    measured = Measured(Stopwatch(connection.rank.device))
+    completion = Completion.of(manifest, 0, [Action(0, "B", 0)])
+    sums = GradientSums(manifest, connection, completion, (), measured)
+    leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    sums.start({0: {"weight": leaf}})
+    for _ in range(257):  # in bfloat16 the sum would stop growing at 256
+        leaf.sum().backward()
+    sums.end_stage(0)
+    sums.finish()
+    (found,) = sums.take(["weight"])
+    assert found is not None
+    assert found.dtype is torch.float32
+    assert found.item() == 257
+
+
+def test_gradients_are_whole_after_the_last_stage_that_uses_them() -> None:
+    manifest = manifest_of((1, 1, 1), Parameter("shared", (1,), torch.float32))
+    first = manifest.stages[0]
+    manifest = replace(
+        manifest,
+        stages=(first, replace(first, index=1, parameters=("shared", "own"))),
+        parameters={**manifest.parameters, "own": Parameter("own", (1,), torch.float32)},
+    )
+    actions = [Action(1, "B", 0), Action(0, "B", 0)]
+    completion = Completion.of(manifest, 0, actions)
+    assert completion.after == {0: ("shared",), 1: ("own",)}
+    assert completion.late == {}
+
+
+def test_what_other_pipeline_ranks_own_too_is_late() -> None:
+    chain = Chain((1, 2, 1), tied=True)
+    completion = Completion.of(chain.manifest, 0, chain.schedule[0])
+    assert completion.late == {(0, 1): ("scale",)}
+    assert "scale" not in completion.after[0]
+
+
+def test_buffers_are_neither_late_nor_summed() -> None:
+    """As of rotary embeddings, which every stage has."""
+    manifest = manifest_of((1, 2, 1), Parameter("frequencies", (2,), torch.float32, kind="buffer"))
+    assert Completion.of(manifest, 0, [Action(0, "B", 0)]) == Completion({}, {})
