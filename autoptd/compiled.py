@@ -29,7 +29,8 @@ from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
 from autoptd.runtime.health.malloc import keep_heap
 from autoptd.runtime.launch import join
-from autoptd.runtime.module.parallel import Parallel, signed
+from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.module.signature import signed
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.program_text import compile_stages, read_program

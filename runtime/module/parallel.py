@@ -18,7 +18,6 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Posted
 from autoptd.runtime.engine.batch import (
     bind_batch,
-    call_signature,
     output_builder,
     split_batch,
     unequal_counts,
@@ -390,15 +389,3 @@ class Parallel(Persistent):
         own = self._manifest.stages[stage].parameters
         for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
             self._gathering.pop(shard).wait()
-
-
-def signed(manifest: Manifest) -> type[Parallel]:
-    """`Parallel` with the signature of the model's own forward, which the Trainer reads for columns and labels."""
-
-    @leave_uncompiled
-    def forward(self: Parallel, *args: Any, **kwargs: Any) -> Any:
-        return Parallel.forward(self, *args, **kwargs)
-
-    forward.__doc__ = Parallel.forward.__doc__
-    forward.__signature__ = call_signature(manifest)  # type: ignore[attr-defined]
-    return type("Parallel", (Parallel,), {"forward": forward, "__module__": Parallel.__module__})
