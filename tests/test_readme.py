@@ -25,8 +25,8 @@ def read_code(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-EXAMPLE, EXCERPT, RECOMPUTED, SIMULATED = read_code("README.md")
-LOOP, SHAPES = read_code("samples/training.md")
+EXCERPT, EXAMPLE, SIMULATED = read_code("README.md")
+LOOP, SHAPES, RECOMPUTED = read_code("samples/training.md")
 
 
 def test_ten_lines_train() -> None:
