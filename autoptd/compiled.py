@@ -27,7 +27,7 @@ from autoptd.runtime.engine.batch import find_shape
 from autoptd.runtime.engine.bound_shape import ShapeProgram
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
-from autoptd.runtime.health.malloc import keep_heap
+from autoptd.runtime.health.malloc import disable_malloc_trim
 from autoptd.runtime.launch import join
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.module.signature import signed
@@ -203,9 +203,9 @@ class CompiledProgram:
             overlap_transfers: sending does not hold up the sender, as in the runtime; False: it waits, as
                 Megatron-LM did in SC21.
             overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
-                after them, as where CPU ranks of one machine sum in memory that they share.
+                after them.
             overlap_tensor: the tensor ranks sum a gradient while those of weights are computed, where the program says
-                so, as in the runtime (in shared memory they then wait); False: before, as Megatron-LM did in SC21.
+                so, as in the runtime; False: before, as Megatron-LM did in SC21.
             zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage; `shard_optimizer`).
             wide_gradients: gradients are kept and summed in at least float32, as in the runtime; False: in `dtype`.
 
@@ -330,7 +330,7 @@ class CompiledProgram:
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())
         if placed.type == "cpu":
-            keep_heap()  # from here on: what reading the weights took is given back
+            disable_malloc_trim()  # from here on: what reading the weights took is given back
         return parallel
 
     def _read_rank(

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -67,11 +66,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 process.kill()
             process.join()
         del store  # the server lives until here
-
-
-def leave_machine(rank: int) -> None:
-    """Have the calling rank share no memory with the others from now on, as on another machine."""
-    tempfile.tempdir = f"/a machine of rank {rank} alone"
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

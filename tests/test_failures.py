@@ -391,9 +391,9 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from torch.distributed import TCPStore
-from autoptd.runtime.failure import Record
-from autoptd.runtime.position import Position
-from autoptd.runtime.watchdog import Watchdog
+from autoptd.runtime.health.failure_record import Record
+from autoptd.runtime.health.activity import Position
+from autoptd.runtime.health.watchdog import Watchdog
 
 asked = threading.Event()
 
@@ -425,9 +425,9 @@ ENDING = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from autoptd.runtime.failure import Record
-from autoptd.runtime.position import CALLS, SLOTS, Position
-from autoptd.runtime.watchdog import Watchdog
+from autoptd.runtime.health.failure_record import Record
+from autoptd.runtime.health.activity import CALLS, SLOTS, Position
+from autoptd.runtime.health.watchdog import Watchdog
 from tests.runtime.chain import Chain
 
 what, folder = sys.argv[1:]

@@ -22,7 +22,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Done, Posted, ProcessGroup
-from autoptd.runtime.comm.transfer import Departure
+from autoptd.runtime.comm.transfer import SendBuffer
 from autoptd.runtime.engine.executor import StageRun
 from autoptd.runtime.module import parallel
 from autoptd.runtime.optimizer import clipping
@@ -187,16 +187,16 @@ def gather_in_reverse() -> None:
 
 
 def send_what_was_sent_before() -> None:
-    send = Departure.send
+    send = SendBuffer.send
 
-    def stale(self: Departure, microbatch: int) -> None:
+    def stale(self: SendBuffer, microbatch: int) -> None:
         before: dict[int, Any] = vars(self).setdefault("before", {})
         before[microbatch] = self._held[microbatch]
         if microbatch == 1:
             self._held[1] = before[0]
         send(self, microbatch)
 
-    forked.setattr(Departure, "send", stale)
+    forked.setattr(SendBuffer, "send", stale)
 
 
 def differentiate_another_microbatch() -> None:

@@ -13,10 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, LocalGroup, Opener, ProcessGroup, ThreadGroup, opener
+from autoptd.runtime.comm.groups import (
+    Group,
+    LocalGroup,
+    ProcessGroup,
+    ProcessGroupCache,
+    ThreadGroup,
+    group_cache,
+)
 from autoptd.runtime.comm.point_to_point import Channel, process_channels, thread_channels
 from autoptd.runtime.comm.rank import Rank, thread_ranks
-from autoptd.runtime.comm.threads import Meeting, ThreadPosition, ThreadWorld
+from autoptd.runtime.comm.threads import ThreadPosition, ThreadRendezvous, ThreadWorld
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.health.local_ranks import find_others, gather
 from autoptd.runtime.program.manifest import Manifest
@@ -32,7 +39,7 @@ class Connection:
 
     `outgoing` and `incoming` are its channels, by the pipeline rank at the other end. `tied` has a group for
     each set of pipeline ranks that together own a parameter, this rank among them. `world` is all ranks, by their
-    global numbers; `position` is what this rank is doing; `opened` has what its groups are made of.
+    global numbers; `position` is what this rank is doing; `groups` has what its groups are made of.
     """
 
     rank: Rank
@@ -41,14 +48,14 @@ class Connection:
     tied: Mapping[Owners, Group] = field(default_factory=dict)
     world: Group = field(default_factory=LocalGroup)
     position: Position = field(default_factory=Position)
-    opened: Opener = field(default_factory=Opener)
+    groups: ProcessGroupCache = field(default_factory=ProcessGroupCache)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Messages are under way: where this breaks off, its groups are broken."""
-        self.opened.broken = self.world.size > 1
+        self.groups.broken = self.world.size > 1
         yield
-        self.opened.broken = False
+        self.groups.broken = False
 
 
 def connect(manifest: Manifest, device: torch.device, program: str) -> Connection:
@@ -68,17 +75,17 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     assert dist.group.WORLD is not None
     _compare(program, device)
-    opened = opener(dist.group.WORLD)
-    rank = Rank.distributed(mesh, opened(_open_mesh, mesh, device.type), device)
+    groups = group_cache(dist.group.WORLD)
+    rank = Rank.distributed(mesh, groups(_open_mesh, mesh, device.type), device)
     rank.randomness.seed = manifest.seed
     own = dist.get_rank()
     tied: dict[Owners, Group] = {}
     for owners, members in _tied_groups(manifest):
-        group = opened(dist.new_group, members)  # collective over all ranks
+        group = groups(dist.new_group, members)  # collective over all ranks
         if own in members:
             tied[owners] = ProcessGroup(group, device)
-    everyone = ProcessGroup(dist.group.WORLD if opened.world is None else opened.world, device)
-    return _join(rank, own, process_channels(mesh, device), tied, everyone, opened)
+    everyone = ProcessGroup(dist.group.WORLD if groups.world is None else groups.world, device)
+    return _join(rank, own, process_channels(mesh, device), tied, everyone, groups)
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -91,13 +98,13 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
     ranks = thread_ranks(mesh, world)
     tied: list[dict[Owners, Group]] = [{} for _ in ranks]
     for owners, members in _tied_groups(manifest):
-        meeting = Meeting(world, len(members), f"group {list(members)} of a tied parameter")
+        rendezvous = ThreadRendezvous(world, len(members), f"group {list(members)} of a tied parameter")
         for index, member in enumerate(members):
-            tied[member][owners] = ThreadGroup(meeting, index)
+            tied[member][owners] = ThreadGroup(rendezvous, index)
     channels = thread_channels(mesh, world)
-    everyone = Meeting(world, mesh.size, "group of all ranks")
+    everyone = ThreadRendezvous(world, mesh.size, "group of all ranks")
     connections = [
-        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), Opener())
+        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), ProcessGroupCache())
         for own, rank in enumerate(ranks)
     ]
     for connection in connections:
@@ -140,13 +147,13 @@ def _join(
     channels: Mapping[tuple[int, int], Channel],
     tied: Mapping[Owners, Group],
     world: Group,
-    opened: Opener,
+    groups: ProcessGroupCache,
 ) -> Connection:
     """The connection of `rank`, whose global number is `own`."""
     at = rank.mesh.coordinates
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return Connection(rank, outgoing, incoming, tied, world, opened=opened)
+    return Connection(rank, outgoing, incoming, tied, world, groups=groups)
 
 
 def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -157,12 +164,12 @@ def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 def _compare(program: str, device: torch.device) -> None:
     """Raise RuntimeError unless all ranks were given the same program; groups that not all have sound, none uses."""
-    opened = opener(dist.group.WORLD)
-    sound = 0 if opened.broken else len(opened)
+    groups = group_cache(dist.group.WORLD)
+    sound = 0 if groups.broken else len(groups)
     rows = gather([sound, *sha256(program.encode()).digest()], device)
-    if any(row[0] != len(opened) for row in rows):
-        opener.cache_clear()
-        opener(dist.group.WORLD).world = dist.new_group()
+    if any(row[0] != len(groups) for row in rows):
+        group_cache.cache_clear()
+        group_cache(dist.group.WORLD).world = dist.new_group()
     differ, _ = find_others({rank: row[1:] for rank, row in enumerate(rows)})
     if differ:
         raise RuntimeError(

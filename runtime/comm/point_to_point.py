@@ -1,4 +1,4 @@
-"""Point-to-point: one first-in-first-out channel per ordered pair of ranks; sends post and never wait."""
+"""Point-to-point messages: one first-in-first-out channel per ordered pair of ranks, whose sends never wait."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.comm.groups import opener, require_work
-from autoptd.runtime.comm.shared_channel import share_channels
+from autoptd.runtime.comm.groups import group_cache, require_work
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 
@@ -21,11 +20,11 @@ class Pending(Protocol):
     """A tensor on its way here."""
 
     def wait(self) -> Tensor:
-        """The tensor, once it has arrived. Call it once."""
+        """Wait until the tensor has arrived and return it. Call this once."""
 
 
 class Channel(Protocol):
-    """From one rank to one other: its source sends, its destination receives, in the same order.
+    """A channel from one rank to another: its source sends and its destination receives, in the same order.
 
     `counts` and `elements` count this end's calls and their elements, by kind: "send", "receive".
     """
@@ -34,16 +33,16 @@ class Channel(Protocol):
     elements: Counter[str]
 
     def send(self, x: Tensor) -> int:
-        """Post `x`, which must not be changed before `release` or `flush`; its number on the channel."""
+        """Post `x`, which must not be changed before `release` or `flush`; return its number on the channel."""
 
     def release(self, number: int) -> None:
-        """Let go of what was sent up to `number`, which is known to have arrived."""
+        """Release the tensors that were sent up to `number`, which must have arrived."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
-        """Post a receive of the next tensor of the channel."""
+        """Post the receive of the next tensor of the channel."""
 
     def flush(self) -> None:
-        """Wait until all that was sent has left; at the end of a step."""
+        """Wait until all posted tensors have left; for the end of a step."""
 
 
 class ThreadChannel:
@@ -61,13 +60,13 @@ class ThreadChannel:
             number = self.counts["send"]
             self.counts["send"] += 1
             self.elements["send"] += x.numel()
-            # The receiver gets memory of its own, as from another process.
+            # A copy, since a receiver in another process would have memory of its own too.
             self._arrived[number] = x.detach().clone()
             self.world.condition.notify_all()
         return number
 
     def release(self, number: int) -> None:
-        """Nothing is held here."""
+        """Do nothing: this channel holds no tensors."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
         number = self.counts["receive"]
@@ -76,7 +75,7 @@ class ThreadChannel:
         return _ThreadPending(self, number, torch.Size(shape), dtype)
 
     def flush(self) -> None:
-        """Nothing to wait for: a send is complete when it returns."""
+        """Do nothing: a send is complete when it returns."""
 
 
 @dataclass
@@ -102,9 +101,9 @@ class _ThreadPending:
 class ProcessChannel:
     """A channel between the processes of global ranks `source` and `destination`.
 
-    `group` None is the default group. One of all ranks is right for gloo, where messages of an ordered pair keep their
-    order and the two directions do not meet. NCCL runs in turn what is posted to one communicator, so there a channel
-    has a group of its own two ranks, and a send never waits behind a receive.
+    `group` None is the default group. A group of all ranks is right for gloo, which keeps the order of the messages of
+    an ordered pair and does not mix the two directions. NCCL runs the operations of one communicator one after the
+    other, so there a channel needs a group of its own two ranks, lest a send wait for a receive.
     """
 
     def __init__(self, source: int, destination: int, group: dist.ProcessGroup | None = None) -> None:
@@ -120,8 +119,8 @@ class ProcessChannel:
         self._sent.append((number, require_work(dist.isend(x, self.destination, self.group)), x))
         self.counts["send"] += 1
         self.elements["send"] += x.numel()
-        # Somebody may be waiting for `x`, so what has left is freed after it. (Gloo's sends are known to have left
-        # only once they are waited for, in `release` and `flush`.)
+        # Free what has left only after posting `x`, which the receiver may be waiting for. (Gloo reports a send as
+        # complete only to `wait`, which `release` and `flush` call.)
         while len(self._sent) > 1 and self._sent[0][1].is_completed():
             self._sent.popleft()
         return number
@@ -137,7 +136,7 @@ class ProcessChannel:
         return _ProcessPending(require_work(dist.irecv(x, self.source, self.group)), x)
 
     def connect(self, device: torch.device) -> None:
-        """Pass one element, uncounted; returns once both ends are connected."""
+        """Pass one element, uncounted; return when both ends are connected."""
         x = torch.zeros(1, device=device)
         if dist.get_rank() == self.source:
             require_work(dist.isend(x, self.destination, self.group)).wait()
@@ -160,7 +159,7 @@ class _ProcessPending:
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:
-    """Every ordered pair of global ranks that are pipeline neighbours, first and last included, ascending."""
+    """Return all ordered pairs of global ranks that are pipeline neighbours, first and last included, ascending."""
     pairs = set()
     for rank in range(mesh.size):
         line = mesh.pipeline_group(rank)
@@ -170,32 +169,23 @@ def neighbours(mesh: Mesh) -> list[tuple[int, int]]:
 
 
 def thread_channels(mesh: Mesh, world: ThreadWorld) -> dict[tuple[int, int], ThreadChannel]:
-    """All channels of `mesh` by (source, destination), for ranks that are threads of `world`."""
+    """Make all channels of `mesh` by (source, destination), for ranks that are threads of `world`."""
     return {pair: ThreadChannel(world, f"channel {pair[0]} -> {pair[1]}") for pair in neighbours(mesh)}
 
 
-def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
-    """This process's channels by (source, destination); every process of `mesh` must call it.
+def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], ProcessChannel]:
+    """Make this process's channels by (source, destination); every process of `mesh` must call it.
 
-    Through memory where both ends can share some, else ``torch.distributed``. All are connected here, in one order
-    everywhere, before any schedule runs: NCCL connects two ranks at their first message, and there a send does wait.
+    All are connected here, on all ranks in the same order, before any schedule runs: NCCL connects two ranks at their
+    first message, and that send waits.
     """
-    own, pairs, nccl = dist.get_rank(), neighbours(mesh), device.type == "cuda"
-    if not pairs:
-        return {}
-    opened = opener(dist.group.WORLD)
-    shared = share_channels([there for here, there in pairs if here == own], device)
-    channels: dict[tuple[int, int], Channel] = {}
-    for source, destination in pairs:
-        pair = (source, destination)
-        group = opened(dist.new_group, pair, group_desc="channel") if nccl else opened.world
-        if own not in (source, destination):
-            continue
-        peer = destination if own == source else source
-        if peer in shared:
-            channels[source, destination] = shared[peer]
-            continue
-        channels[source, destination] = channel = ProcessChannel(source, destination, group)
-        if nccl:
-            channel.connect(device)
+    own, nccl = dist.get_rank(), device.type == "cuda"
+    groups = group_cache(dist.group.WORLD)
+    channels: dict[tuple[int, int], ProcessChannel] = {}
+    for pair in neighbours(mesh):
+        group = groups(dist.new_group, pair, group_desc="channel") if nccl else groups.world
+        if own in pair:
+            channels[pair] = ProcessChannel(*pair, group)
+            if nccl:
+                channels[pair].connect(device)
     return channels

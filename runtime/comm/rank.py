@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup, Reduction, ThreadGroup
-from autoptd.runtime.comm.threads import Meeting, ThreadWorld
+from autoptd.runtime.comm.threads import ThreadRendezvous, ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
@@ -66,11 +66,11 @@ class Rank:
 
 def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     """All ranks of `mesh` as threads of `world`, in the order of their global rank."""
-    meetings: dict[tuple[str, tuple[int, ...]], Meeting] = {}
+    rendezvous: dict[tuple[str, tuple[int, ...]], ThreadRendezvous] = {}
 
     def group(name: str, members: tuple[int, ...], rank: int) -> ThreadGroup:
-        new = Meeting(world, len(members), f"{name} group {list(members)}")
-        return ThreadGroup(meetings.setdefault((name, members), new), members.index(rank))
+        new = ThreadRendezvous(world, len(members), f"{name} group {list(members)}")
+        return ThreadGroup(rendezvous.setdefault((name, members), new), members.index(rank))
 
     return [
         Rank(

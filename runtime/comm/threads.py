@@ -113,7 +113,7 @@ class ThreadPosition(Position):
         super().act(action)
 
 
-class Meeting:
+class ThreadRendezvous:
     """Where the `size` threads of one group put a tensor each and look at all of them."""
 
     def __init__(self, world: ThreadWorld, size: int, name: str = "group") -> None:

@@ -1,10 +1,10 @@
-"""What crosses a stage boundary: scattered on sending, gathered on arrival, or handed over within one rank.
+"""Transfers over stage boundaries: scatter/gather between ranks (SC21 §4.1), or a buffer within one rank.
 
 A boundary tensor that every tensor rank holds in full is sent as 1/t per tensor rank, over t links at once,
-and put together by an all-gather inside the receiving node (SC21 §4.1). A divided tensor goes as it is.
+and joined by an all-gather inside the receiving node. A divided tensor is sent as it is.
 
-A stage puts into a `Departure` and takes from an `Arrival`; where both stages live on one rank, one
-`Handover` is both.
+A stage puts its outputs into a `SendBuffer` and takes its inputs from a `RecvBuffer`; for two stages of one rank a
+`LocalBoundary` is both.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from autoptd.runtime.program.manifest import Boundary
 
 
 def is_scattered(boundary: Boundary, tensor: int, scatter_gather: bool) -> bool:
-    """Whether `boundary` crosses in `tensor` equal pieces; a count that does not divide crosses whole."""
+    """Return whether `boundary` is sent in `tensor` equal pieces; it is sent whole if its elements do not divide."""
     whole = boundary.divided or not scatter_gather or tensor == 1
     return not whole and prod(boundary.shape) % tensor == 0
 
 
-class Handover:
-    """A stage boundary inside one rank: what the one stage puts is what the other takes."""
+class LocalBoundary:
+    """A stage boundary inside one rank: one stage takes the tensors that the other has put."""
 
     def __init__(self) -> None:
         self._held: dict[int, Sequence[Tensor]] = {}
@@ -37,11 +37,8 @@ class Handover:
         self.clear = self._held.clear
 
 
-class Departure:
-    """One direction of one stage boundary, at the rank that sends.
-
-    `sent` counts, under `label`, the elements this rank has sent.
-    """
+class SendBuffer:
+    """The sending end of one direction of a stage boundary; `sent` counts its elements under `label`."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class Departure:
         self._sent = sent
         self._label = label
         self._held: dict[int, Sequence[Tensor]] = {}
-        self._last: dict[int, int] = {}  # of a microbatch's messages
+        self._last: dict[int, int] = {}  # number of each microbatch's last message
         self.put = self._held.__setitem__
 
     def clear(self) -> None:
@@ -68,12 +65,12 @@ class Departure:
         self._last.clear()
 
     def send(self, microbatch: int) -> None:
-        """Post what was put for `microbatch`; never waits."""
+        """Post the tensors of `microbatch`; never wait."""
         for tensor, expected in zip(self._held.pop(microbatch), self._expected, strict=True):
             name, shape, dtype, scattered = expected
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise ValueError(
-                    f"{name} crosses {self._label} as {tensor.dtype}{list(tensor.shape)}, expected is "
+                    f"{name} crosses {self._label} as {tensor.dtype}{list(tensor.shape)}, expected "
                     f"{dtype}{list(shape)}: correct the stage's text, or compile again"
                 )
             piece = tensor.contiguous()
@@ -83,15 +80,16 @@ class Departure:
             self._sent[self._label] += piece.numel()
 
     def release(self, microbatch: int) -> None:
-        """`microbatch` has arrived, and so has all that was sent before it over the same channel."""
-        if microbatch in self._last:  # not where nothing crosses, or this step has no backwards
+        """Release the tensors of `microbatch`, which has arrived, and all that were sent before it over the channel."""
+        if microbatch in self._last:  # not without boundary tensors, or in a step without backwards
             self._channel.release(self._last[microbatch])
 
 
-class Arrival:
-    """One direction of one stage boundary, at the rank that receives.
+class RecvBuffer:
+    """The receiving end of one direction of a stage boundary.
 
-    `acknowledge` has, by microbatch, what to call when its tensors are here: they say what of this rank's arrived.
+    `acknowledge` maps a microbatch to a function to call when its tensors have arrived, which proves that earlier
+    messages of this rank have arrived too.
     """
 
     def __init__(
@@ -117,19 +115,19 @@ class Arrival:
         self.clear = self._posted.clear
 
     def post(self, microbatch: int) -> None:
-        """Post the receive of `microbatch`'s tensors."""
+        """Post the receives of `microbatch`'s tensors."""
         self._posted[microbatch] = [
             self._channel.receive(shape, dtype, self._device) for shape, dtype in self._pieces
         ]
 
     def take(self, microbatch: int) -> list[Tensor]:
-        """Wait for `microbatch`'s tensors and give them as the stage takes them."""
+        """Wait for `microbatch`'s tensors and return them as the stage takes them."""
         tensors = []
         for pending, whole in zip(self._posted.pop(microbatch), self._whole, strict=True):
             piece = pending.wait()
             if whole is not None:
                 piece = torch.cat(self._tensor.all_gather(piece)).view(whole)
             tensors.append(piece)
-        if tensors and microbatch in self.acknowledge:  # where nothing crosses, nothing is proved
+        if tensors and microbatch in self.acknowledge:  # no tensor proves nothing
             self.acknowledge[microbatch]()
         return tensors

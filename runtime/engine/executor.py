@@ -21,12 +21,12 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.timings import Measured
-from autoptd.runtime.comm.transfer import Arrival, Departure, Handover
+from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer
 from autoptd.runtime.engine.gradient_aliasing import separate_gradients
 from autoptd.runtime.program.manifest import Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Schedule
 
-Port = Arrival | Departure | Handover
+Port = RecvBuffer | SendBuffer | LocalBoundary
 FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
 
 # What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
@@ -49,10 +49,10 @@ class StageRun:
         function: Callable[..., Any],
         measured: Measured,
     ) -> None:
-        self.arrival: Arrival | Handover | None = None
-        self.departure: Departure | Handover | None = None
-        self.gradient_arrival: Arrival | Handover | None = None
-        self.gradient_departure: Departure | Handover | None = None
+        self.arrival: RecvBuffer | LocalBoundary | None = None
+        self.departure: SendBuffer | LocalBoundary | None = None
+        self.gradient_arrival: RecvBuffer | LocalBoundary | None = None
+        self.gradient_departure: SendBuffer | LocalBoundary | None = None
         self._measured = measured
         self._randomness = rank.randomness
         self._index = interface.index
@@ -168,7 +168,7 @@ class Executor:
             self._join(boundary)
         for receive, sent in find_acknowledged(schedule, here).items():
             arrival, departure = self._port(receive), self._port(sent)
-            if isinstance(arrival, Arrival) and isinstance(departure, Departure):
+            if isinstance(arrival, RecvBuffer) and isinstance(departure, SendBuffer):
                 arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
         actions = schedule[here]
         self._steps = list(self._steps_of(actions))
@@ -178,8 +178,8 @@ class Executor:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their ports."""
         lower, upper = self.stages.get(boundary), self.stages.get(boundary + 1)
         if lower is not None and upper is not None:
-            lower.departure = upper.arrival = Handover()
-            lower.gradient_arrival = upper.gradient_departure = Handover()
+            lower.departure = upper.arrival = LocalBoundary()
+            lower.gradient_arrival = upper.gradient_departure = LocalBoundary()
             return
         values = self._manifest.stages[boundary].sends
         gradients = [value for value in values if value.requires_grad]
@@ -189,16 +189,18 @@ class Executor:
             peer = (boundary + 1) % pipeline
             label = f"stage {boundary} -> {boundary + 1}"
             channel = self._connection.outgoing[peer]
-            lower.departure = Departure(values, channel, tensor, scatter_gather, self.sent, label)
+            lower.departure = SendBuffer(values, channel, tensor, scatter_gather, self.sent, label)
             channel = self._connection.incoming[peer]
-            lower.gradient_arrival = Arrival(gradients, channel, tensor, scatter_gather, self._device)
+            lower.gradient_arrival = RecvBuffer(gradients, channel, tensor, scatter_gather, self._device)
         if upper is not None:
             peer = boundary % pipeline
             label = f"stage {boundary + 1} -> {boundary}"
             channel = self._connection.outgoing[peer]
-            upper.gradient_departure = Departure(gradients, channel, tensor, scatter_gather, self.sent, label)
+            upper.gradient_departure = SendBuffer(
+                gradients, channel, tensor, scatter_gather, self.sent, label
+            )
             channel = self._connection.incoming[peer]
-            upper.arrival = Arrival(values, channel, tensor, scatter_gather, self._device)
+            upper.arrival = RecvBuffer(values, channel, tensor, scatter_gather, self._device)
 
     def _port(self, action: Action) -> Port | None:
         """What sends or receives as `action` says; None where no such stage is here, or no boundary."""
@@ -231,9 +233,9 @@ class Executor:
         run: Callable[[int], None] | None = None
         if stage is not None and action.kind in ("F", "B"):
             run = stage.forward if action.kind == "F" else stage.backward
-        elif isinstance(port, Departure) and action.kind.startswith("SEND"):
+        elif isinstance(port, SendBuffer) and action.kind.startswith("SEND"):
             run = port.send
-        elif isinstance(port, Arrival) and action.kind.startswith("RECV"):
+        elif isinstance(port, RecvBuffer) and action.kind.startswith("RECV"):
             run = port.post
         if run is None:
             here = self._connection.rank.coordinates.pipeline

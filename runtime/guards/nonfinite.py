@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoptd.runtime.comm import groups, point_to_point, shared_channel, shared_memory
+from autoptd.runtime.comm import groups, point_to_point
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.health.activity import Position
@@ -23,7 +23,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Action
 
 PROGRAM = re.compile(r"program_\d+\.py")
-COMMUNICATION = {module.__file__ for module in (point_to_point, groups, shared_channel, shared_memory)}
+COMMUNICATION = {module.__file__ for module in (point_to_point, groups)}
 LETTERS = 600  # of a rank's finding
 FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes the other
 

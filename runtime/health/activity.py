@@ -22,9 +22,9 @@ PHASES = (
 )
 # Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
 STORING = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
-DUTIES = ("bind", "clip_grad_norm_", "save_trace", *STORING)
-EVALUATION = len(DUTIES) + 1
-CALLED = ("a call in training", *DUTIES, "an evaluation")
+COLLECTIVE_CALLS = ("bind", "clip_grad_norm_", "save_trace", *STORING)
+EVALUATION = len(COLLECTIVE_CALLS) + 1
+CALLED = ("a call in training", *COLLECTIVE_CALLS, "an evaluation")
 LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number: it is read at any time
 CLEARED = (
     " (torch's clipping asks no rank whose gradients were cleared: clear them on every rank, or on none)"
@@ -39,8 +39,8 @@ class Place(NamedTuple):
     """Where a rank was last seen: calls and duties so far, training steps, its activity, and since when it is at it.
 
     `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `duty` is
-    the number of one of DUTIES, from 1 on, that it is in, or EVALUATION. `since` and `heartbeat` are seconds of the
-    machine's monotonic clock; `busy` is how many seconds between them its main thread computed.
+    the number, from 1 on, of the one of COLLECTIVE_CALLS that it is in, or EVALUATION. `since` and `heartbeat` are
+    seconds of the machine's monotonic clock; `busy` is how many seconds between them its main thread computed.
     """
 
     calls: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         if self.activity:
             return f"{self.activity} of step {self.step}"
         if self.duty:
-            return f"{DUTIES[self.duty - 1]} after step {self.step}, which every rank must call"
+            return f"{COLLECTIVE_CALLS[self.duty - 1]} after step {self.step}, which every rank must call"
         return (
             f"the time between steps, after step {self.step}"
             if self.step
@@ -113,8 +113,8 @@ class Position:
 
     @contextmanager
     def duty(self, name: str) -> Iterator[None]:
-        """One of DUTIES, which may take as long as it does. RuntimeError as for a call."""
-        with self._at(1 + DUTIES.index(name)):
+        """One of COLLECTIVE_CALLS, which may take as long as it does. RuntimeError as for a call."""
+        with self._at(1 + COLLECTIVE_CALLS.index(name)):
             self._compare()
             yield
 

@@ -20,7 +20,7 @@ LARGEST = 1 << 25
 SETTINGS = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
-def keep_heap() -> None:
+def disable_malloc_trim() -> None:
     """Have glibc keep what this process frees from now on; nothing where another library, or the user, decides."""
     if sys.platform != "linux" or any(name in os.environ for name in SETTINGS):
         return

@@ -165,7 +165,7 @@ class Parallel(Persistent):
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
         """
-        if self._connection.opened.broken:
+        if self._connection.groups.broken:
             raise RuntimeError(
                 "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
                 "taken for this one's: begin again in new processes, from the last checkpoint"

@@ -80,9 +80,9 @@ class GradientSums:
 
     Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
     stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
-    number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. That over the
-    replicas runs while later backwards do; in shared memory it runs when it is waited for. A sum that belongs to one
-    of `shards` is kept only as far as this replica steps it.
+    number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. The sum
+    over the replicas runs while later backwards do. A sum that belongs to one of `shards` is kept only as far as this
+    replica steps it.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
 import autoptd
-from autoptd.runtime.comm.shared_channel import SharedChannel
 from autoptd.runtime.health.malloc import M_MMAP_THRESHOLD
 from autoptd.runtime.module.parallel import Parallel
 from samples.benchmarks.process_memory import begin_peak, read_memory
@@ -146,15 +145,8 @@ def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes, sharded: bool) 
         time.sleep(
             0.1
         )  # gloo's threads let go of what they sent: into a profiler that has stopped, they crash
-    live = before + find_peak(list_allocations(profiled)) + count_shared(parallel)
+    live = before + find_peak(list_allocations(profiled))
     return Peak(before, live, before + resident)
-
-
-def count_shared(parallel: Parallel) -> int:
-    """Bytes of memory in which this rank shows its pipeline neighbours what it sends; they are kept for the next."""
-    channels = parallel._connection.outgoing.values()
-    memories = {channel.own.pages for channel in channels if isinstance(channel, SharedChannel)}
-    return sum(memory.count_held() for memory in memories)
 
 
 def count_live(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:

@@ -10,10 +10,10 @@ from autoptd.runtime.comm.connection import Connection, connect
 from autoptd.runtime.comm.groups import LocalGroup
 from autoptd.runtime.comm.point_to_point import ProcessChannel, ThreadChannel
 from autoptd.runtime.comm.threads import ThreadWorld
-from autoptd.runtime.comm.transfer import Arrival
+from autoptd.runtime.comm.transfer import RecvBuffer
 from autoptd.runtime.program.schedule import Action, Schedule, make_schedule
 from autoptd.runtime.program.schedule_check import execution_order
-from tests.ranks import leave_machine, run_ranks
+from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.engine.test_executor import CPU, step
 
@@ -65,7 +65,7 @@ def test_the_last_in_the_channels_order_counts() -> None:
 
 def test_an_empty_message_proves_nothing() -> None:
     """Its receive does not wait for anybody."""
-    arrival = Arrival((), ThreadChannel(ThreadWorld(), "channel 0 -> 1"), LocalGroup(), False, CPU)
+    arrival = RecvBuffer((), ThreadChannel(ThreadWorld(), "channel 0 -> 1"), LocalGroup(), False, CPU)
     arrival.acknowledge[0] = lambda: pytest.fail("nothing has arrived")
     arrival.post(0)
     assert arrival.take(0) == []
@@ -90,7 +90,6 @@ def test_few_messages_are_held(monkeypatch: pytest.MonkeyPatch, p: int, v: int) 
     chain = Chain((1, p, 1), "interleaved_1f1b", v, m)
 
     def body(rank: int) -> int:
-        leave_machine(rank)
         connection: Connection = connect(chain.manifest, CPU, "same")
         held[0] = 0
         step(chain, connection)
@@ -106,7 +105,6 @@ def test_evaluation_between_training_steps_changes_nothing(name: str, p: int, v:
     chain = Chain((1, p, 1), name, v, 2 * p)
 
     def body(rank: int) -> list[tuple[float, float]]:
-        leave_machine(rank)
         connection = connect(chain.manifest, CPU, "same")
         parallel, batch, found = chain.parallel(connection), chain.batch(), []
         for _ in range(3):

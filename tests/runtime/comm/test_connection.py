@@ -13,7 +13,7 @@ import torch.distributed as dist
 from autoptd.runtime.comm.connection import check_world_size, connect
 from autoptd.runtime.comm.groups import ProcessGroup
 from autoptd.runtime.program.mesh import Mesh
-from tests.ranks import leave_machine, run_ranks
+from tests.ranks import run_ranks
 from tests.runtime.chain import ROWS, WIDTH, Chain
 
 CPU = torch.device("cpu")
@@ -97,11 +97,10 @@ def test_groups_are_opened_once() -> None:
 
 
 def test_a_message_that_was_left_is_nobodys() -> None:
-    """Between machines, where channels have no groups of their own."""
+    """Though gloo's channels have no groups of their own."""
     chain = Chain((1, 2, 1), "1f1b", 1, 2)
 
     def body(rank: int) -> float:
-        leave_machine(rank)
         connection = connect(chain.manifest, CPU, "text")
         if rank == 0:
             connection.outgoing[1].send(torch.full((ROWS, WIDTH), 7.0, dtype=chain.dtype))

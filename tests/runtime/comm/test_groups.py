@@ -12,10 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm import groups
 from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup
 from autoptd.runtime.comm.rank import Rank, thread_ranks
-from autoptd.runtime.comm.shared_memory import SLOT_BYTES
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from tests.ranks import run_ranks
@@ -90,7 +88,7 @@ def test_what_is_only_moved_may_have_any_dtype() -> None:
     """NCCL knows neither int16 nor unsigned integers but bytes; of these gloo does not know uint16."""
 
     def move(rank: Rank) -> Any:
-        x = torch.full((SLOT_BYTES,), 5 + rank.tensor.index, dtype=torch.uint16)  # too much for shared memory
+        x = torch.full((100,), 5 + rank.tensor.index, dtype=torch.uint16)
         gathered = rank.tensor.all_gather(x)
         return [x.dtype for x in gathered], [int(x[5]) for x in gathered], int(rank.tensor.broadcast(x, 1)[5])
 
@@ -107,7 +105,7 @@ def test_what_is_gathered_may_lie_in_any_way() -> None:
     }
 
     def gather(rank: Rank) -> list[bool]:
-        start = torch.arange(SLOT_BYTES) + 1j  # too much for shared memory
+        start = torch.arange(100) + 1j
         given = [[kind(start * (index + 1)) for index in range(2)] for kind in kinds.values()]
         return [
             torch.equal(one, two)
@@ -127,7 +125,6 @@ def test_a_group_of_gpus_is_connected_when_it_is_made(
     monkeypatch.setattr(dist, "get_world_size", lambda group: size)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: made.append(group))
-    monkeypatch.setattr(groups, "share_memory", lambda group, device: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
     group: Any = object()
     ProcessGroup(group, torch.device(device))

@@ -1,4 +1,4 @@
-"""What replicas send each other by messages runs beside the step: nothing here goes by how fast anything is.
+"""What replicas send each other runs beside the step: nothing here goes by how fast anything is.
 
 A backward or forward waits in its middle until the message is there. What began only when it is waited for would never
 be there.
@@ -19,7 +19,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection, connect
 from autoptd.runtime.comm.timings import Span
 from autoptd.runtime.module.parallel import Parallel
-from tests.ranks import leave_machine, run_ranks
+from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.comm.test_timings import read_spans
 
@@ -33,9 +33,8 @@ def watch_end(posted: Any, end: Callable[[], None]) -> None:
     posted.work.get_future().then(lambda _: end())
 
 
-def bind(chain: Chain, rank: int) -> tuple[Parallel, Connection, Callable[[], float]]:
-    """The parallel model of a rank on a machine of its own, and the clock of its trace."""
-    leave_machine(rank)
+def bind(chain: Chain) -> tuple[Parallel, Connection, Callable[[], float]]:
+    """The parallel model of a rank, and the clock of its trace."""
     connection = connect(chain.manifest, CPU, "text")
     parallel = chain.parallel(connection)
     return parallel, connection, parallel._shapes[0].executor.measured.stopwatch.mark
@@ -69,7 +68,7 @@ def test_gradients_are_summed_before_the_last_backward_ends(tmp_path: Path) -> N
     chain.functions[0] = stage
 
     def body(rank: int) -> None:
-        parallel, connection, clock = bind(chain, rank)
+        parallel, connection, clock = bind(chain)
         data, begun, ended = connection.rank.data, list[float](), list[float]()
         post = data.post_all_reduce
 
@@ -111,7 +110,7 @@ def test_new_weights_come_while_the_next_step_runs() -> None:
     chain.functions[0] = stage
 
     def body(rank: int) -> None:
-        parallel, connection, clock = bind(chain, rank)
+        parallel, connection, clock = bind(chain)
         optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
         batch = chain.batch(rank)
         parallel(**batch)["loss"].backward()

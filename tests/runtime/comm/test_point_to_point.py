@@ -10,16 +10,14 @@ import torch
 
 from autoptd.runtime.comm.point_to_point import (
     Channel,
-    ProcessChannel,
     ThreadChannel,
     neighbours,
     process_channels,
     thread_channels,
 )
-from autoptd.runtime.comm.shared_channel import SharedChannel
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
-from tests.ranks import leave_machine, run_ranks
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -35,15 +33,6 @@ def test_neighbours_are_the_pipelines_and_its_two_ends() -> None:
     )
 
 
-def make_channels(rank: int, kind: str, mesh: Mesh) -> dict[tuple[int, int], Channel]:
-    if kind == "messages":
-        leave_machine(rank)
-    channels = process_channels(mesh, CPU)
-    kinds = {"memory": SharedChannel, "messages": ProcessChannel}
-    assert {type(channel) for channel in channels.values()} == {kinds[kind]}
-    return channels
-
-
 def both_ways(channels: Any, me: int) -> Any:
     """All send everything before anyone receives; then every tensor arrives in order."""
     out: Channel = channels[me, 1 - me]
@@ -56,7 +45,7 @@ def both_ways(channels: Any, me: int) -> Any:
     return arrived, out.counts["send"], back.elements["receive"]
 
 
-@pytest.mark.parametrize("kind", ["threads", "memory", "messages"])
+@pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_messages_arrive_in_order_both_ways(kind: str) -> None:
     mesh = Mesh(1, 2, 1)
     if kind == "threads":
@@ -64,7 +53,7 @@ def test_messages_arrive_in_order_both_ways(kind: str) -> None:
         shared = thread_channels(mesh, world)
         results = world.run(lambda me: both_ways(shared, me), [0, 1])
     else:
-        results = run_ranks(lambda me: both_ways(make_channels(me, kind, mesh), me), 2)
+        results = run_ranks(lambda me: both_ways(process_channels(mesh, CPU), me), 2)
     for me, (arrived, sent, elements) in enumerate(results):
         assert arrived == [(1 - me) * 100 + number for number in range(20)]
         assert (sent, elements) == (20, sum(range(1000, 1020)))
@@ -118,7 +107,7 @@ def test_what_has_arrived_is_let_go() -> None:
     """Gloo does not say when a message has left; the answer to it does."""
 
     def work(rank: int) -> tuple[bool, bool]:
-        channels = make_channels(rank, "messages", Mesh(1, 2, 1))
+        channels = process_channels(Mesh(1, 2, 1), CPU)
         out, back = channels[rank, 1 - rank], channels[1 - rank, rank]
         if rank == 1:
             back.receive((1000,), torch.float32, CPU).wait()
@@ -134,3 +123,20 @@ def test_what_has_arrived_is_let_go() -> None:
         return held, freed
 
     assert run_ranks(work, 2) == [(True, True), (True, False)]
+
+
+def test_a_pipeline_of_four_has_two_neighbours_each() -> None:
+    mesh = Mesh(1, 4, 1)
+
+    def pass_on(rank: int) -> list[int]:
+        channels = process_channels(mesh, CPU)
+        following, before = (rank + 1) % 4, (rank - 1) % 4
+        channels[rank, following].send(torch.tensor(rank))
+        channels[rank, before].send(torch.tensor(10 + rank))
+        pending = [channels[peer, rank].receive((), torch.int64, CPU) for peer in (before, following)]
+        received = [int(x.wait()) for x in pending]
+        for peer in (before, following):
+            channels[rank, peer].flush()
+        return received
+
+    assert run_ranks(pass_on, 4) == [[(rank - 1) % 4, 10 + (rank + 1) % 4] for rank in range(4)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from autoptd.runtime.comm.point_to_point import thread_channels
 from autoptd.runtime.comm.rank import CPU, Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
-from autoptd.runtime.comm.transfer import Arrival, Departure, Handover, is_scattered
+from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, is_scattered
 from autoptd.runtime.program.manifest import Boundary
 from autoptd.runtime.program.mesh import Mesh
 
@@ -53,15 +53,13 @@ def test_values_arrive_as_they_left(scatter_gather: bool) -> None:
         at = rank.coordinates
         channel = channels[mesh.rank_of(0, 0, at.tensor), mesh.rank_of(0, 1, at.tensor)]
         if at.pipeline == 0:
-            departure = Departure(
-                boundaries, channel, rank.tensor, scatter_gather, counts[at.tensor], "0 -> 1"
-            )
-            departure.put(5, [*values, own[at.tensor]])
-            departure.send(5)
+            buffer = SendBuffer(boundaries, channel, rank.tensor, scatter_gather, counts[at.tensor], "0 -> 1")
+            buffer.put(5, [*values, own[at.tensor]])
+            buffer.send(5)
             return []
-        arrival = Arrival(boundaries, channel, rank.tensor, scatter_gather, CPU)
-        arrival.post(5)
-        return arrival.take(5)
+        receiving = RecvBuffer(boundaries, channel, rank.tensor, scatter_gather, CPU)
+        receiving.post(5)
+        return receiving.take(5)
 
     results = world.run(body, thread_ranks(mesh, world))
     for index, received in enumerate(results[2:]):
@@ -71,12 +69,12 @@ def test_values_arrive_as_they_left(scatter_gather: bool) -> None:
     assert counts == [Counter({"0 -> 1": elements})] * 2
 
 
-def test_handover_passes_the_tensors_themselves() -> None:
-    handover = Handover()
+def test_a_local_boundary_passes_the_tensors_themselves() -> None:
+    boundary = LocalBoundary()
     x = torch.ones(2)
-    handover.put(3, [x])
-    assert handover.take(3)[0] is x
-    handover.put(4, [x])
-    handover.clear()
+    boundary.put(3, [x])
+    assert boundary.take(3)[0] is x
+    boundary.put(4, [x])
+    boundary.clear()
     with pytest.raises(KeyError):
-        handover.take(4)
+        boundary.take(4)

@@ -19,7 +19,7 @@ BLOCKS, PAGES = 6, 4000  # 96 MiB: more than glibc keeps by itself
 CODE = f"""
 import ctypes
 import resource
-from autoptd.runtime.heap import keep_heap
+from autoptd.runtime.health.malloc import disable_malloc_trim
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -33,7 +33,7 @@ def count_faults():
         libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-keep_heap()
+disable_malloc_trim()
 count_faults()
 print(count_faults())
 """
