@@ -1,4 +1,4 @@
-"""Torch's own encoders and decoders traced with any mask: they read its values, to see whether it is causal."""
+"""Keep torch's encoders and decoders from reading the values of their masks while they are traced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules import transformer
 
 @contextmanager
 def unread_masks() -> Iterator[None]:
-    """Let ``nn.TransformerEncoder`` take a mask as it is unless the user says that it is causal: passes prove it."""
+    """Let ``nn.TransformerEncoder`` take a mask as causal only if the user says so; the passes prove it later."""
     reads = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = _as_said
     try:

@@ -1,4 +1,4 @@
-"""The autocast that is on around `compile`: read, traced under, and left for all that the compiler computes itself."""
+"""The enclosing autocast context: read for the trace, and switched off for the compiler's own computations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoptd.passes.ir.autocast import KERNELS, Autocast
 
 
 def read_autocast(model: nn.Module) -> Autocast | None:
-    """The autocast that holds for `model` here; None: none.
+    """Return the enabled autocast context that applies to `model`, or None.
 
-    Where one is on it counts whatever device the weights are on, as the program will run elsewhere. Of two that of the
-    weights' device does, or for a model on the meta device that of CUDA devices.
+    It applies whatever device the weights are on, since the program may run on another. If two are enabled, the one of
+    the weights' device applies; for a model on the meta device, that of CUDA.
     """
     states = {d: Autocast(d, torch.get_autocast_dtype(d)) for d in KERNELS if torch.is_autocast_enabled(d)}
     if len(states) < 2:
@@ -28,7 +28,7 @@ def read_autocast(model: nn.Module) -> Autocast | None:
 
 @contextmanager
 def trace_under(state: Autocast | None) -> Iterator[None]:
-    """Let the trace, whose tensors are on the CPU, see the dtypes of `state`: forwards read ``x.dtype``."""
+    """Trace under the dtypes of `state` although the traced tensors are on the CPU: forwards read ``x.dtype``."""
     if state is None:
         with NoGradRegions():
             yield
@@ -38,7 +38,7 @@ def trace_under(state: Autocast | None) -> Iterator[None]:
 
 
 class NoGradRegions(TorchFunctionMode):
-    """Writes ``torch.no_grad`` inside of autocast regions as detached results: torch.export forgets it there."""
+    """Detached results in place of ``torch.no_grad`` inside autocast regions, where torch.export forgets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,13 @@ class NoGradRegions(TorchFunctionMode):
 
 
 def _detached(result: Any, args: Sequence[Any]) -> Any:
-    """A new floating tensor detached; what a call was given and gives back as it is."""
+    """Detach a new floating tensor; return any other value, and a tensor of `args`, as it is."""
     if not isinstance(result, Tensor) or not result.is_floating_point() or any(result is x for x in args):
         return result
     return result.detach()
 
 
 def _nesting() -> int:
-    """How many regions of autocast this is in."""
     count = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return int(count)
@@ -69,6 +68,6 @@ def _nesting() -> int:
 
 @contextmanager
 def leave_autocast() -> Iterator[None]:
-    """Compute as written, whatever is on around."""
+    """Switch every autocast context off."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield

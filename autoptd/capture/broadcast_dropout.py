@@ -1,4 +1,4 @@
-"""Dropout of what no sequence decides: whether each has a mask of its own, which a batch of one does not show."""
+"""Find dropouts of batch-independent values that need a mask per sequence, which a batch of one does not show."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from autoptd.runtime.user_warnings import warn_caller
 def mark_expanded(
     program: Program, layout: str, model: nn.Module, loss_fn: Callable[..., Tensor] | None
 ) -> Program:
-    """The `program` of one sequence, undivided, with dropouts marked of which a batch of two would have two masks.
+    """Mark the dropouts of the undivided, one-sequence `program` that would draw two masks for a batch of two.
 
-    As of positions that were expanded to the batch; those that all sequences share, [1, s], look alike here.
+    These act on positions expanded to the batch. Positions shared by all sequences, [1, s], look the same in a batch
+    of one, so the model is traced again with two.
     """
     found = _list_dropouts(program)
     if not found or all(i.batch_dim is None or i.shape[i.batch_dim] > 1 for i in program.inputs):
@@ -64,7 +65,7 @@ def mark_expanded(
 
 
 def _list_dropouts(program: Program) -> dict[int, fx.Node]:
-    """The dropouts of what does not depend on the batch, by their numbers."""
+    """Return the dropouts of values that do not depend on the batch, by operator number."""
     varying, found = set[fx.Node](), dict[int, fx.Node]()
     for node in program.stages[0].graph.nodes:
         if node.meta.get("role") == "input" or not varying.isdisjoint(node.all_input_nodes):

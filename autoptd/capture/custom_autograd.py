@@ -1,4 +1,4 @@
-"""Autograd functions in the user's code: a trace sees their forward alone, so their backward is compared."""
+"""Compare the backward of the user's autograd functions with their forward, which is all that a trace sees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIBRARY = (
 
 
 class Functions:
-    """The autograd functions that a trace went through: where, and with which arguments, the first time."""
+    """The autograd functions called during a trace, each with the place and arguments of its first call."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, tuple[str, tuple[Any, ...]]] = {}
@@ -34,7 +34,7 @@ class Functions:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Note every ``Function.apply`` in this block; activation checkpointing becomes the call it wraps."""
+        """Note every ``Function.apply`` in this block, and replace activation checkpointing by the call it wraps."""
         original = Function.__dict__["apply"]
         # Private: what is round a call that is not reentrant. A torch without it has its own trace of those.
         generator = getattr(checkpoint, _ROUND, None)
@@ -71,7 +71,7 @@ class Functions:
     def check(self) -> tuple[str, ...]:
         """Compare each function's own backward with autograd through its forward, on small random numbers.
 
-        Returns a log line for each, and for each checkpoint; raises ValueError where they differ or cannot be compared.
+        Returns a log line for each function and checkpoint. Raises ValueError if the two differ or cannot be compared.
         """
         says = "activation checkpointing is looked through; recompute= says what the backward computes again"
         compared = (_compare(cls, *noted) for cls, noted in self.seen.items())
@@ -107,7 +107,7 @@ def _compare(cls: Any, place: str, args: tuple[Any, ...]) -> str:
 
 
 def _small(value: Any) -> Any:
-    """A random stand-in for a traced tensor, each dimension at most 4."""
+    """Return a random stand-in for a traced tensor, each dimension at most 4."""
     if not isinstance(value, Tensor):
         return value
     shape = [min(size, 4) for size in value.shape]

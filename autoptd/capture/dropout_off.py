@@ -1,4 +1,4 @@
-"""Dropout left out of what runs, in whatever mode its modules are."""
+"""Switch dropout off, whatever mode the modules are in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
 
 
 def drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call applies a dropout that programs have; others are refused."""
+    """Return whether a call applies one of the dropouts that programs support."""
     if func in (F.dropout, torch.dropout, aten.dropout.default):
         given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
         return bool(given.get("p", 0.5) and given.get("train", given.get("training", True)))
@@ -42,8 +42,8 @@ def drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return False
 
 
-class Undropped(TorchFunctionMode):
-    """While it is entered, calls of dropout give back what they were given, and attention has none."""
+class DropoutOff(TorchFunctionMode):
+    """A mode in which dropouts return their input and attention drops nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})

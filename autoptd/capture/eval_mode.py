@@ -1,4 +1,4 @@
-"""Whether a model calls in evaluation what it does in training, dropout aside: a program has one forward."""
+"""Compare the operators that a model calls in evaluation with those of training: a program has one forward."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LEFT_OUT = DROPPING | {torch.rand}
 
 
 class Calls(TorchFunctionMode):
-    """Notes the functions that make a floating tensor while it is entered, with the plain numbers they take.
+    """A record of the calls that make a floating tensor, with the plain numbers they take; dropouts are left out.
 
-    Without dropout's; hooks are refused. Of those that are `expected`, it finds the place of the first that is another,
-    `found`, and of the first dropout, `dropped`.
+    Hooks are refused. Compared with the `expected` calls, `found` is the place of the first that differs, and
+    `dropped` the place of the first dropout.
     """
 
     def __init__(self, expected: Sequence[Call] | None = None) -> None:
@@ -54,7 +54,7 @@ class Calls(TorchFunctionMode):
 
 
 def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:
-    """What `run`, which calls `model`, does in evaluation, where its `training` calls are expected."""
+    """Run `run`, which calls `model`, in evaluation mode, and compare its calls with those of `training`."""
     calls = _run_otherwise(model, run, training)
     if (
         calls.found

@@ -1,4 +1,4 @@
-"""The inputs of one microbatch: read from the user's examples, or inferred from the model."""
+"""Read the inputs of one microbatch from the user's examples, or infer them from the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TARGETS = ("targets", "labels", "target", "y")
 
 @dataclass(frozen=True)
 class Examples:
-    """What one microbatch looks like: its tensors, the arguments that are no tensors, and who takes what.
+    """The inputs of one microbatch: its tensors, its other arguments, and which of them go to loss_fn.
 
     `targets` are the names given to loss_fn; all others go to the model's forward.
     """
@@ -43,7 +43,7 @@ class Examples:
 
     @property
     def fixed(self) -> tuple[Fixed, ...]:
-        """The arguments that are no tensors, for the manifest. TypeError for what it cannot hold."""
+        """Return the arguments that are not tensors, for the manifest. Raises TypeError if it cannot hold one."""
         return tuple(
             Fixed(name, encode_value(value, f"example input {name!r}"))
             for name, value in self.constants.items()
@@ -56,7 +56,7 @@ def read_examples(
     loss_fn: Callable[..., Tensor] | None,
     microbatch_size: int | None,
 ) -> Examples:
-    """Names, shapes and dtypes of one microbatch's inputs, in the order of forward's signature.
+    """Return names, shapes and dtypes of one microbatch's inputs, in the order of forward's signature.
 
     Raises ValueError where names, shapes or `microbatch_size` disagree, or where nothing can be inferred.
     """
@@ -102,7 +102,7 @@ def read_examples(
 
 
 def _warn_of_packing(given: Mapping[str, Any]) -> None:
-    """Where a cache that is not made says whether transformers takes a sequence for several."""
+    """Warn where transformers would take a sequence for several only because no cache is made."""
     if given.get("position_ids") is not None and given.get("attention_mask") is None:
         warn_caller(
             "position_ids come without attention_mask: transformers takes positions that start anew for packed "
@@ -113,7 +113,7 @@ def _warn_of_packing(given: Mapping[str, Any]) -> None:
 
 
 def make_example(manifest: Manifest) -> dict[str, Any]:
-    """One microbatch as the program was compiled for: tensors without values, and its fixed arguments."""
+    """Return one microbatch as compiled: tensors without values, and the fixed arguments."""
     tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
     return tensors | {
         argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed
@@ -121,14 +121,14 @@ def make_example(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
-    """What a call's positions stand for: forward's own arguments in order, then loss_fn's targets."""
+    """Return the names of a call's positional arguments: forward's own in order, then loss_fn's targets."""
     forward = inspect.signature(model.forward).parameters.values()
     own = [p.name for p in forward if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(dict.fromkeys((*own, *_target_names(loss_fn))))
 
 
 def _target_names(loss_fn: Callable[..., Tensor] | None, given: Collection[str] = ()) -> tuple[str, ...]:
-    """What `loss_fn` takes beside the output: what it must have, and what it may have that is a target or `given`."""
+    """Return what `loss_fn` takes besides the output: required arguments, and optional targets or `given` ones."""
     if loss_fn is None:
         return ()
     if not callable(loss_fn):

@@ -1,4 +1,4 @@
-"""nn.Module or fx.GraphModule -> Program of one stage, every node knowing its module path and source line."""
+"""Trace an nn.Module or fx.GraphModule into a Program of one stage, with module paths and source lines."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ def capture(
 ) -> Program:
     """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
-    The graph is what torch.export gives in training mode: aten's training operators, parameters as
-    ``get_attr`` nodes under their first ``state_dict`` name; `normalize` writes out what an autocast that is on casts.
-    Raises TypeError for what is not a plain module and ValueError for what cannot be traced, with the user's file and
-    line.
+    The graph is that of torch.export in training mode: aten's training operators, and parameters as ``get_attr`` nodes
+    under their first ``state_dict`` name. `normalize` writes autocast out. Raises TypeError for anything but a plain
+    module, and ValueError for what cannot be traced, with the user's file and line.
     """
     check_model(model)
     for part in (model, loss_fn):
@@ -86,7 +85,7 @@ def capture(
 
 
 def check_model(model: object) -> None:
-    """Raise TypeError for what is no plain module."""
+    """Raise TypeError if `model` is not a plain module."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {name}; expected an nn.Module or an fx.GraphModule")
@@ -133,7 +132,7 @@ def _export(
 
 
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
-    """Warn, and give log lines, where evaluation is not training without dropout."""
+    """Warn, and yield log lines, where evaluation differs from training without dropout."""
     training = tuple(objective.calls.made)
     try:
         with run_without_data(mode), Functions().watch():
@@ -160,13 +159,12 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
 
 
 def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
-    """Where in the user's code it comes from, and what it says first."""
+    """Return the error's place in the user's code, and its first line."""
     place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
     return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _explain(error: Exception, model: nn.Module) -> str:
-    """What stopped the trace, where in the user's code, and the ways out."""
     place, found = _describe(error, model)
     return (
         f"{place}: the model cannot be traced ({found}). "
@@ -176,7 +174,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """The user's tensors: their home names, and which placeholder of the exported graph is which."""
+    """The user's tensors under their first names, and the exported graph's placeholder of each."""
 
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
@@ -187,9 +185,9 @@ class _Tensors:
 def _name_tensors(
     model: nn.Module, loss_fn: object, exported: ExportedProgram, written: Mapping[str, Tensor]
 ) -> _Tensors:
-    """Give every tensor the first name it has in the user's modules; a tied one's other names are aliases.
+    """Give every tensor its first name in the user's modules; further names of a tied one are aliases.
 
-    ValueError for a constant that was read where forward had `written` another tensor in the end, by its place.
+    Raises ValueError, with the place, for a constant where forward has `written` another tensor by the end.
     """
     homes: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -245,7 +243,7 @@ def _name_tensors(
 
 
 def _first_use(exported: ExportedProgram, placeholder: str) -> str:
-    """The operator that reads an input of the exported graph first, and its place: "aten.add.Tensor (gpt.py:52)"."""
+    """Describe the operator that reads an input of the exported graph first: "aten.add.Tensor (gpt.py:52)"."""
     node = next(node for node in exported.graph.nodes if node.name == placeholder)
     user = next(iter(node.users), node)
     line = short_line(user.meta.get("stack_trace") or "")
@@ -262,7 +260,7 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
 
 
 def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:
-    """The exported graph in our conventions: inputs by their own names, tensors as get_attr at first use."""
+    """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     specs = exported.graph_signature
     inputs = [s.arg.name for s in specs.input_specs if s.kind is InputKind.USER_INPUT]
     names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
@@ -297,7 +295,7 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
 
 
 def _check_value(node: fx.Node) -> None:
-    """Refuse a number that depends on data, such as the length of a list made of a tensor."""
+    """Raise ValueError for a number that depends on data, such as the length of a list made from a tensor."""
     if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
         raise ValueError(
             f"{where(node)}: {node.target} makes a number of a tensor's values, and a graph with sizes of its own for "
@@ -306,7 +304,7 @@ def _check_value(node: fx.Node) -> None:
 
 
 def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
-    """The graph of a ``torch.no_grad`` or autocast region, which the exported graph calls as a submodule."""
+    """Return the graph of a ``torch.no_grad`` or autocast region, which the exported graph calls as a submodule."""
     region = getattr(owner, str(node.target))
     for inner in region.graph.nodes:
         nested = _region(region, inner) if inner.op == "get_attr" else None

@@ -1,4 +1,4 @@
-"""A copy of a module with the structure of the user's and none of its data."""
+"""Copy the structure of the user's module without its data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STRUCTURE = (nn.Module, Tensor, list, tuple, dict, set, MethodType, functools.p
 
 
 def make_mode() -> FakeTensorMode:
-    """The mode in which the skeleton's tensors are made: all on the CPU, none with data.
+    """Return the mode of the skeleton's tensors: all on the CPU, none with data.
 
-    CPU and not meta, so that a model which writes ``torch.arange(s)`` or ``torch.tensor([...])`` without a
+    The CPU rather than meta, so that a model which writes ``torch.arange(s)`` or ``torch.tensor([...])`` without a
     device traces wherever its weights are.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -30,9 +30,9 @@ def make_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def run_without_data(mode: FakeTensorMode) -> Iterator[None]:
-    """Run what is called in `mode`; torch does not log a traceback for operators that only a trace takes.
+    """Run a block in `mode`, without torch's log of tracebacks for operators that only a trace supports.
 
-    What the user gave to ``torch.compile`` runs as it is written: its kernels would read memory that is not there.
+    What the user gave to ``torch.compile`` runs as written: its kernels would read memory that does not exist.
     """
     noisy = logging.getLogger(fake_tensor.__name__)
     before, noisy.disabled = noisy.disabled, True
@@ -46,8 +46,8 @@ def run_without_data(mode: FakeTensorMode) -> Iterator[None]:
 def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Copy `model`'s structure; every parameter and buffer becomes a twin without data, ties kept.
 
-    Nothing of the user's is changed and no weight is copied. The copy is in training mode; a model that is
-    training already keeps its submodules' own modes. Raises TypeError naming what cannot be copied.
+    The user's model stays unchanged and no weight is copied. The copy is in training mode; a model that is training
+    already keeps the modes of its submodules. Raises TypeError naming what cannot be copied.
     """
     return copy_structure(model, lambda tensor: _twin(tensor, mode))
 
@@ -77,9 +77,9 @@ def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.
 
 
 def _copy_function(function: FunctionType, twins: dict[int, object]) -> FunctionType:
-    """`function` with the `twins` of what it closes over, as ``lambda x: x @ self.weight``: Python copies none.
+    """Copy `function` with the `twins` of its closure, as ``lambda x: x @ self.weight``: Python copies none.
 
-    Other variables stay one with those of functions that are not copied.
+    Other variables stay shared with functions that are not copied.
     """
     if not function.__closure__:
         return function
@@ -115,7 +115,7 @@ def _twin_of(value: object, twins: dict[int, object]) -> object:
 
 
 def set_training(model: nn.Module) -> None:
-    """Put `model` in training mode, in which models are traced; one that is in it keeps its submodules' own modes."""
+    """Put `model` in training mode for the trace; one that is in it keeps the modes of its submodules."""
     if model.training:
         return
     if isinstance(model, fx.GraphModule):  # torch.export's refuse train()
@@ -134,7 +134,7 @@ def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _loose_tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Tensors that a module holds as plain attributes, in containers included."""
+    """Yield the tensors that a module holds as plain attributes, in containers included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

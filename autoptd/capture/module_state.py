@@ -1,4 +1,4 @@
-"""What modules hold beside parameters and buffers: in attributes, and in lists, dicts and plain objects among them."""
+"""The state of modules besides parameters and buffers: attributes, and lists, dicts and objects in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def list_held(objective: nn.Module) -> dict[str, Any]:
-    """All values by their places: "h.0.count", "state['count']". What `objective` itself holds is not the user's."""
+    """Return all values by their places, "h.0.count" or "state['count']", without those of `objective` itself."""
     return {
         f"{path}{name}".removeprefix("captured").removeprefix("."): value
         for path, holder in _holders(objective)
@@ -28,7 +28,7 @@ def list_held(objective: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def keeping_attributes(objective: nn.Module) -> Iterator[None]:
-    """Afterwards all modules hold what they held: attributes, buffers, modes, and what is in their lists and dicts."""
+    """Restore after the block what all modules held: attributes, buffers, modes, and their containers."""
     parts = list(objective.modules())
     holders = [vars(objective), *(part._buffers for part in parts)]
     holders += [vars(held) if _is_object(held) else held for _, held in _holders(objective)]
@@ -52,7 +52,7 @@ def _flatten(holder: Any) -> list[Any]:
 
 
 def _holders(objective: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every module but `objective`, and what it holds that holds something itself, each once, with its path."""
+    """Yield every module but `objective`, and every container in one, each once, with its path."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [(path, part) for path, part in objective.named_modules() if path]
     for path, holder in pending:
@@ -72,14 +72,14 @@ def _holds(value: object) -> bool:
 
 
 def _is_object(value: object) -> bool:
-    """Whether a value has attributes that are anybody's: a module's, a configuration's."""
+    """Return whether a value has attributes of the user's: a module, a configuration."""
     foreign = isinstance(value, (Tensor, type, ModuleType)) or type(value).__module__.startswith("torch.")
     plain = hasattr(value, "__dict__") and not callable(value) and not foreign
     return isinstance(value, nn.Module) or plain
 
 
 def _entries(holder: Any) -> Iterator[tuple[str, Any]]:
-    """What `holder` has, each as it is written behind the holder's own name."""
+    """Yield the entries of `holder`, each named as written after the holder's own name."""
     if _is_object(holder):
         own = _TORCH if isinstance(holder, nn.Module) else ()
         yield from ((f".{name}", value) for name, value in list(vars(holder).items()) if name not in own)

@@ -1,4 +1,4 @@
-"""The model together with its loss, as one module of positional tensors: what capture exports."""
+"""The module that capture exports: the model with its loss, a function of positional tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoptd.runtime.program.manifest import Output
 
 
 class Result:
-    """What a call left beside the loss (an object of its own: torch.export undoes plain attributes)."""
+    """The rest of a call's results, besides the loss; an object, since torch.export undoes plain attributes."""
 
     def __init__(self) -> None:
         self.output = Output("tensor")
@@ -26,10 +26,10 @@ class Result:
 
 
 class Objective(nn.Module):
-    """Calls `model` with the inputs named in `names`, and returns the scalar loss alone.
+    """A module that calls `model` with the inputs named in `names` and returns the scalar loss alone.
 
-    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments
-    that are not tensors. After a call `result` says what the model returned round the loss, and `calls` what it called.
+    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that are not
+    tensors. After a call, `result` describes the model's whole output, and `calls` its calls.
     """
 
     def __init__(
@@ -85,18 +85,18 @@ def _call(model: nn.Module, given: Mapping[str, Any]) -> object:
 
 
 class DataDependentError(Exception):
-    """Control flow depends on a tensor's values; its cause says where.
+    """Control flow that depends on a tensor's values; the cause has the place.
 
-    Not torch's own, for which it prints the whole graph so far.
+    Torch's own error would print the whole graph so far.
     """
 
 
 class LossError(ValueError):
-    """The model or loss_fn gave no scalar loss."""
+    """A model or loss_fn that returned no scalar loss."""
 
 
 def find_loss(result: object) -> tuple[Tensor, Output]:
-    """The scalar loss in what a model returned, and the shape of the whole. Raises LossError."""
+    """Return the scalar loss in a model's output, and the structure of the output. Raises LossError."""
     if isinstance(result, Tensor):
         if _is_loss(result):
             return result, Output("tensor")
@@ -117,7 +117,7 @@ def find_loss(result: object) -> tuple[Tensor, Output]:
 
 
 def describe(result: object) -> str:
-    """What a value is, in a few words: type, shapes, keys."""
+    """Describe a value in a few words: type, shapes, keys."""
     if isinstance(result, Tensor):
         return f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')}"
     name = type(result).__name__
@@ -129,7 +129,7 @@ def describe(result: object) -> str:
 
 
 def _type_name(value: object) -> str:
-    """Where every rank finds the class. Raises ValueError for one that only the function has that defines it."""
+    """Return the name by which every rank finds the class; raise ValueError for one defined in a function."""
     name = type(value).__qualname__
     if "<locals>" in name:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a forward does besides computing its loss: a program would leave it out in silence, so it is refused."""
+"""Refuse what a forward does besides computing its loss, since a program would silently leave it out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SideEffectError(ValueError):
-    """The model does what a traced program cannot do again in every step."""
+    """A side effect that a traced program cannot repeat in every step."""
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise SideEffectError for the first hook on a gradient: a program's ranks have parameters of their own."""
+    """Raise SideEffectError for the first hook on a gradient, as a program's ranks have their own parameters."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise SideEffectError(
@@ -42,9 +42,9 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> Iterator[None]:
-    """Raise SideEffectError where a forward in this block assigns buffers or draws from generators outside of torch.
+    """Raise SideEffectError if a forward in this block assigns buffers or draws from a foreign generator.
 
-    Warn of the numbers that it counts; keep in `assigned` the tensors that were where it puts others, by their places.
+    Warns of numbers that forward changes. `assigned` gets the tensors that forward replaced, by their places.
     """
     buffers, held = _list_buffers(objective), list_held(objective)
     drawn = _random_states(held)
@@ -91,7 +91,7 @@ def _list_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:
-    """What Python's own generator, numpy's where it is in use, and those of `held` draw from next."""
+    """Return the states of Python's generator, numpy's if in use, and those in `held`."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
     kinds: tuple[Any, ...] = (random.Random,)
     numpy = sys.modules.get("numpy")

@@ -1,4 +1,4 @@
-"""Places in the user's own code: which frame of a stack is theirs."""
+"""Find the frame of a stack that lies in the user's own code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def user_line(frames: Sequence[FrameSummary]) -> str:
-    """The innermost frame outside of torch and this package: "/home/me/gpt.py:52: y = f(x)", or ""."""
+    """Return the innermost frame outside torch and this package: "/home/me/gpt.py:52: y = f(x)", or ""."""
     for frame in reversed(frames):
         if not _is_foreign(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
@@ -24,7 +24,7 @@ def user_line(frames: Sequence[FrameSummary]) -> str:
 
 
 def short_line(stack_trace: str) -> str:
-    """The same place in a graph node's recorded stack, without folder and code: "gpt.py:52", or ""."""
+    """Return the user's place in a graph node's recorded stack, without folder and code: "gpt.py:52", or ""."""
     frames = [(file, line) for file, line in _FRAME.findall(stack_trace) if not _is_foreign(file)]
     return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 

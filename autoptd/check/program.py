@@ -1,4 +1,4 @@
-"""The static proof over all ranks: what a program says in one place fits what it says in every other."""
+"""Prove statically, over all ranks, that the parts of a program agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProgramError(Exception):
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raise `ProgramError` for what no manifest says, whatever the texts: what else is taken as it is given."""
+    """Raise `ProgramError` for a manifest that no program can have, whatever its texts say."""
     mesh, way = manifest.mesh, "correct it in the manifest, or save the program again"
     counts = ("microbatch_size", "num_microbatches", "num_model_chunks", "num_shapes")
     try:
@@ -66,14 +66,13 @@ def check_program(
 ) -> tuple[str, ...]:
     """Raise `ProgramError` for the first contradiction between `manifest`, `stages` and `schedule`.
 
-    Proved, for all ranks at once: every send has its receive, in the same order at both ends of each channel,
-    and no cycle of waits remains; a stage gives what the next one takes; every parameter has its home, its
-    slices add up to it and all its owners slice it alike; and the tensor ranks together compute what one
-    device would, forward and backward (`tensor_proof`). All tensor ranks of a stage run one text without
-    branches, so that their collectives have one order. What one rank computes by itself is not compared with the
-    model: `verify` does that.
+    Proved, for all ranks at once: every send has its receive, in the same order at both ends of each channel, and no
+    cycle of waits remains; a stage returns what the next one takes; every parameter has its home, its slices add up to
+    it and all its owners slice it alike; and the tensor ranks together compute what one device would, forward and
+    backward (`tensor_parallel`). All tensor ranks of a stage run one text without branches, so their collectives have
+    one order. What one rank computes by itself is not compared with the model: `verify` does that.
 
-    Returns a line for each operator that the proof does not cover; none where it covers all.
+    Returns a line for each operator that the proof does not cover.
     """
     if len(stages) != len(manifest.stages):
         raise ProgramError(f"the program has {len(stages)} stages, its manifest lists {len(manifest.stages)}")
@@ -195,7 +194,7 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
 
 
 def _constants(graph: fx.Graph) -> Mapping[str, Any]:
-    """What ``constants(p)`` makes."""
+    """Return the values that ``constants(p)`` makes."""
     outputs = [node for node in graph.nodes if node.op == "output"]
     table: Any = outputs[0].args[0] if outputs else {}
     return table if isinstance(table, Mapping) else {}
@@ -233,7 +232,7 @@ def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest
 
 
 def _check_boundary(sender: StageInterface, receiver: StageInterface) -> None:
-    """Both ends of a boundary must list the same values in the same order."""
+    """Raise `ProgramError` unless both ends of a boundary list the same values in the same order."""
     at = f"boundary between stages {sender.index} and {receiver.index}"
     if len(sender.sends) != len(receiver.receives):
         raise ProgramError(

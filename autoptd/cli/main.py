@@ -1,4 +1,4 @@
-"""The command line: each command is one call of the Python interface, and prints what that returns."""
+"""The command line: each command is one call of the Python interface, and prints the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FLAG: Any = argparse.BooleanOptionalAction
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, or 1 where it found something wrong. Under torchrun rank 0 alone does it."""
+    """Run one command and return 0, or 1 if it found something wrong. Under torchrun only rank 0 runs it."""
     args = make_parser().parse_args(argv)
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -137,7 +137,7 @@ def _describe_verified(report: Report) -> dict[str, Any]:
 
 
 def _check_files(*paths: Path | None) -> None:
-    """Before the work: raise ValueError for a path that no file can be written to."""
+    """Raise ValueError, before the work starts, for a path that cannot be written."""
     given = [path for path in paths if path is not None]
     if len({path.resolve() for path in given}) < len(given):
         raise ValueError(f"{given[0]} is given twice: give each file a name of its own")
@@ -177,7 +177,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _load(folder: Path) -> CompiledProgram:
-    """A saved program; ValueError with the nearest that there is."""
+    """Load a saved program; raise ValueError with the nearest existing one."""
     if not folder.is_dir():
         saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
         raise ValueError(
@@ -188,7 +188,7 @@ def _load(folder: Path) -> CompiledProgram:
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a Python call; what was not given has that call's default."""
+    """Return the given arguments of a Python call; the others keep the defaults of that call."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
@@ -210,7 +210,7 @@ def _describe_simulation(simulation: Simulation) -> dict[str, object]:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no nan and no infinity."""
+    """Return None for nan and infinity, which JSON does not have."""
     return number if math.isfinite(number) else None
 
 
@@ -234,13 +234,13 @@ def _read_recompute(text: str) -> str | int:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that says the nearest command or option to a wrong one."""
+    """An ArgumentParser that suggests the nearest command or option."""
 
     given: Sequence[str] = ()
     commands: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here what is unknown, where the command's own options are known."""
+        """Refuse unknown arguments here, where the command's own options are known."""
         self.given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -343,7 +343,7 @@ COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
 
 
 def make_parser() -> Parser:
-    """All commands and their arguments; those with a ! must be given."""
+    """Return the parser of all commands; arguments with a ! are required."""
     parser = Parser(
         prog="autoptd", description="Plan, compile, examine, time and prove parallel training programs."
     )

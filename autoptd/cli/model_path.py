@@ -1,4 +1,4 @@
-"""A model by its name on the command line: "package.module:callable", called without arguments."""
+"""Find a model by its name on the command line: "package.module:callable", called without arguments."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "pure
 
 
 def make_model(name: str, device: str = "meta") -> nn.Module:
-    """Import the module, call the callable on `device`, and return the model; on the meta device weights cost nothing.
+    """Import the module, call the callable on `device`, and return the model.
 
-    Raises ValueError for a name that leads nowhere, with the nearest one, for a callable that needs arguments, and
-    for what the user's own code raises, with its place there; TypeError where no nn.Module comes out.
+    Weights on the meta device cost nothing. Raises ValueError, with the nearest name, for a name that does not exist,
+    for a callable that needs arguments, and for what the user's own code raises, with its place; TypeError if the
+    result is not an nn.Module.
     """
     path, colon, attribute = name.partition(":")
     if not (path and colon and attribute):
@@ -71,7 +72,7 @@ def _import(path: str, name: str) -> ModuleType:
 
 
 def _failed(name: str, error: Exception) -> ValueError:
-    """What the user's own code raised; of a file that is no Python, the error itself has the place."""
+    """Return the error of the user's own code with its place, which a SyntaxError has itself."""
     frames = traceback.extract_tb(error.__traceback__)
     line = user_line([frame for frame in frames if not frame.filename.startswith(LIBRARIES)])
     place = "" if isinstance(error, SyntaxError) or not line else f", at {line}"
@@ -81,6 +82,6 @@ def _failed(name: str, error: Exception) -> ValueError:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean x?)" where one of `known` looks like `name`, else nothing."""
+    """Return " (did you mean x?)" if one of `known` resembles `name`, else ""."""
     near = get_close_matches(name, list(known), 1)
     return f" (did you mean {near[0]}?)" if near else ""

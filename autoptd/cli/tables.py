@@ -1,4 +1,4 @@
-"""What the command line prints: tables on a terminal, plain columns elsewhere."""
+"""Print the results of the command line: tables on a terminal, plain columns elsewhere."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHOWN_RANKS = 16
 
 
 def open_console() -> Console:
-    """The terminal's own width, and a fixed one where the output is no terminal: it compares from run to run."""
+    """Return a console of the terminal's width, or of a fixed width elsewhere, to compare run with run."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def print_overview(console: Console, program: Overview) -> None:
-    """Mesh, schedule, stages, communication, and what the passes said."""
+    """Print mesh, schedule, stages, communication, and the log of the passes."""
     first, *rest = headline(program)
     console.print(f"[bold]{escape(first)}[/]")
     print_lines(console, rest)
@@ -46,7 +46,7 @@ def print_overview(console: Console, program: Overview) -> None:
 
 
 def print_simulation(console: Console, simulation: Simulation) -> None:
-    """The step's time and where it goes, and the memory of every rank."""
+    """Print the step's time with its breakdown, and the memory of every rank."""
     numbers = [
         ("step", format_seconds(simulation.step_seconds)),
         ("per device", f"{format_teraflops(simulation.tflops_per_device)} TFLOP/s"),
@@ -66,7 +66,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
 
 
 def print_cluster(console: Console, cluster: Cluster) -> None:
-    """What its devices and the links inside a node reach."""
+    """Print what the devices and the links inside a node reach."""
     device, node = cluster.device, cluster.node
     console.print(f"[bold]{escape(cluster.name)}[/], {cluster.devices_at_once} compute at a time")
     rates = [
@@ -96,7 +96,7 @@ def _format_link(rate: float, link: Link) -> str:
 
 
 def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
-    """The best plans first; a time that is a lower bound has a >=, and memory a mark where it is not known to fit."""
+    """Print the best plans; >= marks a time that is a lower bound, and a mark a memory that may not fit."""
     head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
     rows = [
         [
@@ -134,7 +134,7 @@ def _print_memory(console: Console, simulation: Simulation) -> None:
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Each as it is: what looks like markup in a user's name is none."""
+    """Print lines as they are, without reading a user's names as markup."""
     for line in lines:
         console.print(line, markup=False, soft_wrap=not console.is_terminal)
 
@@ -142,7 +142,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 def _print_table(
     console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int] = (0,)
 ) -> None:
-    """Columns `words` to the left, numbers to the right."""
+    """Print columns `words` to the left, numbers to the right."""
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, show_header=any(head), pad_edge=False)
     for column, name in enumerate(head):
         table.add_column(name, justify="left" if column in words else "right", overflow="fold")

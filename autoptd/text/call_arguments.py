@@ -1,4 +1,4 @@
-"""Two ways to write the same call: short, as a person reads it, and positional, as a graph holds it."""
+"""Convert a call between its short form, for people, and its positional form, as a graph holds it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The call without arguments that only repeat their default, and options by name.
+    """Drop the arguments that repeat their default, and pass options by name.
 
-    ``sdpa(q, k, v, None, 0.0, True)`` becomes ``sdpa(q, k, v, is_causal=True)``; values stay where they are,
-    and so do an operator's required arguments.
+    ``sdpa(q, k, v, None, 0.0, True)`` becomes ``sdpa(q, k, v, is_causal=True)``; values stay in place, and so do an
+    operator's required arguments.
     """
     known = _positional(target)
     if known is None or len(args) > len(known):
@@ -43,7 +43,7 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """The call with every argument that can go by position in its position; skipped ones at their default."""
+    """Pass every argument by position that can go so; skipped ones get their default."""
     known = _positional(target)
     if known is None or len(args) > len(known):
         return tuple(args), dict(kwargs)
@@ -60,7 +60,7 @@ def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @cache
 def _positional(target: Any) -> tuple[tuple[str, Any], ...] | None:
-    """Name and default of each argument that can go by position; None where they cannot all be named."""
+    """Return name and default of each positional argument, or None if they cannot all be named."""
     if isinstance(target, OpOverload):
         known = tuple(
             (argument.name, argument.default_value if argument.has_default_value() else _REQUIRED)

@@ -1,4 +1,4 @@
-"""What stands beside a program's lines: shapes, bytes, module headings."""
+"""Write the comments of a program: shapes, bytes, communication, module headings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN_HEADING = 8
 
 
 def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = None, tensor: int = 1) -> str:
-    """``bf16[256, 1, 3072/4]``: a rank's share, its `divided` dimension as the whole over the ranks."""
+    """Write ``bf16[256, 1, 3072/4]``: a rank's share, its `divided` dimension as the whole over the ranks."""
     sizes = [str(size) for size in shape]
     if divided is not None and tensor > 1 and sizes:
         sizes[divided] = f"{shape[divided] * tensor}/{tensor}"
@@ -40,7 +40,7 @@ def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = 
 
 
 def write_bytes(count: int) -> str:
-    """``524 kB``: three digits, decimal units."""
+    """Write ``524 kB``: three digits, decimal units."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 999.5 or unit == "TB":
@@ -50,12 +50,12 @@ def write_bytes(count: int) -> str:
 
 
 def write_value_shape(node: fx.Node, tensor: int) -> str:
-    """The shape of a node's value, or of each part of it; empty where it is unknown."""
+    """Write the shape of a node's value, or of each part; empty if it is unknown."""
     return _shape_of(node.meta.get("val"), node.meta.get("divided"), tensor)
 
 
 def write_communication(node: fx.Node, tensor: int) -> str:
-    """What the call sends to the other tensor ranks, forward or backward; empty where nothing."""
+    """Write what the call sends to the other tensor ranks, forward or backward; empty if nothing."""
     target = node.target
     module = getattr(target, "__module__", None) or ""
     value = node.meta.get("val")
@@ -74,7 +74,7 @@ def write_communication(node: fx.Node, tensor: int) -> str:
 
 
 def write_hidden(node: fx.Node, tensor: int) -> str:
-    """What the call's backward sends to the other tensor ranks while it computes; empty where nothing."""
+    """Write what the call's backward sends to the other tensor ranks while it computes; empty if nothing."""
     if tensor == 1 or node.target not in COPIED:
         return ""
     size = write_bytes(tensor_bytes(node.args[1].meta["val"]))  # type: ignore[union-attr]
@@ -83,7 +83,7 @@ def write_hidden(node: fx.Node, tensor: int) -> str:
 
 
 def _shape_of(value: Any, divided: Any, tensor: int) -> str:
-    """Where the value has parts, `divided` has one dimension (or None) for each, or one for all."""
+    """Write a value's shape; for a value with parts, `divided` has a dimension (or None) for each, or one for all."""
     if isinstance(value, Tensor):
         return write_shape(value.dtype, value.shape, divided, tensor)
     if isinstance(value, (tuple, list)):
@@ -96,7 +96,7 @@ def _shape_of(value: Any, divided: Any, tensor: int) -> str:
 
 
 class Headings:
-    """Under which module's heading each path is told, and what range of the model a stage covers."""
+    """The module heading that each path belongs under, and the range of the model that a stage covers."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         calls: Counter[str] = Counter()
@@ -116,22 +116,22 @@ class Headings:
         self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
 
     def group(self, path: str) -> str:
-        """The module whose heading covers `path`: itself, or its parent where it is a small leaf."""
+        """Return the module whose heading covers `path`: itself, or its parent if it is a small leaf."""
         return self._group.get(path, path)
 
     def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:
-        """The name over a run of `nodes` told under `path`."""
+        """Return the heading over a run of `nodes` under `path`."""
         if path:
             return path
         leaves = dict.fromkeys(node.meta.get("path", "").rpartition(".")[2] for node in nodes)
         return ", ".join(leaf for leaf in leaves if leaf) or "loss" * _is_loss(nodes) or "model"
 
     def stage_range(self, index: int) -> str:
-        """``h.6 - h.11, ln_f``: the repeated blocks and the modules between them that a stage computes."""
+        """Return ``h.6 - h.11, ln_f``: the repeated blocks and the modules between them in a stage."""
         return self.path_range(self._paths[index]) or "loss"
 
     def path_range(self, paths: Iterable[str]) -> str:
-        """The same of the calls under `paths`; empty where they are under no module."""
+        """Return the same range for calls under `paths`; empty if they are under no module."""
         blocks = [b for b in dict.fromkeys(map(_block, paths)) if b and _is_block(b, self._outer)]
         texts = [
             (_short(block) if self._shorten else block) + " (part)" * (len(self._ranges[block]) > 1)
@@ -147,7 +147,7 @@ class Headings:
 
 
 def stage_bytes(stage: Stage, tensor: int) -> int:
-    """Bytes of the parameters and buffers that one rank holds of a stage."""
+    """Return the bytes of the parameters and buffers that one rank holds of a stage."""
     return sum(
         prod(p.placement.local_shape(p.shape, tensor)) * p.dtype.itemsize for p in stage.parameters.values()
     )
@@ -159,7 +159,7 @@ def _is_loss(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _block(path: str) -> str:
-    """The path up to its first number ("h.6" of "h.6.attn.c_attn"), or all of it."""
+    """Return the path up to its first number ("h.6" of "h.6.attn.c_attn"), or all of it."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -168,19 +168,19 @@ def _block(path: str) -> str:
 
 
 def _short(block: str) -> str:
-    """Without the containers round it: "h.6" of "transformer.h.6", "ln_f" of "transformer.ln_f"."""
+    """Drop the containers of a path: "h.6" of "transformer.h.6", "ln_f" of "transformer.ln_f"."""
     parts = block.split(".")
     return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
 def _caller(path: str, calls: Mapping[str, int]) -> str:
-    """The module round a leaf; where that is a container of them all (a ModuleDict), the model."""
+    """Return the module around a leaf; if that is a container (a ModuleDict), the model."""
     parent = path.rpartition(".")[0]
     return parent if parent in calls or any(part.isdigit() for part in parent.split(".")) else ""
 
 
 def _is_block(block: str, outer: set[str]) -> bool:
-    """Whether it says more than its containers would: "transformer" round "transformer.h.0" does not."""
+    """Return whether a path says more than its containers: "transformer" beside "transformer.h.0" does not."""
     return block not in outer or block.rpartition(".")[2].isdigit()
 
 

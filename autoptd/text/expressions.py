@@ -1,4 +1,4 @@
-"""How a node is written in a rank program: the names, the operator, the arguments."""
+"""Write a node as an expression of a rank program: names, operator, arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN = re.compile(r"[^\"\\\n\r\t]*")
 
 
 class Names:
-    """The names that the values of one function go by: the nodes' own, made legal and unlike each other."""
+    """The names of one function's values: those of the nodes, made legal and distinct."""
 
     def __init__(self, parameters: str = "p") -> None:
         self._texts: dict[fx.Node, str] = {}
@@ -34,7 +34,7 @@ class Names:
         self._parameters = parameters
 
     def add(self, node: fx.Node) -> str:
-        """Give `node` its name: ``p["..."]`` for what it owns, ``rank`` for its rank."""
+        """Give `node` its name: ``p["..."]`` for a parameter, ``rank`` for the rank."""
         if node.op == "get_attr":
             text = f"{self._parameters}[{quote(str(node.target))}]"
         elif node.op == "placeholder" and node.meta.get("role") == "rank":
@@ -45,7 +45,7 @@ class Names:
         return text
 
     def take(self, name: str) -> str:
-        """A name like `name` that nothing else has."""
+        """Return a name like `name` that is still free."""
         text = self._unique(name)
         self._taken.add(text)
         return text
@@ -66,10 +66,10 @@ class Names:
 
 
 def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, list[str]]:
-    """The operator and the arguments of a call, ``("aten.linear", ["x", 'p["w"]'])``.
+    """Return the operator and the arguments of a call, ``("aten.linear", ["x", 'p["w"]'])``.
 
-    `device` is how a device is written ("rank.device"); None leaves device, layout and pinning out. Raises
-    ValueError for a node that a rank program cannot hold.
+    `device` is how a device is written ("rank.device"); None leaves device, layout and pinning out. Raises ValueError
+    for a node that a rank program cannot hold.
     """
     if node.op != "call_function":
         raise ValueError(
@@ -97,7 +97,7 @@ def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, li
 
 
 def write_index(node: fx.Node, names: Names, device: str | None) -> str:
-    """``x[0]`` for a call of operator.getitem."""
+    """Write ``x[0]`` for a call of operator.getitem."""
     value, index = node.args
     items = index if isinstance(index, tuple) and index else (index,)
     inner = ", ".join(_index(item, names, device) for item in items)
@@ -111,7 +111,7 @@ def is_index(node: fx.Node) -> bool:
 
 
 def write_value(value: Any, names: Names, device: str | None) -> str:
-    """An argument as Python source."""
+    """Write an argument as Python source."""
     kind = type(value)
     if kind is fx.Node:
         return names[value]
@@ -140,12 +140,12 @@ def write_value(value: Any, names: Names, device: str | None) -> str:
 
 
 def quote(text: str) -> str:
-    """A string literal, in double quotes where nothing needs an escape."""
+    """Write a string literal, in double quotes where nothing needs an escape."""
     return f'"{text}"' if _PLAIN.fullmatch(text) and text.isprintable() else repr(text)
 
 
 def place_of(node: fx.Node) -> str:
-    """Where a node came from: its module path and source line, as far as they are known."""
+    """Return a node's module path and source line, as far as they are known."""
     path, line = node.meta.get("path", ""), node.meta.get("line", "")
     return f"{path or 'the model'} ({line})" if line else path or "the model"
 
@@ -161,7 +161,7 @@ def _index(item: Any, names: Names, device: str | None) -> str:
 
 @cache
 def _function(target: Any) -> str | None:
-    """``aten.linear`` and the like, without the overload; None for what has no place in a program."""
+    """Write ``aten.linear`` and the like, without the overload; None if a program cannot name it."""
     if isinstance(target, OpOverload):
         target = target.overloadpacket
     if isinstance(target, OpOverloadPacket):
@@ -175,7 +175,7 @@ def _function(target: Any) -> str | None:
 
 
 def _packet_suffices(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``aten.add(...)`` means this very overload for these arguments."""
+    """Return whether ``aten.add(...)`` means this very overload for these arguments."""
     packet = overload.overloadpacket
     if len(packet.overloads()) == 1:
         return True

@@ -1,4 +1,4 @@
-"""A compiled program as a folder: its texts, manifest.json, schedule.txt, and the buffers' values."""
+"""Save a compiled program as a folder: texts, manifest.json, schedule.txt, and the values of buffers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def save_folder(
     schedule: Sequence[Sequence[Action]],
     buffers: Mapping[str, Tensor],
 ) -> None:
-    """Write a program into folder `path`, in place of one that was saved there before, with further shapes or without.
+    """Write a program, with its further input shapes, into folder `path`, replacing one saved there before.
 
-    Raises ValueError where `path` is a file, or a folder with anything but a saved program in it.
+    Raises ValueError if `path` is a file, or a folder with anything but a saved program in it.
     """
     folder = Path(path)
     check_free(folder)
@@ -57,7 +57,7 @@ def save_folder(
 
 
 def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, Tensor]]:
-    """The texts, manifest and buffers of a saved program. Raises ValueError naming the file that is wrong."""
+    """Return the texts, manifest and buffers of a saved program. Raises ValueError naming the file that is wrong."""
     folder = Path(path)
     manifest = from_json(_read(folder / MANIFEST), str(folder / MANIFEST))
     count = manifest.mesh.pipeline
@@ -72,7 +72,7 @@ def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, 
 
 
 def program_hash(texts: Sequence[str], manifest: Manifest) -> str:
-    """What all ranks must agree on before they run: a SHA-256 of the texts and the manifest."""
+    """Return the SHA-256 of texts and manifest, on which all ranks must agree before they run."""
     digest = hashlib.sha256()
     for part in (*texts, to_json(manifest)):
         data = part.encode()
@@ -81,7 +81,7 @@ def program_hash(texts: Sequence[str], manifest: Manifest) -> str:
 
 
 def check_free(folder: Path) -> None:
-    """Raise ValueError, or OSError, where no program can be saved into `folder`."""
+    """Raise ValueError, or OSError, if no program can be saved into `folder`."""
     near = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not near.is_dir():
         raise ValueError(f"{near} is a file; give a folder to save the program into")
@@ -92,7 +92,7 @@ def check_free(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a saved program lies in `folder`."""
+    """Return whether `folder` holds a saved program."""
     try:
         found: object = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format")
     except (OSError, ValueError, AttributeError):  # none, or another program's manifest.json
@@ -101,7 +101,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _describe_schedule(schedule: Sequence[Sequence[Action]]) -> str:
-    """Every action of every pipeline rank in its order, and the grid: a column per rank, a row per step."""
+    """Write every action of every pipeline rank in order, and a grid with a column per rank."""
     parts = [f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(schedule)]
     return "\n".join([*parts, schedule_grid(tuple(tuple(actions) for actions in schedule))])
 

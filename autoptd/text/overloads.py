@@ -1,4 +1,4 @@
-"""Which overload an operator's packet (``aten.add``) takes for given arguments."""
+"""Find the overload that an operator's packet (``aten.add``) takes for given arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _resolved: dict[tuple[object, ...], OpOverload] = {}
 
 
 def resolve_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
-    """The overload that ``packet(*args, **kwargs)`` would run; tensors may be on the meta device.
+    """Return the overload that ``packet(*args, **kwargs)`` would run; tensors may be on the meta device.
 
-    RuntimeError where none fits. Looked up once per kind of arguments.
+    Raises RuntimeError if none fits. Each kind of arguments is looked up once.
     """
     key = (packet, _kind(tuple(args)), _kind(kwargs))
     found = _resolved.get(key)

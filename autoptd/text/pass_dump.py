@@ -1,4 +1,4 @@
-"""AUTOPTD_PASSES: the program as a text after each pass, for those who ask what a pass does to their model."""
+"""Write the program as a text after each pass into the folder named by AUTOPTD_PASSES."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoptd.text.writer import DEVICE
 
 
 def keep_text(program: Program, name: str) -> None:
-    """Write what the pass `name` made into the folder of AUTOPTD_PASSES, if there is one, numbered; rank 0 does."""
+    """Write the result of the pass `name`, numbered, into the folder of AUTOPTD_PASSES, if set; only rank 0 does."""
     folder = os.environ.get("AUTOPTD_PASSES")
     if folder and os.environ.get("RANK", "0") == "0":
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def keep_text(program: Program, name: str) -> None:
 
 
 def write_stages(program: Program) -> str:
-    """What the passes so far say of themselves, and the lines of all stages as a rank program has them."""
+    """Write the log of the passes so far, and the lines of all stages as a rank program has them."""
     headings, lines = Headings(program.stages), [*program.log]
     for index, stage in enumerate(program.stages):
         names = Names()

@@ -1,4 +1,4 @@
-"""One rank's program: where it stands, what it holds, whom it talks to, and the text that it runs."""
+"""The program of one rank: its place in the mesh, its slices, its peers, and its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoptd.text.reader import text_filename, trace_stages
 
 
 class Slice(NamedTuple):
-    """Which part of a tensor a rank holds: `rows` of dimension `dim`, in order; all of it where None."""
+    """The part of a tensor that a rank holds: `rows` of dimension `dim`, in order; all of it if None."""
 
     dim: int | None
     rows: tuple[range, ...]
@@ -31,7 +31,7 @@ class Slice(NamedTuple):
 
 
 class LocalParameter(NamedTuple):
-    """A tensor by its global shape, the shape that one rank holds, and which slice that is.
+    """A tensor's global shape, the shape that one rank holds, and the slice.
 
     Rows past the global shape are padding: in the local shape, not in the slice.
     """
@@ -45,8 +45,8 @@ class LocalParameter(NamedTuple):
 class Peers:
     """A rank's process groups and its neighbours on the pipeline, as global ranks.
 
-    `previous` sends it activations and `next` takes them, round the ring where ranks run several stages; None
-    at the ends. `tied`: the ranks, it among them, that hold a parameter tied across stages.
+    `previous` sends it activations and `next` takes them, around the ring if ranks run several stages; None at the
+    ends. `tied`: the ranks, this one among them, that hold a parameter tied across stages.
     """
 
     tensor: tuple[int, ...]
@@ -71,12 +71,12 @@ class RankProgram:
 
     @cached_property
     def schedule(self) -> tuple[Action, ...]:
-        """What it does in one step, in order: the text's SCHEDULE."""
+        """Return the rank's actions in one step, in order: the text's SCHEDULE."""
         return read_program(self.code, self._filename).actions
 
     @cached_property
     def parameters(self) -> dict[str, LocalParameter]:
-        """The tensors it holds, by their names in the user's ``state_dict``."""
+        """Return the rank's tensors by their names in the user's ``state_dict``."""
         tensor, at = self.manifest.mesh.tensor, self.coordinates
         return {
             name: LocalParameter(
@@ -108,13 +108,12 @@ class RankProgram:
         )
 
     def module(self, device: str | torch.device = "meta") -> nn.Module:
-        """The text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).
+        """Return the text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).
 
-        A stage takes (rank, received values, batch inputs), as its function does without ``p``. Parameters
-        have the rank's own shapes, on `device` and without values; no process group is needed. What the text
-        recomputes is computed once here, and kept: the same values and gradients with more memory; its calls
-        have the name of their function in ``meta["recompute"]``. Raises ValueError for a text that does not
-        trace.
+        A stage takes (rank, received values, batch inputs), as its function does without ``p``. Parameters have the
+        rank's own shapes, on `device` and without values; no process group is needed. What the text recomputes is
+        computed once here and kept: the same values and gradients with more memory; its calls have the name of their
+        function in ``meta["recompute"]``. Raises ValueError for a text that does not trace.
         """
         placed = torch.device(device)
         tensors: dict[str, Tensor] = {}
@@ -137,7 +136,7 @@ class RankProgram:
 
 
 def find_slice(parameter: Parameter, size: int, index: int) -> Slice:
-    """The slice of a tensor that tensor rank `index` of `size` holds, neighbouring rows joined."""
+    """Return the slice of a tensor that tensor rank `index` of `size` holds, neighbouring rows joined."""
     placement = parameter.placement
     if placement.dim is None:
         return Slice(None, ())

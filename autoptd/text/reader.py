@@ -1,6 +1,6 @@
-"""Read program texts back into stages, by running each of their functions once on traced values.
+"""Read program texts back into stages by running each of their functions once on traced values.
 
-So an edited program is checked like any other: what is judged is the text, never a stored graph.
+An edited program is thus checked like any other: the text is judged, never a stored graph.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def trace_program(
 ) -> Program:
     """Rebuild the cut program from its `texts`, one per pipeline rank, with values on meta tensors.
 
-    Runs the texts' code. `filenames` are for messages; `buffers` are what ``constants(p)`` may read beside
-    the manifest's own. A node's ``line`` is its place in the text; ``path`` is empty, ``divided`` and
-    ``partial`` unknown (None, False): a text does not say them. ValueError names file and line for what does
-    not trace, `ProgramError` a manifest that no text can follow.
+    Runs the texts' code. `filenames` are for messages; ``constants(p)`` may read `buffers` besides the manifest's own.
+    A node's ``line`` is its place in the text; ``path`` is empty, ``divided`` and ``partial`` are unknown (None,
+    False), as a text does not say them. Raises ValueError, with file and line, for what does not trace, and
+    `ProgramError` for a manifest that no text can follow.
     """
     check_manifest(manifest)
     names = filenames or [text_filename(manifest, rank) for rank in range(len(texts))]
@@ -62,24 +62,24 @@ def trace_program(
 
 
 def program_filename(pipeline_rank: int, num_pipeline_ranks: int) -> str:
-    """``program_07.py``: the file of a pipeline rank's program."""
+    """Return ``program_07.py``: the file of a pipeline rank's program."""
     width = max(2, len(str(num_pipeline_ranks - 1)))
     return f"program_{pipeline_rank:0{width}}.py"
 
 
 def shape_folder(number: int) -> str:
-    """``shape_1``: the folder of a further input shape's program, below that of the first."""
+    """Return ``shape_1``: the subfolder of a further input shape's program."""
     return f"shape_{number}"
 
 
 def text_filename(manifest: Manifest, pipeline_rank: int) -> str:
-    """What messages and tracebacks call the text of a pipeline rank: its file in the folder of the first shape."""
+    """Return the name of a pipeline rank's text in messages: its file in the folder of the first shape."""
     name = program_filename(pipeline_rank, manifest.mesh.pipeline)
     return f"{shape_folder(manifest.shape)}/{name}" if manifest.shape else name
 
 
 def trace_stages(text: str, filename: str, manifest: Manifest) -> dict[int, fx.Graph]:
-    """The graphs of one text's stages by index; see `trace_program`."""
+    """Return the graphs of one text's stages by index; see `trace_program`."""
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META
     program = read_program(text, filename)
@@ -135,7 +135,7 @@ def _trace_stage(
 
 
 def _arguments(manifest: Manifest, interface: StageInterface) -> list[Boundary | Input]:
-    """What the stage's function takes after ``rank`` and ``p``."""
+    """Return the arguments of the stage's function after ``rank`` and ``p``."""
     inputs = {value.name: value for value in manifest.inputs}
     return [*interface.receives, *(inputs[name] for name in interface.inputs)]
 
@@ -163,7 +163,7 @@ def _trace_constants(
 
 
 def _select(constants: fx.Graph | None, parameters: Mapping[str, Parameter]) -> fx.Graph:
-    """The part of a rank's constants that one stage uses."""
+    """Return the part of a rank's constants that one stage uses."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     table: Any = {}
@@ -186,7 +186,7 @@ def _first_line(function: Callable[..., Any]) -> int:
 
 
 def _find_targets(text: str) -> dict[int, tuple[str, ...]]:
-    """The names that each line of the text assigns to."""
+    """Return the names that each line of the text assigns to."""
     found: dict[int, tuple[str, ...]] = {}
     for statement in ast.walk(ast.parse(text)):
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:

@@ -32,7 +32,7 @@ class RecordingError(ValueError):
 
 
 class TracedValue(fx.Proxy):
-    """A value of a program that is being traced: its shape is known, its elements are not."""
+    """A value of a traced program: its shape is known, its elements are not."""
 
     @property
     def value(self) -> Any:
@@ -80,10 +80,10 @@ class TracedValue(fx.Proxy):
 
 
 class Recorder(GraphAppendingTracer):
-    """Records one function of the text `filename` as `graph`.
+    """A recorder of one function of the text `filename` as `graph`.
 
-    `parameters` are meta tensors of what ``p`` holds; `targets` are the names that each line assigns to, so
-    that nodes are called as the text calls them.
+    `parameters` are meta tensors for the contents of ``p``; `targets` are the names that each line assigns to, so that
+    nodes are named as in the text.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Recorder(GraphAppendingTracer):
         self._group: str | None = None
 
     def record(self, function: Callable[..., Any], *args: object) -> fx.Graph:
-        """Run `function` on traced values and give its graph. RecordingError for what does not run."""
+        """Run `function` on traced values and return its graph. Raises RecordingError if it does not run."""
         scope = function.__globals__
         scope.update({name: _Recorded.wrap(self, value) for name, value in scope.items()})
         try:
@@ -118,9 +118,9 @@ class Recorder(GraphAppendingTracer):
         return self.proxy(node)
 
     def run_group(self, rank: object, function: Callable[..., Any], *values: object) -> Any:
-        """Run what ``recompute(rank, function, *values)`` recomputes, its calls marked with its name.
+        """Run the function of ``recompute(rank, function, *values)``, its calls marked with its name.
 
-        One inside another is recomputed with it.
+        A function inside another is recomputed with it.
         """
         if getattr(rank, "node", None) is None or rank.node.meta.get("role") != "rank":  # type: ignore[attr-defined]
             raise ValueError(f"recompute is given {rank} first; expected recompute(rank, function, *values)")
@@ -214,7 +214,7 @@ class _Recorded:
 
     @classmethod
     def wrap(cls, recorder: Recorder, value: Any) -> Any:
-        """`value` itself, or where calling it or its members belongs into the graph, its recorded form."""
+        """Return the recorded form of `value` if calling it or its members belongs in the graph, else `value`."""
         if isinstance(value, _Recorded):  # wrapped before, for another function of the text
             value = value._value
         if isinstance(value, (OpOverload, OpOverloadPacket)):
@@ -245,7 +245,7 @@ def _takes_device(overload: OpOverload) -> bool:
 
 
 def _describe_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """``aten.add.Tensor(f32[4, 8], 1)``: a call with shapes in place of tensors."""
+    """Write ``aten.add.Tensor(f32[4, 8], 1)``: a call with shapes in place of tensors."""
     name = getattr(target, "__name__", target) if inspect.isroutine(target) else target
     texts = [_describe(arg) for arg in args]
     texts += [f"{key}={_describe(value)}" for key, value in kwargs.items()]

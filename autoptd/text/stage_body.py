@@ -1,4 +1,4 @@
-"""The body of a stage function: a heading per module, and what is recomputed as functions of its own."""
+"""Write the body of a stage function: a heading per module, and a function for each recomputed group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoptd.text.statements import INDENT, write_calls, write_heading, write_st
 
 
 def write_body(stage: Stage, names: Names, headings: Headings, mesh: Mesh, device: str) -> Iterator[str]:
-    """The lines between the signature and the ``return`` of a stage; `device` is how a device is written."""
+    """Return the lines between the signature and the ``return`` of a stage; `device` is how a device is written."""
     writer = _Writer(names, headings, mesh.tensor, device, find_repeated(stage, mesh))
     calls = [node for node in stage.graph.nodes if node.op == "call_function"]
     for number, (label, run) in enumerate(groupby(calls, lambda node: node.meta.get("recompute"))):
@@ -47,7 +47,7 @@ class _Writer:
             yield from write_calls(members, self.names, self.tensor, self.device, indent, self.repeated)
 
     def write_group(self, label: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
-        """A function and its call: it takes ``rank`` and values and gives values, and knows ``p`` beside."""
+        """Write a function and its call: it takes ``rank`` and values, and reads ``p`` from outside."""
         function = self.names.take(label)
         paths = dict.fromkeys(path for node in nodes if (path := node.meta.get("path", "")))
         title = next(iter(paths)) if len(paths) == 1 else self.headings.path_range(paths) or function

@@ -1,4 +1,4 @@
-"""The lines of a rank program: a heading per module, a statement per call, a comment at the side."""
+"""Write the lines of a rank program: a heading per module, a statement per call, a comment at the side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHAPE_KEPT = ("copy_to_tensor", "reduce_from_tensor")  # their lines have more 
 
 
 def write_heading(name: str, line: str, indent: str = INDENT) -> str:
-    """``# h.6.attn ... gpt.py:52``: the module that the lines below belong to, and its line in the source."""
+    """Write ``# h.6.attn ... gpt.py:52``: the module of the lines below, and its line in the source."""
     text = f"{indent}# {name}"
     return f"{text:<{COMMENT_COLUMN + 1}} {line}" if line else text
 
@@ -32,10 +32,10 @@ def write_calls(
     indent: str = INDENT,
     repeated: Collection[fx.Node] = (),
 ) -> Iterator[str]:
-    """The lines of consecutive calls; a split is unpacked where its parts are taken at once.
+    """Write the lines of consecutive calls; a split is unpacked if its parts are taken at once.
 
-    `tensor` and `device`: the tensor ranks and how a device is written, as in `write_call`; `repeated`: the calls
-    that the backward runs again.
+    `tensor` and `device` are the tensor ranks and how a device is written, as in `write_call`; `repeated` are the
+    calls that the backward runs again.
     """
     position = 0
     while position < len(nodes):
@@ -55,7 +55,7 @@ def write_calls(
 
 
 def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
-    """A shape and what else there is to say of a line, in two columns; empty where there is nothing."""
+    """Write a shape and a note in two columns; empty if there is neither."""
     if not (shape and note):
         return f"# {shape or note}" if shape or note else ""
     wide = f"# {shape:<{_SHAPE_WIDTH}}  {note}"
@@ -63,7 +63,7 @@ def write_comment(shape: str, note: str = "", columns: bool = True) -> str:
 
 
 def beside(code: str, comment: str, column: int = COMMENT_COLUMN) -> str:
-    """Code and its comment, which starts at `column` unless that takes it over the width."""
+    """Write code and its comment, which starts at `column` unless that exceeds the width."""
     if not comment:
         return code
     column = min(column, WIDTH - len(comment))
@@ -71,14 +71,14 @@ def beside(code: str, comment: str, column: int = COMMENT_COLUMN) -> str:
 
 
 def align(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines of code, each with its comment, all comments at one column."""
+    """Write lines of code, each with its comment, all comments at one column."""
     longest = max((len(comment) for _, comment in rows), default=0)
     column = min(COMMENT_COLUMN, WIDTH - longest)
     return [beside(code, comment, column) for code, comment in rows]
 
 
 def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
-    """The shape of a call's value, and a note: a partial sum, or what the call sends."""
+    """Write the shape of a call's value, and a note: a partial sum, or what the call sends."""
     if node.meta.get("partial"):
         return write_value_shape(node, tensor), "partial"
     sent = write_communication(node, tensor)
@@ -88,12 +88,12 @@ def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
 
 
 def _take_apart(arg: str) -> list[str]:
-    """What of an argument may stand on lines of its own: the parameters of a list too long for one."""
+    """Return the parts of an argument that may stand on lines of their own: a list too long for one."""
     return _PARAMETER.split(arg) if arg.startswith("[") and len(arg) > WIDTH // 2 else [arg]
 
 
 def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequence[fx.Node]:
-    """The nodes from `position` on that take part 0, 1, ... of `node`'s value, where nobody else uses it."""
+    """Return the nodes from `position` on that take part 0, 1, ... of `node`'s value as its only users."""
     value = node.meta.get("val")
     if not isinstance(value, (tuple, list)) or len(node.users) != len(value) or len(value) < 2:
         return ()
@@ -114,9 +114,9 @@ def write_statement(
     end: str = ")",
     after: str = "",
 ) -> Iterator[str]:
-    """``start(args)`` on one line where it fits, else the arguments on lines of their own below the comment.
+    """Write ``start(args)`` on one line if it fits, else the arguments on lines of their own below the comment.
 
-    So too where there is a comment for `after` them.
+    A comment `after` them also puts the arguments on lines of their own.
     """
     code = f"{indent}{start}({', '.join(args)}{end}"
     comment = write_comment(shape, note, columns=len(code) + 2 <= COMMENT_COLUMN)

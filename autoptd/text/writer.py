@@ -40,10 +40,9 @@ def emit_texts(
 ) -> tuple[str, ...]:
     """Write one program per pipeline rank of a cut `program`.
 
-    `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads").
-    `flops`, told in the header where given, are each stage's forward floating-point operations, for one
-    microbatch on one rank. Raises ValueError for a node that cannot be written, or a stage that does not
-    match its interface.
+    `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). `flops`, shown
+    in the header if given, are each stage's forward floating-point operations for one microbatch on one rank. Raises
+    ValueError for a node that cannot be written, or a stage that does not match its interface.
     """
     headings = Headings(program.stages)
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
@@ -117,7 +116,7 @@ def _wrap(text: str, indent: str = "") -> list[str]:
 
 
 def _write_stage(program: Program, manifest: Manifest, index: int, headings: Headings) -> list[str]:
-    """The function of one stage, from its ``def`` to its ``return``."""
+    """Write the function of one stage, from its ``def`` to its ``return``."""
     interface, names = manifest.stages[index], Names()
     nodes = list(program.stages[index].graph.nodes)
     for node in nodes:
@@ -163,7 +162,7 @@ def _write_signature(
 
 
 def _crossing(manifest: Manifest, boundary: Boundary, done: str) -> str:
-    """The bytes that cross per rank of a boundary tensor, and whether it is `done`: scattered, gathered."""
+    """Return the bytes that cross per rank of a boundary tensor, and how: `done` is scattered or gathered."""
     size = boundary.dtype.itemsize * prod(boundary.shape)
     if is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather):
         return f"{write_bytes(size // manifest.mesh.tensor)} per rank, {done}"
@@ -203,7 +202,7 @@ def _node_shape(node: object, boundary: Boundary, tensor: int) -> str:
 
 
 def _write_constants(stages: Sequence[Stage]) -> list[str]:
-    """``constants(p)``: every constant of these stages once; nothing where there is none."""
+    """Write ``constants(p)``: every constant of these stages once; empty if there is none."""
     names, lines = Names(), list[str]()
     result: dict[str, str] = {}
     for stage in stages:

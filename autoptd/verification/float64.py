@@ -1,4 +1,4 @@
-"""Computing in float64 what was written for fewer bits: casts and new tensors are promoted too."""
+"""Compute in float64 what was written for fewer bits: casts and new tensors are promoted too."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
 def promote(dtype: torch.dtype) -> torch.dtype:
-    """float64 for a floating dtype of fewer bits, complex128 for a complex one, else `dtype`."""
+    """Return float64 for a floating dtype of fewer bits, complex128 for a complex one, else `dtype`."""
     if dtype in COMPLEX:
         return torch.complex128
     return torch.float64 if dtype in LOW else dtype
 
 
 class Promotion(TorchDispatchMode):
-    """While it is entered, this thread's operators that ask for a float of fewer bits get float64.
+    """A mode in which this thread's operators that ask for a float of fewer bits get float64.
 
-    That holds for casts, for reductions with a dtype, and for new tensors, backward included; parameters and
-    inputs are the caller's to promote. `count` is how many casts were promoted so far. A model that makes a literal in
-    the dtype of its activations makes it of float64 here: with `literals` it is rounded to that dtype all the same.
+    That holds for casts, for reductions with a dtype, and for new tensors, backward included; the caller promotes
+    parameters and inputs. `count` is the number of casts promoted so far. A literal that a model makes in the dtype of
+    its activations becomes float64 here; with `literals` it is still rounded to that dtype.
     """
 
     def __init__(self, literals: torch.dtype | None = None) -> None:
@@ -68,7 +68,7 @@ class Promotion(TorchDispatchMode):
 
 @cache
 def _signature(func: OpOverload) -> tuple[int | None, bool]:
-    """Where an operator takes its ``dtype`` (None: nowhere), and whether it makes a tensor from none."""
+    """Return where an operator takes its ``dtype`` (None: nowhere), and whether it makes a new tensor."""
     arguments = func._schema.arguments
     names = [argument.name for argument in arguments]
     makes = not any("Tensor" in str(argument.type) for argument in arguments)

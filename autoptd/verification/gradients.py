@@ -1,4 +1,4 @@
-"""All ranks' gradients put together, compared with each other and with the plain model's."""
+"""Join the gradients of all ranks, and compare them with each other and with the plain model's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's step: the loss, its slices' gradients, and how many casts were promoted."""
+    """One rank's step: the loss, the gradients of its slices, and the number of promoted casts."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -29,7 +29,7 @@ class RankResult:
 def join_gradients(
     manifest: Manifest, found: Sequence[RankResult]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Whole gradients from the first replica's first owners, and where ranks that must agree do not."""
+    """Return whole gradients from the first replica's first owners, and where ranks that must agree do not."""
     mesh = manifest.mesh
     wrong = [
         f"rank {rank} has the loss {result.loss!r}, rank 0 {found[0].loss!r}"
@@ -64,7 +64,7 @@ def join_gradients(
 def _compare_replicas(
     manifest: Manifest, found: Sequence[RankResult], name: str, pipeline: int
 ) -> Iterator[str]:
-    """Data replicas must have the same bits."""
+    """Yield where data replicas do not have the same bits."""
     mesh = manifest.mesh
     for tensor in range(mesh.tensor):
         first = mesh.rank_of(0, pipeline, tensor)
@@ -85,7 +85,7 @@ def _say_different(
 
 
 def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """The relative error of each gradient; one that only one side has is compared with zero."""
+    """Return the relative error of each gradient; one that only one side has is compared with zero."""
     largest = {name: _largest(gradient) for name, gradient in expected.items()}
     top = max(largest.values(), default=0.0)
     noise, unit = ZERO

@@ -1,4 +1,4 @@
-"""What a verification runs on: whole weights in float64, and a batch for every replica."""
+"""Make random weights and batches for `verify`: whole weights in float64, and a batch for every replica."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def draw_weights(
     weights: str | Mapping[str, Tensor] | None,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Whole tensors on the CPU by their names in the manifest, floating ones in float64.
+    """Return whole tensors on the CPU by their names in the manifest, floating ones in float64.
 
-    `weights` None: the model's own; "random": parameters drawn from `seed` and their names alone; else taken
-    from there, and from the model what it lacks. Raises ValueError naming what has no values.
+    `weights` None: the model's own; "random": parameters drawn from `seed` and their names alone; else taken from
+    there, and from the model if missing there. Raises ValueError naming what has no values.
     """
     if isinstance(weights, str) and weights != "random":
         raise ValueError(f"weights={weights!r} is unknown: expected None, 'random', or tensors by name")
@@ -64,7 +64,7 @@ def draw_weights(
 
 
 def find_empty(manifest: Manifest, model: nn.Module, buffers: Mapping[str, Tensor]) -> list[str]:
-    """The buffers that have values neither in `model` nor in `buffers`, or no place in `model` where to put these."""
+    """Return the buffers without values in `model` and `buffers`, or without a place in `model` for these."""
     own, found = read_weights(model, {}), read_weights(model, buffers)
     names = [name for name, parameter in manifest.parameters.items() if parameter.kind == "buffer"]
     placed = {name for name in names if any(known in own for known in all_names(manifest, name))}
@@ -72,7 +72,7 @@ def find_empty(manifest: Manifest, model: nn.Module, buffers: Mapping[str, Tenso
 
 
 def _draw(parameter: Parameter, seed: int) -> Tensor:
-    """Normal numbers, around one where a vector scales (the weight of a norm); the same on every mesh."""
+    """Draw normal numbers, around one for a vector that scales (the weight of a norm); the same on every mesh."""
     generator = _generator(seed, parameter.name)
     drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * DEVIATION
     scales = len(parameter.shape) == 1 and parameter.name.endswith("weight")
@@ -86,12 +86,11 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def draw_batch(
     program: Program, manifest: Manifest, batch: Mapping[str, Tensor] | None, seed: int
 ) -> dict[str, Tensor]:
-    """The batch of all replicas, floating inputs in float64; drawn from `seed` unless given.
+    """Return the batch of all replicas, floating inputs in float64; drawn from `seed` unless given.
 
-    Drawn integers are legal in every table and loss that reads them; of an edited text with fewer rows of a table,
-    those of the whole table count. Inputs called a mask are ones, with
-    padding on the right where they are integers [sequences, positions].
-    Raises ValueError for a given batch that is not d * m * b sequences.
+    Drawn integers are legal in every table and loss that reads them; if an edited text has fewer rows of a table,
+    those of the whole table count. Inputs called a mask are ones, with padding on the right if they are integers
+    [sequences, positions]. Raises ValueError for a given batch that is not d * m * b sequences.
     """
     count = manifest.num_microbatches * manifest.mesh.data
     bounds = _bounds(program, manifest)
@@ -128,7 +127,7 @@ def _draw_input(expected: Input, shape: list[int], bound: int, seed: int) -> Ten
 
 
 def _draw_padding(shape: list[int], batch_dim: int, generator: torch.Generator) -> Tensor:
-    """A mask of `shape`: each sequence starts with ones, at least half of it, and ends in padding."""
+    """Draw a mask of `shape`: each sequence starts with ones, at least half of it, and ends in padding."""
     length = shape[1 - batch_dim]
     lengths = torch.randint((length + 1) // 2, max(length, 2), (shape[batch_dim], 1), generator=generator)
     mask = torch.arange(length) < lengths
@@ -136,7 +135,7 @@ def _draw_padding(shape: list[int], batch_dim: int, generator: torch.Generator) 
 
 
 def _bounds(program: Program, manifest: Manifest) -> dict[str, int]:
-    """The smallest table or number of classes that each batch input indexes."""
+    """Return the smallest table or number of classes that each batch input indexes."""
     found: dict[str, int] = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
@@ -149,7 +148,7 @@ def _bounds(program: Program, manifest: Manifest) -> dict[str, int]:
 
 
 def _indexed(node: fx.Node, manifest: Manifest) -> tuple[fx.Node, int] | None:
-    """What a node uses as row numbers, and how many rows there are."""
+    """Return the row numbers that a node uses, and how many rows there are."""
     args: tuple[object, ...] = node.args
     if node.target is kernels.cross_entropy:
         ids, rows = args[2], args[3]
@@ -165,7 +164,7 @@ def _indexed(node: fx.Node, manifest: Manifest) -> tuple[fx.Node, int] | None:
 
 
 def _count_rows(table: object, manifest: Manifest) -> int | None:
-    """The rows of a table: those of the parameter that it is, or that it is a part or a copy of."""
+    """Return the rows of a table: those of the parameter that it is, or is a part or a copy of."""
     assert isinstance(table, fx.Node)
     columns, source = table.meta["val"].shape[1:], table
     while source.op == "call_function" and len(source.all_input_nodes) == 1:
@@ -176,6 +175,6 @@ def _count_rows(table: object, manifest: Manifest) -> int | None:
 
 
 def _sources(node: fx.Node) -> Iterator[str]:
-    """The batch inputs that a value of whole numbers is computed from."""
+    """Return the batch inputs that a value of whole numbers is computed from."""
     calls = walk([node], lambda node: node.all_input_nodes if node.op == "call_function" else [])
     return (str(call.target) for call in calls if call.meta.get("role") == "input")

@@ -1,4 +1,4 @@
-"""The plain model's own step in float64: what all ranks' together is compared with."""
+"""Run the plain model's step in float64, to compare all ranks' step with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # private: functiona
 
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.custom_autograd import Functions
-from autoptd.capture.dropout_off import Undropped
+from autoptd.capture.dropout_off import DropoutOff
 from autoptd.capture.example_inputs import make_example, read_examples
 from autoptd.capture.fake_module import set_training
 from autoptd.capture.module_state import keeping_attributes
@@ -26,7 +26,7 @@ ROUNDING = 1e-9  # of a loss in float64, beyond which two are not one
 
 @dataclass(frozen=True)
 class PlainStep:
-    """The loss over all microbatches, its gradients, how many casts were promoted, and what is to say of the loss."""
+    """The loss over all microbatches, its gradients, the number of promoted casts, and notes on the loss."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ def run_plain(
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
 ) -> PlainStep:
-    """One step; microbatches count by their valid labels where the program weighs them so, else alike."""
+    """Run one step; microbatches count by their valid labels if the program weighs them so, else equally."""
     examples = read_examples(model, make_example(manifest), loss_fn, None)
     names = [i.name for i in manifest.inputs]
     objective = Objective(model, names, examples.constants, loss_fn, examples.targets)
@@ -62,7 +62,7 @@ def run_plain(
         torch.enable_grad(),
         leave_autocast(),
         Functions().watch(),  # what a checkpoint computes again in the backward would have its dropout
-        Undropped(),
+        DropoutOff(),
         Promotion(_find_rounding(manifest)) as promotion,
     ):
         for part in objective.children():
@@ -84,7 +84,7 @@ def run_plain(
 
 
 def _take(manifest: Manifest, batch: Mapping[str, Tensor], *indices: int) -> list[Tensor]:
-    """The microbatches of `indices` as one."""
+    """Return the microbatches of `indices` as one."""
     count = manifest.num_microbatches * manifest.mesh.data
     return [
         batch[i.name]
@@ -95,13 +95,13 @@ def _take(manifest: Manifest, batch: Mapping[str, Tensor], *indices: int) -> lis
 
 
 def _average(losses: Mapping[int, float], valid: Tensor) -> float:
-    """Of microbatches' `losses` by index, as the `valid` labels of each weigh them; nan without any."""
+    """Return the mean of microbatches' `losses` by index, weighed by the `valid` labels; nan without any."""
     counts = {index: float(valid[index]) for index in losses}
     return sum(losses[index] * n for index, n in counts.items()) / (sum(counts.values()) or math.nan)
 
 
 def _compare_losses(apart: float, run: Callable[[], Tensor]) -> Iterator[str]:
-    """What is said where microbatches that `run` joins have another loss than, `apart`, their mean."""
+    """Say where the loss of joined microbatches is not the mean of their losses, `apart`."""
     try:
         joined = float(run().detach())
     except Exception as error:  # of the model's own code, with a batch of another size
@@ -118,9 +118,9 @@ def _compare_losses(apart: float, run: Callable[[], Tensor]) -> Iterator[str]:
 
 
 def _find_rounding(manifest: Manifest) -> torch.dtype | None:
-    """What the program's literals of its activations' dtype were rounded to, where all parameters have one.
+    """Return the dtype to which literals were rounded: the one dtype of all parameters, else None.
 
-    None where it keeps others in float64: then the model may have meant literals of that.
+    None also if the program keeps others in float64: then the model may have meant them so.
     """
     tensors = manifest.parameters.values()
     trained = {p.dtype for p in tensors if p.kind == "parameter"}
@@ -129,10 +129,10 @@ def _find_rounding(manifest: Manifest) -> torch.dtype | None:
 
 
 def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaf for every place in the objective that holds a tensor, tied ones included: each place once.
+    """Return the leaf for every place in the objective that holds a tensor, tied ones included: each place once.
 
-    A module that is registered under several names is one place. Under the second one torch would take the leaf
-    for what was there, and leave it in the user's model.
+    A module registered under several names is one place. Under the second name torch would take the leaf for the
+    original, and leave it in the user's model.
     """
     inside = next(path for path, part in objective.named_modules() if part is model)
     own = {n: id(t) for n, t in (*objective.named_parameters(), *objective.named_buffers())}

@@ -1,4 +1,4 @@
-"""What `verify` found: the loss and every gradient of all ranks, beside the plain model's."""
+"""The result of `verify`: the loss and every gradient of all ranks, compared with the plain model's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Report:
-    """Errors are relative: the largest difference of a gradient's elements over its largest element.
+    """The errors of a verification, relative: a gradient's largest difference over its largest element.
 
-    One that is almost zero is measured against 1e-6 of the largest of all, and one that is nothing but
-    rounding against 1e-3. `disagreements` say where ranks that must hold the same do not. `further` are the reports of
-    further input shapes, `shape` says which one this is where there are several.
+    A gradient of almost zero is measured against 1e-6 of the largest of all, and one of rounding alone against 1e-3.
+    `disagreements` say where ranks that must hold the same do not. `further` are the reports of further input shapes;
+    `shape` names this one if there are several.
     """
 
     loss: float
@@ -30,27 +30,27 @@ class Report:
 
     @property
     def loss_error(self) -> float:
-        """Relative error of the loss."""
+        """Return the relative error of the loss."""
         return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-300)
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The parameter with the largest error, and that error; ("", 0.0) without parameters."""
+        """Return the parameter with the largest error, and that error; ("", 0.0) without parameters."""
         return max(self.gradient_errors.items(), key=lambda item: _rank(item[1]), default=("", 0.0))
 
     @property
     def passed(self) -> bool:
-        """Whether loss and all gradients are the plain model's, to rounding."""
+        """Return whether loss and all gradients are the plain model's, to rounding."""
         return self.ok()
 
     def ok(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether no error of any shape is above `tolerance` and no rank disagrees; nan is an error."""
+        """Return whether no error of any shape exceeds `tolerance` and no rank disagrees; nan is an error."""
         errors = (self.loss_error, *self.gradient_errors.values())
         own = all(error <= tolerance for error in errors) and not self.disagreements
         return own and all(report.ok(tolerance) for report in self.further)
 
     def __str__(self) -> str:
-        """A short table: the loss, then the parameters with the largest errors."""
+        """Write a short table: the loss, then the parameters with the largest errors."""
         passed = replace(self, further=()).passed
         verdict = "passed" if passed else "FAILED"
         shape = f", microbatches of {self.shape}" if self.shape else ""

@@ -1,4 +1,4 @@
-"""The whole step of all ranks on this machine, in float64, against the plain model's loss and gradients."""
+"""Run the whole step of all ranks on this machine in float64, and compare it with the plain model."""
 
 from __future__ import annotations
 
@@ -52,16 +52,13 @@ def verify_program(
     """Run one step of every rank of the program `texts`, a thread each, and compare with `model`.
 
     Both run in float64, as in training but without dropout; casts to fewer bits inside are promoted in both. `model`
-    is left as it is.
+    is left as it is. `weights`: None for the model's own; "random" to draw from `seed`, for a model on the meta
+    device; else whole tensors by the user's names. `batch`: whole tensors of all d * m microbatches, by input name;
+    None to draw from `seed`.
 
-    Args:
-        weights: None: the model's own; "random": drawn from `seed`, for a model on the meta device; else
-            whole tensors by the user's names.
-        batch: whole tensors of all d * m microbatches, by input name; None: drawn from `seed`.
-
-    Raises ValueError where `model` has other parameters than the program, where the step does not fit into memory, with
-    the bytes it needs, where tensors are missing, where a buffer has other values than those the program was proved of,
-    or where the batch has a number for which the model or a text has no row.
+    Raises ValueError if `model` has other parameters than the program; if the step does not fit into memory, with the
+    bytes it needs; if tensors are missing; if a buffer has other values than those the program was proved for; or if
+    the batch has a number for which the model or a text has no row.
     """
     check_parameters(manifest, model)
     check_memory(manifest)
@@ -92,7 +89,7 @@ def verify_program(
 
 
 def check_memory(manifest: Manifest) -> None:
-    """Refuse what does not fit: all ranks' slices and the plain model, each `COPIES` times."""
+    """Raise ValueError for what does not fit: all ranks' slices and the plain model, each `COPIES` times."""
     mesh = manifest.mesh
     plain = sum(prod(p.shape) for p in manifest.parameters.values())
     slices = sum(
@@ -113,7 +110,7 @@ def check_memory(manifest: Manifest) -> None:
 
 
 def available_bytes() -> int:
-    """Bytes of memory that may still be taken: the kernel's estimate, which counts caches as free."""
+    """Return the bytes of memory still available: the kernel's estimate, which counts caches as free."""
     table = Path("/proc/meminfo")
     if table.exists():
         for line in table.read_text().splitlines():
@@ -126,7 +123,7 @@ def available_bytes() -> int:
 
 
 def widen(manifest: Manifest) -> Manifest:
-    """The manifest with every floating dtype float64."""
+    """Return the manifest with every floating dtype float64."""
     return replace(
         manifest,
         scales_loss=False,
@@ -146,7 +143,7 @@ def widen(manifest: Manifest) -> Manifest:
 def _run_ranks(
     texts: Sequence[str], manifest: Manifest, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> list[RankResult]:
-    """Every rank's step, by global rank; what runs are the functions and the schedule of the texts."""
+    """Return every rank's step by global rank, run from the functions and the schedule of the texts."""
     programs = [read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts)]
     schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
@@ -182,9 +179,9 @@ def _run_ranks(
 
 @contextmanager
 def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[None]:
-    """Turn torch's error for a row that is not there into one that says where, and what the batch holds.
+    """Turn torch's error for a missing row into one that says where, and what the batch holds.
 
-    And its errors for float64, which not every operator takes, and for tensors without values.
+    Also for operators that do not take float64, and for tensors without values.
     """
     try:
         yield
@@ -235,7 +232,7 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
 
 
 def _drops(node: fx.Node) -> bool:
-    """Whether a kernel is called with a dropout probability."""
+    """Return whether a kernel is called with a dropout probability."""
     if not getattr(node.target, "__module__", "").startswith(kernels.__name__):
         return False
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The operators that an attention is made of, found from its softmax by where values come from and go to.
+"""Find the operators of an attention by following values from its softmax.
 
 product of two activations -> scale, mask, views, casts -> softmax -> cast, dropout, views -> product with values
 """
@@ -28,10 +28,10 @@ _VIEWS = (
 
 @dataclass(frozen=True)
 class Chain:
-    """What was found round one softmax.
+    """The operators found around one softmax.
 
-    `steps` are in the order they are done, `weights` the nodes from the softmax on up to the `result`. `stop` says
-    why there is no `product`, `open_end` why there is no `result`.
+    `steps` are in the order of computation, `weights` the nodes from the softmax up to the `result`. `stop` says why
+    there is no `product`, `open_end` why there is no `result`.
     """
 
     softmax: fx.Node
@@ -44,7 +44,7 @@ class Chain:
 
 
 def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain:
-    """Walk from a softmax back to its scores, and on to what its weights are multiplied with.
+    """Follow values from a softmax back to its scores, and on to the product of its weights with the values.
 
     `number` reads an argument that is one number; `learned` are the nodes that depend on parameters.
     """
@@ -76,7 +76,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
-    """What an operator does to scores that is no step."""
+    """Say what an operator that is not a step does to scores."""
     if (
         node.op == "call_function"
         and operator_name(node.target) == "aten.add"
@@ -100,7 +100,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """The step that a node is, if it is one: it keeps the scores' shape, but for a view, and their dtype."""
+    """Read a node as a step, which keeps the dtype and, except for a view, the shape of the scores."""
     read = _STEPS.get(operator_name(node.target)) if node.op == "call_function" else None
     step = read(node, number, learned) if read is not None else None
     if step is None or not isinstance(step.source, fx.Node):
@@ -114,7 +114,7 @@ def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | N
 
 
 def _scale(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """Times, or divided by, one positive number."""
+    """Read a product with, or a division by, one positive number."""
     divides = operator_name(node.target) == "aten.div"
     pairs = [(node.args[0], node.args[1])] if divides else [node.args[:2], node.args[1::-1]]
     for source, other in pairs:
@@ -130,7 +130,7 @@ def _scale(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
 
 
 def _add(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """Plus a mask: what no parameter is in, and no scores can be."""
+    """Read the addition of a mask: a value without parameters, and not the scores."""
     first, second = node.args[:2]
     if node.kwargs or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return None
@@ -141,7 +141,7 @@ def _add(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
 
 
 def _fill(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """One number in the place of the scores that a mask hides: ``masked_fill``, ``where``."""
+    """Read one number in place of the scores that a mask hides: ``masked_fill``, ``where``."""
     if operator_name(node.target) == "aten.masked_fill":
         source, mask, value = node.args[:3]
         hides = True
@@ -162,13 +162,13 @@ def _cast(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
 
 
 def _view(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """Leading dimensions merged or split; queries and keys stay."""
+    """Read a view that merges or splits leading dimensions; queries and keys stay."""
     source: Any = node.args[0]
     return Step(source, "view", ()) if keeps_rows(source, node) else None
 
 
 def keeps_rows(source: fx.Node, node: fx.Node) -> bool:
-    """Whether a view leaves the last two dimensions as they are."""
+    """Return whether a view leaves the last two dimensions as they are."""
     return shape_of(source)[-2:] == shape_of(node)[-2:] and len(shape_of(source)) > 2 < len(shape_of(node))
 
 
@@ -188,7 +188,7 @@ _STEPS: dict[str, Callable[[fx.Node, Number, set[fx.Node]], Step | None]] = {
 
 
 def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
-    """What is done to the weights, the product they end in, or why they do not end in one."""
+    """Return the operators on the weights, and the product that they end in or why there is none."""
     weights = [softmax]
     while True:
         readers = list(weights[-1].users)
@@ -217,9 +217,9 @@ def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
 
 
 def _first_rounded(weights: Sequence[fx.Node]) -> torch.dtype | None:
-    """The dtype of fewer digits to which weights were cast; None where none was lost so far.
+    """Return the dtype of fewer digits to which weights were cast; None if no digit was lost.
 
-    Half precision of a softmax in float32 is what fused operators give; that it was so in between they would forget.
+    Fused operators give half precision from a softmax in float32, but would forget such a cast in between.
     """
     for before, after in pairwise(node.meta["val"].dtype for node in weights):
         if torch.promote_types(before, after) != after:

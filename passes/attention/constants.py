@@ -1,4 +1,4 @@
-"""A stage's constants while masks are read: their values, and further ones made of them."""
+"""Read the constants of a stage's masks, and make further constants from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoptd.runtime.program.placement import Parameter
 
 
 class Constants:
-    """A copy of a stage's constants; `judge` computes them, `sources` has them and their buffers by name."""
+    """A copy of a stage's constants; `judge` computes them, `sources` holds them and their buffers by name."""
 
     def __init__(self, stage: Stage, buffers: Mapping[str, torch.Tensor]) -> None:
         self.parameters = dict(stage.parameters)
@@ -33,7 +33,7 @@ class Constants:
         self.made: dict[Any, Any] = {}
 
     def source(self, value: Any) -> fx.Node | None:
-        """What computes a value of the stage's graph from buffers at most; None for what is no constant."""
+        """Return what computes a value of the stage's graph from buffers at most; None for a value that varies."""
         if not isinstance(value, fx.Node) or value.op != "get_attr":
             return None
         name = str(value.target)
@@ -45,10 +45,10 @@ class Constants:
         return self.sources[name]
 
     def number(self, value: Any) -> float | None:
-        """The number that an argument is, if it is one: itself, or a constant of one element in the model's code.
+        """Return an argument that is one number: a literal, or a constant of one element in the model's code.
 
-        It is as its code has it, before a dtype rounds it: ``torch.sqrt(torch.tensor(8.0))`` is a factor in any
-        precision. A buffer's number is none: what is loaded later may be another.
+        The number is exact, not rounded by a dtype: ``torch.sqrt(torch.tensor(8.0))`` is a factor in any precision. A
+        buffer is not read, as another value may be loaded later.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -61,7 +61,7 @@ class Constants:
         return float(_exact(source, self.judge) if math.isfinite(found) else found)
 
     def name(self, source: fx.Node) -> str:
-        """The name under which the stage loads a constant; a new one's where it has none."""
+        """Return the name under which the stage loads a constant; a new name if it has none."""
         for name, node in self.sources.items():
             if node is source:
                 return name
@@ -75,7 +75,7 @@ class Constants:
         return name
 
     def finish(self, graph: fx.Graph) -> Stage:
-        """The stage of `graph`: what it does not load any more is dropped."""
+        """Return the stage of `graph` without the constants that it no longer loads."""
         used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         wanted = {
             n: node for n, node in self.sources.items() if n in used and self.parameters[n].kind == "constant"
@@ -95,7 +95,7 @@ class Constants:
         return Stage(graph, kept, constants)
 
     def emit(self, target: Any, *args: Any) -> fx.Node:
-        """A further constant, each distinct one once."""
+        """Add a constant, each distinct one once."""
         key = (target, str(args))
         if key not in self.made:
             node = self.graph.create_node("call_function", target, args, name=operator_word(target))
@@ -108,7 +108,7 @@ class Constants:
 
 
 def _exact(node: fx.Node, judge: MaskJudge) -> Any:
-    """The value of a constant that `judge` has computed, in float64 all the way."""
+    """Return the value of a constant that `judge` has computed, in float64 throughout."""
     if node.op == "get_attr" or not node.meta["val"].is_floating_point():
         value = judge.value(node)
         return value.double() if value.is_floating_point() else value

@@ -1,8 +1,8 @@
-"""What the masks of an attention come to: constants are computed to prove it, others taken as they are.
+"""Combine the masks of an attention: constants are computed to prove it, others are taken as they are.
 
-Only where every query sees a key do hiding by the least finite number, hiding by -inf and replacing the score mean
-the same: the hidden keys' weights are 0. A query that sees none has even weights, or none, and gradients that torch's
-fused attention gets wrong; so an attention is rewritten to hide otherwise only where that is proved not to happen.
+Only if every query sees a key do hiding by the least finite number, hiding by -inf and replacing the score mean the
+same: the weights of hidden keys are 0. A query that sees none has even weights, or none, and wrong gradients in
+torch's fused attention. So a mask is rewritten to hide otherwise only if this is proved not to happen.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _VIEWS = (
 
 @dataclass(frozen=True)
 class Mask:
-    """What the masks of one attention come to.
+    """The combined mask of one attention.
 
-    `verdict`: "causal", "open" (no mask is needed) or "kept". What is passed then is `constant`, a node among the
-    constants (bool: True where seen; else added), or `given`, a floating node of the stage's graph. `words` describe
-    it to a person; `doubt` says why some query may see no key, "" where every one is proved to see one.
+    `verdict`: "causal", "open" (no mask is needed) or "kept". A kept mask is `constant`, a node among the constants
+    (bool: True where seen; else added), or `given`, a floating node of the stage's graph. `words` describe it to a
+    person; `doubt` says why some query may see no key, "" if every one is proved to see one.
     """
 
     verdict: str
@@ -50,7 +50,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class _Content:
-    """Of a floating constant: does it hide keys, does it add to scores, is every element finite."""
+    """Facts about a floating constant: whether it hides keys, adds to scores, and is finite everywhere."""
 
     hides: bool
     adds: bool
@@ -59,14 +59,14 @@ class _Content:
 
 @dataclass(frozen=True)
 class _Part:
-    """Of one constant mask: the keys `seen` (bool; None: all), and the `bias` it adds to their scores (None: none)."""
+    """One constant mask: the keys `seen` (bool; None: all), and the `bias` on their scores (None: none)."""
 
     seen: fx.Node | None
     bias: fx.Node | None = None
 
 
 class Masks:
-    """Reads the masks of attentions; those that are needed anew become constants."""
+    """A reader of the masks of attentions, which makes constants of the combined ones."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
@@ -74,7 +74,7 @@ class Masks:
         self._known: dict[Any, Any] = {}
 
     def combine(self, steps: Sequence[Step], shape: Sequence[int], dtype: torch.dtype) -> Mask | str:
-        """What the masks among an attention's `steps` come to for scores of `shape`, or why that is not known."""
+        """Combine the masks among an attention's `steps` for scores of `shape`, or say why that is not known."""
         masks = [step for step in steps if step.mask is not None]
         if not masks:
             return Mask("open", "no mask")
@@ -94,7 +94,7 @@ class Masks:
         return found
 
     def describe(self, mask: fx.Node | None) -> str:
-        """In words, the mask that an operator is given."""
+        """Describe the mask that an operator is given."""
         source = self.constants.source(mask)
         if mask is None or source is None:
             return "no mask" if mask is None else "computed in the step"
@@ -105,7 +105,7 @@ class Masks:
         return found.words if isinstance(found, Mask) else "constant"
 
     def _take(self, masks: Sequence[Step], dtype: torch.dtype) -> Mask | str:
-        """Masks that depend on the batch."""
+        """Take masks that depend on the batch."""
         (first, *rest) = masks
         if rest:
             return "one of its masks is computed in the step"
@@ -121,7 +121,7 @@ class Masks:
         return Mask("kept", "from the batch", doubt, given=first.mask, proved=proved)
 
     def _bound(self, node: Any) -> frozenset[str] | None:
-        """The user's buffers by which a floating value is finite, whatever the batch; None where it may not be."""
+        """Return the user's buffers that keep a floating value finite for every batch; None if it may not be."""
         number = self.constants.number(node)
         if number is not None:
             return frozenset() if abs(number) != float("inf") else None
@@ -144,7 +144,7 @@ class Masks:
     def _merge(
         self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
     ) -> Mask | str:
-        """One mask for several constant ones, with the proof that every query sees a key."""
+        """Merge several constant masks into one, with the proof that every query sees a key."""
         seen: fx.Node | None = None
         bias: fx.Node | None = None
         for step, source in zip(masks, sources, strict=True):
@@ -167,7 +167,7 @@ class Masks:
         return Mask("kept", words, constant=seen)
 
     def _divide(self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> _Part | str:
-        """What one constant mask shows, and what it adds to the scores; or why that is not known."""
+        """Return the keys that one constant mask shows and its bias on the scores; or why they are not known."""
         mask = self._widen(source, step.frame, shape)
         if step.kind == "fill":
             if not step.factor <= torch.finfo(dtype).min:
@@ -183,7 +183,7 @@ class Masks:
     def _leave(
         self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
     ) -> Mask | str:
-        """Masks that leave a query no key: adding the only one, all finite, is what the model does."""
+        """Keep masks that hide all keys of a query: adding the only one, all finite, is what the model does."""
         doubt = "its mask leaves a query no key"
         only = self._widen(sources[0], masks[0].frame, shape)
         content = self._read(only) if len(masks) == 1 and masks[0].kind == "add" else None
@@ -191,7 +191,7 @@ class Masks:
         return Mask("kept", "constant", doubt, constant=only) if same else doubt
 
     def _add(self, bias: fx.Node, seen: fx.Node | None, words: str, dtype: torch.dtype) -> Mask | str:
-        """A bias on the scores, and the keys that are hidden, as one additive mask."""
+        """Write a bias and the hidden keys as one additive mask."""
         if torch.promote_types(bias.meta["val"].dtype, dtype) != dtype:
             return _wider(bias, dtype)
         if bias.meta["val"].dtype != dtype:
@@ -208,7 +208,7 @@ class Masks:
         )
 
     def _widen(self, source: fx.Node, frame: Sequence[int], shape: Sequence[int]) -> fx.Node:
-        """A mask of scores that were viewed as `frame` as one of scores of `shape`: batch and heads regrouped."""
+        """Reshape a mask of scores viewed as `frame` to scores of `shape`: batch and heads regrouped."""
         own: list[int] = [1, 1, *source.meta["val"].shape]
         lead, rows, keys = own[:-2], own[-2], own[-1]
         if tuple(frame) == tuple(shape):
@@ -219,7 +219,7 @@ class Masks:
         return self.constants.emit(aten.reshape.default, whole, [*shape[:-2], rows, keys])
 
     def _read(self, node: fx.Node) -> _Content | None:
-        """What a floating constant holds; None where it cannot be computed, or holds nan or +inf."""
+        """Return the facts about a floating constant; None if it cannot be computed, or has nan or +inf."""
         key = ("content", node)
         if key not in self._known:
             self._known[key] = self._measure(node)
@@ -241,7 +241,7 @@ class Masks:
         return content
 
     def _sees_all(self, seen: fx.Node) -> bool:
-        """Has every row a True?"""
+        """Return whether every row has a True."""
         return all(block is not None and bool(block.any(-1).all()) for _, block in self.judge.blocks(seen))
 
     def _shape_word(self, seen: fx.Node | None, judged: str) -> str:
@@ -261,7 +261,7 @@ def _wider(mask: fx.Node, dtype: torch.dtype) -> str:
 
 
 def _origin(source: fx.Node) -> str:
-    """A constant as a message names it."""
+    """Name a constant in a message."""
     while source.all_input_nodes:
         source = source.all_input_nodes[0]
     return str(source.target) if source.op == "get_attr" else called(source)

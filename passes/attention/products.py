@@ -1,4 +1,4 @@
-"""The two products of an attention, as matmul, bmm, baddbmm or einsum write them."""
+"""Read the two products of an attention, written as matmul, bmm, baddbmm or einsum."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoptd.runtime import aten
 
 @dataclass(frozen=True)
 class Step:
-    """One operator between the product and the softmax, and the scores before it, `source` of shape `frame`.
+    """One operator between the product and the softmax, applied to the scores `source` of shape `frame`.
 
-    "scale": times `factor`; "add": plus `mask`; "fill": `factor` where `mask` `hides` (or does not show); "view"
-    and "cast": the same numbers.
+    "scale": times `factor`; "add": plus `mask`; "fill": `factor` where `mask` `hides` (or does not show); "view" and
+    "cast": the same numbers.
     """
 
     source: fx.Node
@@ -38,7 +38,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Product:
-    """Scores: queries [.., queries, size] by keys [.., keys, size]; `steps` are what the operator does on top."""
+    """Scores: queries [.., queries, size] by keys [.., keys, size]; `steps` are the operator's own further steps."""
 
     node: fx.Node
     queries: Factor
@@ -56,7 +56,7 @@ class Result:
 
 
 def read_product(node: fx.Node) -> Product | None:
-    """Scores as a product over the last dimension of queries and keys."""
+    """Read scores as a product over the last dimension of queries and keys."""
     name = operator_name(node.target) if node.op == "call_function" else ""
     if name in ("aten.matmul", "aten.bmm"):
         first, second = node.args[:2]
@@ -80,7 +80,7 @@ def read_product(node: fx.Node) -> Product | None:
 
 
 def swap(node: fx.Node) -> Factor:
-    """A factor with its last two dimensions swapped: what was transposed to be multiplied, where it was."""
+    """Swap the last two dimensions of a factor, or undo its transpose."""
     rank = len(shape_of(node))
     order = (*range(rank - 2), rank - 1, rank - 2)
     if node.target is aten.transpose.int and {int(d) % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def swap(node: fx.Node) -> Factor:
 
 
 def _read_einsum(node: fx.Node) -> Product | None:
-    """Scores by an equation such as "bqhd,bkhd->bhqk"."""
+    """Read scores computed by an equation such as "bqhd,bkhd->bhqk"."""
     parsed = _parse(node)
     if parsed is None:
         return None
@@ -109,7 +109,7 @@ def _read_einsum(node: fx.Node) -> Product | None:
 
 
 def _parse(node: fx.Node) -> tuple[list[str], str, Sequence[fx.Node]] | None:
-    """The letters of both operands and of the result, if there are two and no letter is repeated or left out."""
+    """Return the letters of two operands and the result, if none is repeated or left out."""
     equation = str(node.args[0]).replace(" ", "")
     operands: Any = node.args[1]
     groups, _, out = equation.partition("->")
@@ -121,13 +121,13 @@ def _parse(node: fx.Node) -> tuple[list[str], str, Sequence[fx.Node]] | None:
 
 
 def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
-    """Where each wanted dimension is among the letters; None where they are in order."""
+    """Return the place of each wanted dimension among the letters; None if they are in order."""
     order = tuple(letters.index(letter) for letter in wanted)
     return None if order == tuple(range(len(order))) else order
 
 
 def read_result(node: fx.Node, weights: fx.Node) -> Result | None:
-    """The product of the weights with values over the keys."""
+    """Read the product of the weights with values over the keys."""
     name = operator_name(node.target) if node.op == "call_function" else ""
     if name in ("aten.matmul", "aten.bmm"):
         values: Any = node.args[1]

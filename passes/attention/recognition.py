@@ -1,9 +1,9 @@
-"""Attention, however it is written, as torch's fused attention or as the softmax kernel between two products.
+"""Replace attention, however written, by torch's fused attention or by the softmax kernel between two products.
 
-It is found by dataflow, from each softmax (see `attention_chain`); what its masks mean is proved (see
-`attention_masks`). Without dropout, and where every query is proved to see a key, the whole chain becomes
-``scaled_dot_product_attention``. Else the part round the softmax that means the same becomes
-``kernels.scaled_softmax`` (SC21 §4.2): scale, mask, softmax, keyed dropout. What is neither is left as it is.
+Attention is found by dataflow, from each softmax (`chain`), and the meaning of its masks is proved (`masks`). Without
+dropout, and if every query is proved to see a key, the whole chain becomes ``scaled_dot_product_attention``. Otherwise
+the part around the softmax becomes ``kernels.scaled_softmax`` (SC21 §4.2) if that means the same: scale, mask,
+softmax, keyed dropout. Any other attention is left as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SDPA = aten.scaled_dot_product_attention.default
 
 @dataclass(frozen=True)
 class Finding:
-    """One attention of the model: which rule fired, what its mask is, and why no better rule did.
+    """One attention of the model: the rule that applied, its mask, and why no better rule did.
 
     `rule`: "sdpa", "softmax" (``kernels.scaled_softmax`` between products) or "" (left as it is). `place` is its
     module path and source line.
@@ -45,7 +45,7 @@ def recognize_attention(program: Program) -> Program:
 
 
 def find_attentions(program: Program) -> tuple[Finding, ...]:
-    """What `recognize_attention` finds in the program, in graph order."""
+    """Return the findings of `recognize_attention` in the program, in graph order."""
     return _recognize(program)[1]
 
 
@@ -67,7 +67,7 @@ def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
 
 
 def _find_learned(graph: fx.Graph, constants: Constants) -> set[fx.Node]:
-    """The nodes that depend on parameters, trained or not."""
+    """Return the nodes that depend on parameters, trained or not."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         parameter = node.op == "get_attr" and constants.parameters[str(node.target)].kind == "parameter"
@@ -77,7 +77,7 @@ def _find_learned(graph: fx.Graph, constants: Constants) -> set[fx.Node]:
 
 
 def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding | None:
-    """Rewrite the attention that a node stands for or is the softmax of; None where it is none."""
+    """Rewrite the attention of a node that is one, or is its softmax; return None for any other node."""
     if node.target is _SDPA:
         rewriter.group_heads(node)
         return Finding("sdpa", _mask_words(rewriter, node, 3, "attn_mask"), "", where(node))

@@ -1,4 +1,4 @@
-"""Writes what was found of an attention anew: all of it, or the part round its softmax (see `attention`)."""
+"""Rewrite a recognised attention: the whole of it, or the part around its softmax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLASH_SIZE = 256  # the largest head that torch's flash attention takes
 
 
 class Rewriter:
-    """Writes into `graph`; `changed` once it did, which holds for buffers with the values of those `proved`."""
+    """A writer of attentions into `graph`; `changed` if it wrote any, valid for the values of `proved` buffers."""
 
     def __init__(self, graph: fx.Graph, constants: Constants, program: Program) -> None:
         self.graph = graph
@@ -41,7 +41,7 @@ class Rewriter:
         self.proved: frozenset[str] = frozenset()
 
     def finish(self) -> Stage:
-        """The rewritten stage, without what nothing needs any more; new operators are named like old ones."""
+        """Return the rewritten stage without dead nodes; new operators are named like old ones."""
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         for node in live_nodes(self.graph):
@@ -54,7 +54,7 @@ class Rewriter:
     # The whole chain
 
     def fuse_whole(self, chain: Chain) -> Mask | str:
-        """Write torch's fused attention for the chain, and return its mask; or say why it is not the same."""
+        """Write torch's fused attention for the chain and return its mask, or say why it is not the same."""
         product, result, last = chain.product, chain.result, chain.weights[-1]
         if product is None or result is None:
             return chain.stop or chain.open_end
@@ -108,7 +108,7 @@ class Rewriter:
         old.replace_all_uses_with(new)
 
     def _without_cast(self, factor: Factor, dtype: torch.dtype) -> Factor:
-        """The factor before a cast to float32: fused attention sums half precision in float32 itself."""
+        """Return the factor before a cast to float32: fused attention sums half precision in float32 itself."""
         source = factor.node.args[0] if factor.node.target is aten.to.dtype else None
         if isinstance(source, fx.Node) and dtype in HALF and source.meta["val"].dtype == dtype:
             wider = factor.node.meta["val"].dtype == torch.float32
@@ -116,7 +116,7 @@ class Rewriter:
         return factor
 
     def _shape_factor(self, factor: Factor, shape: Sequence[int], before: fx.Node) -> fx.Node | None:
-        """The factor as [batch, heads, rows, size]; keys and values may have one head for all."""
+        """Return the factor as [batch, heads, rows, size]; keys and values may have one head for all."""
         node = factor.node
         if factor.dims is not None:
             node = self._emit(before, aten.permute.default, node, list(factor.dims))
@@ -131,7 +131,7 @@ class Rewriter:
         return node if own[:-2] == lead or one_head else None
 
     def _without_scale(self, factor: fx.Node) -> tuple[fx.Node, float]:
-        """The factor before it was multiplied by a number, and the number (1), where nobody else reads the product."""
+        """Return the factor before a scaling that nobody else reads, and its number (1 without one)."""
         node = factor
         while len(node.users) == 1 and node.op == "call_function":
             name = operator_name(node.target)
@@ -154,7 +154,7 @@ class Rewriter:
         return factor, 1.0
 
     def group_heads(self, node: fx.Node) -> None:
-        """Hand grouped keys and values to fused attention as they are; its kernels repeat them themselves."""
+        """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
         groups = find_groups(node)
         if groups is not None:
             node.args = (node.args[0], *groups)
@@ -164,9 +164,9 @@ class Rewriter:
     # The part round the softmax
 
     def fuse_softmax(self, chain: Chain, reason: str) -> tuple[Mask | None, str]:
-        """Write the softmax kernel for as much of the chain as means the same, and return its mask (None: nothing is).
+        """Write the softmax kernel for as much of the chain as means the same, and return its mask or None.
 
-        `reason` is why the whole is not fused; it is returned, or a nearer one.
+        `reason` says why the whole is not fused; it is returned, or a more specific one.
         """
         dropout, end = self._end_of_kernel(chain)
         for start in range(len(chain.steps) + 1):
@@ -189,7 +189,7 @@ class Rewriter:
         return None, reason
 
     def _end_of_kernel(self, chain: Chain) -> tuple[fx.Node | None, fx.Node]:
-        """The dropout of the weights, if there is one, and the last node that the kernel stands for."""
+        """Return the dropout of the weights, if any, and the last node that the kernel replaces."""
         dropout, end = None, chain.softmax
         for node in chain.weights[1:]:
             if node.target is kernels.dropout and dropout is None:
@@ -224,7 +224,7 @@ class Rewriter:
     # Writing
 
     def _emit(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call in front of `before`, which it is a part of in the user's model."""
+        """Write a call in front of `before`, under its place in the user's model."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {**before.meta}
@@ -233,7 +233,7 @@ class Rewriter:
         return node
 
     def _load(self, source: fx.Node, before: fx.Node) -> fx.Node:
-        """A constant as a value of the stage's graph, loaded once."""
+        """Load a constant into the stage's graph, once."""
         name = self.constants.name(source)
         if name not in self.loads:
             with self.graph.inserting_before(before):
@@ -245,7 +245,7 @@ class Rewriter:
 
 
 def _same_softmax(softmax: fx.Node, given: torch.dtype, end: torch.dtype) -> bool:
-    """Whether fused operators compute this softmax: float32 for half precision, which they give, else the own dtype."""
+    """Return whether fused operators compute this softmax: float32 for half precision, else the own dtype."""
     computed = softmax.meta["val"].dtype
     return bool(computed == given or (given in HALF and computed == torch.float32 and end == given))
 
@@ -255,9 +255,9 @@ def _other_softmax(softmax: fx.Node, dtype: torch.dtype) -> str:
 
 
 def find_groups(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The keys and values [b, g, s, d] of a fused attention that is given them repeated, where its kernel may do that.
+    """Return the keys and values [b, g, s, d] of a fused attention that repeats them, if its kernel can do that.
 
-    That is without a mask: with one, torch would write the scores out.
+    The kernel cannot with a mask: torch would write the scores out.
     """
     q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
     flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
@@ -271,7 +271,7 @@ def find_groups(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _unrepeated(node: Any) -> fx.Node | None:
-    """[b, g, s, d] of what repeats each of its heads n times to [b, g n, s, d], neighbours together."""
+    """Return [b, g, s, d] of a value that repeats each of its heads n times, [b, g n, s, d], neighbours together."""
     if not isinstance(node, fx.Node):
         return None
     if shape_of(node)[1] == 1:

@@ -1,9 +1,9 @@
-"""Activations that a model writes out: found by computing them, whatever form they have.
+"""Recognise activations that a model writes out, in any form, by computing them.
 
-A chain of analytic operators on one value is evaluated in float64 beside each known activation, over its
-bulk and its tails; where the two agree to the last bits, it is that activation. What is piecewise never
-enters a chain, so agreement at the points is agreement between them. A tanh-GELU whose sqrt(2 / pi) is
-rounded is another activation than torch's: our kernels take the number that the chain has.
+A chain of analytic operators on one value is evaluated in float64 beside each known activation, over its bulk and its
+tails; if the two agree to the last bits, it is that activation. Piecewise operators never enter a chain, so agreement
+at the points is agreement between them. A tanh-GELU whose sqrt(2 / pi) is rounded differs from torch's: our kernels
+take the number that the chain has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
 
 
 def match_activation(node: fx.Node) -> Match | None:
-    """The written-out activation that ends in `node`, if there is one."""
+    """Match the written-out activation that ends in `node`."""
     if node.target not in ANALYTIC or not node.meta["val"].is_floating_point():
         return None
     for source, members in _chains(node):
@@ -62,7 +62,7 @@ def match_activation(node: fx.Node) -> Match | None:
 
 
 def _chains(end: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Each value that `end` is a function of alone, nearest first, with the operators in between in order."""
+    """Yield each value that `end` is a function of alone, nearest first, with the operators in between in order."""
     members: list[fx.Node] = []
     frontier = {end}
     while frontier and len(members) <= LONGEST:
@@ -78,7 +78,7 @@ def _chains(end: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _is_elementwise(node: fx.Node, end: fx.Node) -> bool:
-    """Whether the operator works element by element on tensors of `end`'s shape and dtype, and on numbers."""
+    """Return whether the operator is elementwise on numbers and tensors of `end`'s shape and dtype."""
     same = all(shape_of(n) == shape_of(end) for n in node.all_input_nodes)
     return same and alike(node.meta["val"], end.meta["val"]) and not node.kwargs
 
@@ -91,7 +91,7 @@ def _signature(source: fx.Node, members: list[fx.Node]) -> Iterator[Any]:
 
 @cache
 def _recognize(chain: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """The operator that a chain is, and its keywords; equal chains of repeated layers are computed once."""
+    """Return the operator and keywords of a chain; equal chains of repeated layers are computed once."""
     known, values = list(KNOWN), [POINTS]
     for target, args in chain:
         values.append(target(*(values[a[1]] if isinstance(a, tuple) else a for a in args)))

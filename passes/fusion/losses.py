@@ -1,7 +1,7 @@
-"""Losses that become the kernel's, which keeps one tensor as wide as the vocabulary.
+"""Replace losses by the loss kernel, which keeps one tensor as wide as the vocabulary.
 
-Of half-precision logits that a model casts to float32 first it sums in float32 without the copy; of whole logits it
-keeps the softmax, which becomes the gradient, where torch makes two tensors more.
+It sums half-precision logits in float32 without the model's copy in float32; of whole logits it keeps the softmax,
+which becomes the gradient, where torch makes two more tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REDUCTIONS = {1: "mean", 2: "sum"}
 
 
 def match_half_loss(node: fx.Node) -> Match | None:
-    """kernels.cross_entropy(logits.float(), target), of logits that are divided over the tensor ranks."""
+    """Match kernels.cross_entropy(logits.float(), target), of logits divided over the tensor ranks."""
     if not is_call(node, kernels.cross_entropy):
         return None
     narrow = _narrow(node.args[1])
@@ -31,7 +31,7 @@ def match_half_loss(node: fx.Node) -> Match | None:
 
 
 def match_whole_loss(node: fx.Node) -> Match | None:
-    """cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
+    """Match cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
     if not is_call(node, aten.cross_entropy_loss.default):
         return None
     logits: Any = node.args[0]
@@ -59,7 +59,7 @@ _OPTIONS = ((2, "weight", None), (3, "reduction", 1), (4, "ignore_index", -100),
 
 
 def _narrow(logits: Any) -> tuple[Any, list[fx.Node]] | None:
-    """The half-precision logits that single-use reshapes of a cast to float32 are of, and those nodes."""
+    """Return the half-precision logits behind a cast to float32 and single-use reshapes, and those nodes."""
     if not isinstance(logits, fx.Node) or not is_single(logits):
         return None
     if is_call(logits, *RESHAPES):

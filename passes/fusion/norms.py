@@ -1,4 +1,4 @@
-"""Normalisations and rotary embeddings that models write out, as fusion rules read them."""
+"""Match normalisations and rotary embeddings that models write out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autoptd.runtime import aten, kernels
 
 
 def match_layer_norm(node: fx.Node) -> Match | None:
-    """``torch.layer_norm`` over the last dimension, with a weight."""
+    """Match ``torch.layer_norm`` over the last dimension, with a weight."""
     if not is_call(node, aten.layer_norm.default):
         return None
     x: Any = node.args[0]
@@ -41,7 +41,7 @@ def match_layer_norm(node: fx.Node) -> Match | None:
 
 
 def match_rms_norm(node: fx.Node) -> Match | None:
-    """``weight * (x * rsqrt(mean(x ** 2) + eps))``, the statistics in float32 for half precision."""
+    """Match ``weight * (x * rsqrt(mean(x ** 2) + eps))``, the statistics in float32 for half precision."""
     if not is_call(node, aten.mul.Tensor):
         return None
     dtype = node.meta["val"].dtype
@@ -61,7 +61,8 @@ def match_rms_norm(node: fx.Node) -> Match | None:
 
 
 def match_torch_rms_norm(node: fx.Node) -> Match | None:
-    """``torch.rms_norm`` over the last dimension; not in half precision, where it rounds behind the weight only."""
+    """Match ``torch.rms_norm`` over the last dimension, but not in half precision: there it rounds after the weight
+    only."""
     if not is_call(node, aten.rms_norm.default) or node.meta["val"].dtype not in (
         torch.float32,
         torch.float64,
@@ -85,7 +86,7 @@ _LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 
 def _normed(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
-    """x, eps and the operators of ``x * rsqrt(mean(x ** 2, -1, keepdim=True) + eps)``; casts of x are among them."""
+    """Read x, eps and the operators of ``x * rsqrt(mean(x ** 2, -1, keepdim=True) + eps)``, casts of x included."""
     if not is_call(node, aten.mul.Tensor):
         return None
     for x, root in both_orders(node):
@@ -107,7 +108,7 @@ def _normed(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
 
 
 def _inside(chain: set[fx.Node], end: fx.Node) -> bool:
-    """Whether nobody but the chain reads its values."""
+    """Return whether only the chain reads its values."""
     return all(user in chain or user is end for node in chain for user in node.users)
 
 
@@ -124,7 +125,7 @@ class Rotated:
 
 
 def match_rotary(node: fx.Node) -> Match | None:
-    """``x * cos + rotate(x) * sin``, with cos and sin that broadcast over x and nobody else reads the products."""
+    """Match ``x * cos + rotate(x) * sin``, with cos and sin broadcast over x and single-use products."""
     terms = plain_add(node)
     if terms is None or not all(is_call(term, aten.mul.Tensor) and is_single(term) for term in terms):
         return None
@@ -151,7 +152,7 @@ def match_rotary(node: fx.Node) -> Match | None:
 
 
 def _is_table(table: fx.Node, x: fx.Node) -> bool:
-    """Whether a cos or sin is broadcast over x: no more dimensions, x's dtype, and the whole last dimension."""
+    """Return whether a cos or sin broadcasts over x: no more dimensions, x's dtype, and the whole last dimension."""
     own, shape = shape_of(table), shape_of(x)
     fits = (
         0 < len(own) <= len(shape)
@@ -166,7 +167,7 @@ def _rotated(node: Any) -> Rotated | None:
 
 
 def _rotated_halves(node: Any) -> Rotated | None:
-    """``cat([-x[..., n:], x[..., :n]], -1)``, the halves by slices or of one ``chunk``."""
+    """Read ``cat([-x[..., n:], x[..., :n]], -1)``, the halves by slices or from one ``chunk``."""
     if not is_call(node, aten.cat.default) or not last_dim(node, argument(node, 1, "dim", 0)):
         return None
     parts: Any = node.args[0]
@@ -187,7 +188,7 @@ def _rotated_halves(node: Any) -> Rotated | None:
 
 
 def _split_in_halves(first: Any, second: Any) -> fx.Node | None:
-    """The operator whose two results, halves of the last dimension, these are."""
+    """Return the operator whose two results, halves of the last dimension, these are."""
     if not (is_call(first, operator.getitem) and is_call(second, operator.getitem)):
         return None
     split: fx.Node = first.args[0]
@@ -198,7 +199,7 @@ def _split_in_halves(first: Any, second: Any) -> fx.Node | None:
 
 
 def _sliced(node: Any, start: int, end: int, step: int = 1) -> fx.Node | None:
-    """The x of ``x[..., start:end:step]``."""
+    """Return the x of ``x[..., start:end:step]``."""
     if not is_call(node, aten.slice.Tensor):
         return None
     x: fx.Node = node.args[0]
@@ -212,7 +213,7 @@ _SLICE = ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1))
 
 
 def _rotated_pairs(node: Any) -> Rotated | None:
-    """``stack([-x[..., 1::2], x[..., ::2]], -1)`` flattened into the last dimension."""
+    """Read ``stack([-x[..., 1::2], x[..., ::2]], -1)`` flattened into the last dimension."""
     stack: Any = node.args[0] if is_call(node, *RESHAPES, aten.flatten.using_ints) else None
     if not is_call(stack, aten.stack.default):
         return None
@@ -232,7 +233,7 @@ def _rotated_pairs(node: Any) -> Rotated | None:
 
 
 def match_partial_rotary(node: fx.Node) -> Match | None:
-    """``cat([rotary(x[..., :n]), x[..., n:]], -1)``: the kernel leaves the rest as it is."""
+    """Match ``cat([rotary(x[..., :n]), x[..., n:]], -1)``: the kernel leaves the rest as it is."""
     if not is_call(node, aten.cat.default) or not last_dim(node, argument(node, 1, "dim", 0)):
         return None
     parts: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""What a fusion rule reads of a graph: single-use chains, biases, casts; and how it says what it found."""
+"""Read a graph for fusion rules: single-use chains, biases and casts; and describe a match."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 @dataclass(frozen=True)
 class Call:
-    """A call that is to be written: arguments are nodes, constants, or calls written before it."""
+    """A call to write: its arguments are nodes, constants, or calls written before it."""
 
     target: Any
     args: tuple[Any, ...]
@@ -27,10 +27,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Match:
-    """A chain that one call stands for.
+    """A chain that one call replaces.
 
-    `results` are the nodes whose values the call gives: one, or one per element of the tuple it returns, in
-    graph order. `members` are the nodes it makes superfluous beside them, `constants` what it gives no gradient.
+    `results` are the nodes whose values the call gives: one, or one per element of the tuple it returns, in graph
+    order. `members` are the further nodes it makes superfluous, `constants` those it gives no gradient.
     """
 
     call: Call
@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Biased:
-    """``x + bias``, with `bias` a parameter of the last dimension's size; `members` are the nodes that say so."""
+    """``x + bias``, with `bias` a parameter of the last dimension's size; `members` are the nodes of the sum."""
 
     x: Any
     bias: fx.Node
@@ -53,7 +53,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def both_orders(node: Any) -> tuple[tuple[Any, Any], ...]:
-    """The two arguments of a commutative call, either first; nothing where it has more, or options."""
+    """Yield the two arguments of a commutative call, either first; nothing if it has more, or options."""
     if node.kwargs or len(node.args) != 2:
         return ()
     one, other = node.args
@@ -61,12 +61,12 @@ def both_orders(node: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def is_single(node: fx.Node) -> bool:
-    """Whether one node alone reads the value."""
+    """Return whether one node alone reads the value."""
     return len(node.users) == 1
 
 
 def plain_add(node: Any) -> tuple[fx.Node, fx.Node] | None:
-    """The terms of a sum of two tensors of the result's shape and dtype, without ``alpha``."""
+    """Return the terms of a sum of two tensors of the result's shape and dtype, without ``alpha``."""
     if not is_call(node, aten.add.Tensor) or node.kwargs or len(node.args) != 2:
         return None
     one, other = node.args
@@ -80,15 +80,15 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_vector(node: Any, size: int) -> bool:
-    """Whether the node is a parameter of one dimension of this size."""
+    """Return whether the node is a parameter of one dimension of this size."""
     return isinstance(node, fx.Node) and node.op == "get_attr" and shape_of(node) == (size,)
 
 
 def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool = False) -> Biased | None:
-    """Read a value as something and a bias added to it, through reshapes that keep the last dimension.
+    """Read a value as x + bias, through reshapes that keep the last dimension.
 
-    No value may have two readers, but for those that are `members` alone. A bias inside a linear costs nothing there
-    and is left, unless `of_linear` asks for it; behind the all-reduce of a row-parallel one it is added.
+    Every value has one reader, besides `members`. A bias inside a linear costs nothing there and is left, unless
+    `of_linear` asks for it; after the all-reduce of a row-parallel one it is added.
     """
     if not is_single(node) and not all(user in members for user in node.users):
         return None
@@ -120,7 +120,7 @@ def _split_add(node: fx.Node) -> Biased | None:
 
 @dataclass(frozen=True)
 class Linear:
-    """``linear(x, weight, bias)``, its weight [out, in], or [in, out] where `transposed`."""
+    """``linear(x, weight, bias)``, its weight [out, in], or [in, out] if `transposed`."""
 
     node: fx.Node
     x: fx.Node
@@ -141,17 +141,17 @@ def read_linear(node: Any) -> Linear | None:
 
 
 def last_dim(node: fx.Node, dims: Any) -> bool:
-    """Whether `dims` is the node's last dimension alone."""
+    """Return whether `dims` is the node's last dimension alone."""
     dims, count = [dims] if isinstance(dims, int) else dims, len(shape_of(node))
     return isinstance(dims, (list, tuple)) and [d % count for d in dims] == [count - 1]
 
 
 def uncast(node: Any) -> fx.Node:
-    """What a cast is of; the node itself where it is none."""
+    """Return the argument of a cast; any other node itself."""
     source: fx.Node = node.args[0] if is_call(node, aten.to.dtype) else node
     return source
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which kernels sum: float32 for half precision, else the values' own."""
+    """Return the dtype in which kernels sum: float32 for half precision, else the values' own."""
     return torch.promote_types(dtype, torch.float32)

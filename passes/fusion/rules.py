@@ -1,7 +1,7 @@
 """Join chains of memory-bound operators into one kernel each (SC21 §4.2).
 
-Works on each stage of the divided, cut program: no kernel needs a sharding rule, and no boundary gets wider.
-There a row-parallel bias stands behind the all-reduce already, and goes from there into the kernel.
+Works on each stage of the divided, cut program, so no kernel needs a sharding rule and no boundary gets wider. There a
+row-parallel bias stands after the all-reduce already, and goes from there into the kernel.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NEAR = 8  # GEMMs that may stand within a chain: branches of one layer wait for 
 def fuse_operators(program: Program) -> Program:
     """Rewrite every stage's chains by the rules below, in their order.
 
-    Raises ValueError where a kernel's result has another shape or dtype than what it stands for.
+    Raises ValueError if a kernel's result has another shape or dtype than the chain's.
     """
     propagation = Propagation(program.mesh)
     counts: Counter[str] = Counter()
@@ -85,26 +85,26 @@ def _fuse(stage: Stage, propagation: Propagation, counts: Counter[str]) -> fx.Gr
 
 
 def _is_near(match: Match, products: Mapping[fx.Node, int]) -> bool:
-    """Whether the chain is of one layer: no stage may end within a kernel, and one over a long skip spans all layers.
+    """Return whether the chain lies in one layer: a long skip spans all layers, and no stage may end in a kernel.
 
-    `products` counts the GEMMs up to each node; what this rule has written itself is not among the nodes.
+    `products` counts the GEMMs up to each node; the nodes written by this rule itself are not among them.
     """
     places = [products[node] for node in (*match.members, *match.results) if node in products]
     return not places or max(places) - min(places) <= NEAR
 
 
 def _is_one_region(match: Match) -> bool:
-    """Whether the chain lies in one region of recomputation, or in none."""
+    """Return whether the chain lies in one region of recomputation, or in none."""
     return len({node.meta.get("recompute") for node in (*match.members, *match.results)}) == 1
 
 
 def _keeps_gradients(match: Match, trained: set[fx.Node]) -> bool:
-    """Whether no constant has a gradient, and all results or none: of one call autograd knows nothing in between."""
+    """Return whether no constant has a gradient and all results have one, or none: a call has them for all."""
     return trained.isdisjoint(match.constants) and len({node in trained for node in match.results}) == 1
 
 
 def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
-    """Write the call where its first result was, and take out what it stands for."""
+    """Write the call at its first result, and remove the chain."""
     first = match.results[0]
     made = _write(graph, match.call, first, propagation)
     values = [made]
@@ -132,7 +132,7 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
 
 
 def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation) -> fx.Node:
-    """The call before `place`, behind what its arguments need."""
+    """Write the call before `place`, after its arguments."""
     args = tuple(_write(graph, a, place, propagation) if isinstance(a, Call) else a for a in call.args)
     for node in args:
         if isinstance(node, fx.Node) and node.op == "get_attr" and place < node:
@@ -151,7 +151,7 @@ def _is_shaped(node: fx.Node, value: Any) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """The name of what a node stands for."""
+    """Name a node after the one that it replaces."""
     name: str = node.meta.get("name", node.name)
     return name
 
@@ -160,7 +160,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _linear_gelu(node: fx.Node) -> Match | None:
-    """gelu(linear(x, weight, bias)), also of rows that were reshaped to a matrix and back (GPT-2)."""
+    """Match gelu(linear(x, weight, bias)), also with rows reshaped to a matrix and back (GPT-2)."""
     product: Any = node.args[0] if is_call(node, aten.gelu.default) else None
     reshaped = [product] if is_call(product, *RESHAPES) else []
     linear = read_linear(product.args[0] if reshaped else product)
@@ -178,7 +178,7 @@ def _linear_gelu(node: fx.Node) -> Match | None:
 
 
 def _bias_gelu(node: fx.Node) -> Match | None:
-    """gelu(x + bias)."""
+    """Match gelu(x + bias)."""
     if not is_call(node, aten.gelu.default):
         return None
     biased = split_bias(node.args[0])  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def _bias_gelu(node: fx.Node) -> Match | None:
 
 
 def _grouped_attention(node: fx.Node) -> Match | None:
-    """Fused attention of fewer key and value heads than query heads, without a mask."""
+    """Match fused attention of fewer key and value heads than query heads, without a mask."""
     grouped = is_call(node, aten.scaled_dot_product_attention.default) and node.kwargs.get("enable_gqa")
     if not grouped or len(node.args) > 3 or node.kwargs.get("attn_mask") is not None:
         return None
@@ -198,7 +198,7 @@ def _grouped_attention(node: fx.Node) -> Match | None:
 
 
 def _gated_product(activation: str, target: Any, kwargs: dict[str, Any], node: fx.Node) -> Match | None:
-    """activation(gate) * up."""
+    """Match activation(gate) * up."""
     if not is_call(node, aten.mul.Tensor):
         return None
     for active, up in both_orders(node):
@@ -216,7 +216,7 @@ def _gated_product(activation: str, target: Any, kwargs: dict[str, Any], node: f
 
 
 def _dropout_add(node: fx.Node) -> Match | None:
-    """dropout(x + bias) + residual, or (x + bias) + residual, of a value that nobody else reads."""
+    """Match dropout(x + bias) + residual, or (x + bias) + residual, of a value that nobody else reads."""
     terms = plain_add(node)
     for branch, residual in (terms, (terms[1], terms[0])) if terms else ():
         found = _dropped(branch) if is_single(branch) else None
@@ -228,7 +228,7 @@ def _dropout_add(node: fx.Node) -> Match | None:
 
 
 def _dropout_bias(node: fx.Node) -> Match | None:
-    """dropout(x + bias) alone."""
+    """Match dropout(x + bias) alone."""
     found = _dropped(node) if is_call(node, kernels.dropout) else None
     if found is None or len(found[1]) == 1:
         return None
@@ -236,7 +236,8 @@ def _dropout_bias(node: fx.Node) -> Match | None:
 
 
 def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
-    """``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``, and its members."""
+    """Return ``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``, and its
+    members."""
     rank: Any = next(iter(node.graph.nodes))
     x: Any
     x, drawn = (node.args[1], node.args[2:]) if is_call(node, kernels.dropout) else (node, ())
@@ -249,7 +250,7 @@ def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
 
 
 def _norm_before_reshape(node: fx.Node) -> Match | None:
-    """norm(a sum) reshaped for norm(the sum reshaped), where rows stay rows (OPT)."""
+    """Match norm(a sum) reshaped for norm(the sum reshaped), if rows stay rows (OPT)."""
     source: Any = node.args[0] if is_call(node, *_ADDED_NORMS) else None
     if not is_call(source, *RESHAPES):
         return None
@@ -262,7 +263,7 @@ def _norm_before_reshape(node: fx.Node) -> Match | None:
 
 
 def _add_norm(node: fx.Node) -> Match | None:
-    """A norm and the sum that it is of, which others may read too."""
+    """Match a norm with the sum that it normalises, which others may read too."""
     if not is_call(node, *_ADDED_NORMS) or not is_vector(node.args[1], shape_of(node)[-1]):
         return None
     total: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""What ``torch.autocast`` does at each operator, as casts: which operators compute in fewer bits, which in float32."""
+"""Write ``torch.autocast`` out as casts: some operators compute in fewer bits, some in float32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autoptd.runtime import aten
 
 
 def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enabled: bool) -> Autocast | None:
-    """The state inside a region ``torch.autocast(device, dtype, enabled)`` of the forward, in one where `outer` holds.
+    """Return the state inside ``torch.autocast(device, dtype, enabled)`` in the forward, within the state `outer`.
 
-    Models are traced on the CPU, so that a region of ``x.device.type`` says "cpu" whatever the program will run on: it
-    speaks of the device that `outer` is of. A region of CUDA devices has no say in a model that autocasts on the CPU.
-    Raises ValueError for an enabled region of other devices.
+    Models are traced on the CPU, so a region of ``x.device.type`` says "cpu" whatever device the program will run on:
+    it means the device of `outer`. A region of CUDA devices has no effect in a model that autocasts on the CPU. Raises
+    ValueError for an enabled region of other devices.
     """
     if device not in KERNELS:
         if enabled:
@@ -39,7 +39,7 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
 def find_casts(
     state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[frozenset[fx.Node], torch.dtype] | None:
-    """Which arguments of the call `node`, of the new graph, autocast casts, and to what; None: none.
+    """Return the arguments of the call `node`, of the new graph, that autocast casts, and to what; None: none.
 
     Raises ValueError, with file and line, for what torch refuses under autocast.
     """
@@ -76,7 +76,7 @@ def find_casts(
 
 
 def is_eligible(value: object) -> bool:
-    """Whether autocast may cast a value: floating and not float64."""
+    """Return whether autocast may cast a value: floating and not float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
@@ -87,7 +87,7 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call says in which dtype its result is."""
+    """Return whether the call names the dtype of its result."""
     names = [argument.name for argument in target._schema.arguments]
     if "dtype" not in names:
         return False
@@ -96,9 +96,9 @@ def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 class Casts:
-    """Writes autocast's casts into a normalised graph: of each value once per dtype, where it is first used so.
+    """A writer of autocast's casts into a normalised graph: each value once per dtype, at its first such use.
 
-    A parameter is cast at each of its uses, which may be in several stages: there it is, and its cast need not be sent.
+    A parameter is cast at each of its uses, which may lie in several stages, so that its cast need not be sent.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -108,7 +108,7 @@ class Casts:
     def cast(
         self, state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments, of the new graph, of the exported call `node`, cast as `state` has it.
+        """Return the arguments, of the new graph, of the exported call `node`, cast according to `state`.
 
         Raises ValueError as `find_casts` does.
         """
@@ -136,10 +136,10 @@ class Casts:
 def describe_result(
     state: Autocast | None, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The ``meta`` of the exported call `node`, which becomes `target` of `args`, with the dtypes that it gives.
+    """Return the ``meta`` of the exported call `node`, written as `target` of `args`, with the resulting dtypes.
 
-    The model was traced under autocast on the CPU, so that there another dtype than the traced one means that torch
-    casts inside of the operator: ValueError.
+    The model was traced under autocast on the CPU, so another dtype than the traced one means that torch casts inside
+    the operator: ValueError.
     """
     traced = node.meta["val"]
     given = [n.meta["val"] for n in _nodes((args, kwargs))]
@@ -167,7 +167,7 @@ def describe_result(
 
 
 def _meta_values(value: Any) -> Any:
-    """Arguments to run an operator with on the meta device."""
+    """Return arguments to run an operator with on the meta device."""
 
     def place(x: Any) -> Any:
         return torch.device("meta") if isinstance(x, torch.device) else x

@@ -1,4 +1,4 @@
-"""Which attention masks are exactly causal: proved by computing them."""
+"""Prove that an attention mask is exactly causal by computing it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRIANGLES: dict[Any, Any] = {aten.tril.default: torch.tril, aten.triu.default: 
 
 
 class MaskJudge:
-    """Computes constants on the CPU, large masks in blocks of query rows."""
+    """A judge of masks that computes constants on the CPU, large masks in blocks of query rows."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self.buffers = buffers
@@ -28,7 +28,7 @@ class MaskJudge:
         self.verdicts: dict[fx.Node, str] = {}
 
     def judge(self, mask: fx.Node) -> str:
-        """What a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed)."""
+        """Return what a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed)."""
         if mask not in self.verdicts:
             self.verdicts[mask] = self._compare(mask)
         return self.verdicts[mask]
@@ -47,7 +47,8 @@ class MaskJudge:
         return "open" if "open" in verdicts else "causal"
 
     def blocks(self, mask: fx.Node) -> Iterator[tuple[int, Tensor | None]]:
-        """The rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed."""
+        """Yield the rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed.
+        Yield the rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed."""
         shape = mask.meta["val"].shape
         if len(shape) < 2 or shape.numel() > _LIMIT:
             yield 0, self.value(mask) if len(shape) < 2 else None
@@ -57,7 +58,7 @@ class MaskJudge:
             yield start, self._rows(mask, start, min(rows, shape[-2] - start))
 
     def _rows(self, node: fx.Node, start: int, count: int) -> Tensor | None:
-        """Rows ``start .. start + count - 1`` of dimension -2, or None where they cannot be computed."""
+        """Return rows ``start .. start + count - 1`` of dimension -2, or None if they cannot be computed."""
         val = node.meta["val"]
         if not isinstance(val, Tensor):
             return None
@@ -87,7 +88,7 @@ class MaskJudge:
         return result
 
     def value(self, node: fx.Node) -> Any:
-        """The value of a constant; None where it needs a buffer without data."""
+        """Return the value of a constant; None if it needs a buffer without data."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -113,13 +114,13 @@ class MaskJudge:
 
 
 def buffers_under(constant: fx.Node) -> frozenset[str]:
-    """The user's buffers whose values a constant is computed from."""
+    """Return the user's buffers whose values a constant is computed from."""
     names = {str(load.target) for load in loads_under(constant)}
     return frozenset(name for name in names if not is_lifted(name))
 
 
 def _allowed(block: Tensor, start: int) -> set[str]:
-    """What rows ``start ...`` of a mask agree with: "causal", "open"."""
+    """Return which verdicts, "causal" and "open", rows ``start ...`` of a mask agree with."""
     if block.dtype == torch.bool:
         allowed = block
     elif block.is_floating_point():

@@ -1,4 +1,4 @@
-"""What depends on neither parameters nor data: moved out of the step, and attention masks proved causal."""
+"""Move values that depend on neither parameters nor data out of the step, and prove masks causal."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _FACTORIES: dict[Any, OpOverload] = {
 def fold_constants(program: Program) -> Program:
     """Move constant subgraphs to ``Stage.constants``, each made once; drop masks that are exactly causal.
 
-    A constant depends on buffers at most. Attention whose mask is proved, by computing it, to allow just the
-    keys up to each query gets ``is_causal=True``; one that allows every key gets no mask; others are kept.
-    Raises ValueError for an embedding of constant numbers, such as positions, that its table lacks.
+    A constant depends on buffers at most. Attention whose mask is proved, by computing it, to allow just the keys up
+    to each query gets ``is_causal=True``; one that allows every key gets no mask; others are kept. Raises ValueError
+    for an embedding of constant numbers, such as positions, that its table lacks.
     """
     (stage,) = program.stages
     folder = _Folder(stage, program.buffers)
@@ -72,7 +72,7 @@ def fold_constants(program: Program) -> Program:
 
 
 class _Folder:
-    """A copy of a stage's graph, equal constants merged, from which they are taken out."""
+    """A copy of a stage's graph, equal constants merged, whose constants are taken out."""
 
     def __init__(self, stage: Stage, buffers: Mapping[str, Tensor]) -> None:
         self.parameters = stage.parameters
@@ -103,7 +103,7 @@ class _Folder:
                     self.graph.erase_node(copied)
 
     def drop_masks(self) -> dict[str, int]:
-        """Replace proved masks; the number of attentions by verdict."""
+        """Replace proved masks, and return the number of attentions by verdict."""
         counts: Counter[str] = Counter()
         for node in self.graph.nodes:
             mask = argument(node, *_MASKS[node.target]) if node.target in _MASKS else None
@@ -132,7 +132,7 @@ class _Folder:
                 )
 
     def slice_indices(self) -> None:
-        """An index of constant, consecutive numbers is a slice (Falcon takes its one key head so)."""
+        """Turn an index of constant, consecutive numbers into a slice (Falcon takes its one key head so)."""
         for node in list(self.graph.nodes):
             if node.target is aten.index.Tensor and node not in self.constant:
                 found = self._consecutive(node)
@@ -142,7 +142,7 @@ class _Folder:
                     node.target, node.args = aten.slice.Tensor, (node.args[0], *found)
 
     def _consecutive(self, node: fx.Node) -> tuple[int, int, int] | None:
-        """The dimension, start and end that an index takes, if it is a run of one dimension."""
+        """Return the dimension, start and end of an index that is a run of one dimension."""
         arguments: Any = node.args
         source, indices = arguments
         (dim, index), *others = [(d, i) for d, i in enumerate(indices) if i is not None]
@@ -159,7 +159,7 @@ class _Folder:
         return (dim, start, start + count) if run else None
 
     def split(self) -> fx.Graph:
-        """Take the constants out of the graph, and return the graph that makes them; `made` names them."""
+        """Take the constants out of the graph and return the graph that makes them; `made` names them."""
         nodes = live_nodes(self.graph)
         live = set(nodes)
         once = fx.Graph()
@@ -183,7 +183,7 @@ class _Folder:
         return once if outputs else fx.Graph()
 
     def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
-        """Put a load of a constant where it was computed; it is named after what computed its elements."""
+        """Load a constant where it was computed, named after the operator that computed its elements."""
         origin = node
         while origin.target in _SHAPE_ONLY:
             origin = origin.args[0]  # type: ignore[assignment]
@@ -203,7 +203,7 @@ class _Folder:
 
 
 def filled(constants: fx.Graph) -> frozenset[str]:
-    """The constants that are made of one number, as ``x.new_ones(b, 1, 1)`` is."""
+    """Return the constants that are made of one number, as ``x.new_ones(b, 1, 1)`` is."""
     names = set()
     for output in (node for node in constants.nodes if node.op == "output"):
         for name, node in output.args[0].items():
@@ -220,7 +220,7 @@ def _drop_mask(node: fx.Node, causal: bool) -> None:
 
 
 def _free_of_data(node: fx.Node) -> None:
-    """Rewrite ``x.new_ones(...)`` and, for integer x, ``ones_like(x)`` so that they do not depend on x."""
+    """Make ``x.new_ones(...)`` and, for integer x, ``ones_like(x)`` independent of x."""
     factory = _FACTORIES.get(node.target)
     if factory is None:
         return

@@ -1,4 +1,4 @@
-"""Memory as values: in-place operators become new values, and views of what they wrote are taken again."""
+"""Turn memory into values: in-place operators make new values, and views of written memory are taken again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, 
 class Cell:
     """A tensor of the exported graph as memory: `node` is its present value.
 
-    A view has the cell it looks into (`base`), the call that takes it (`view`), and the base's version it
-    saw. `owner` is the name of the user's parameter or buffer whose memory this is.
+    A view has the cell it looks into (`base`), the call that takes it (`view`), and the base's version it saw. `owner`
+    is the name of the user's parameter or buffer whose memory this is.
     """
 
     node: fx.Node
@@ -37,26 +37,26 @@ class Cell:
 
 @functools.cache
 def is_mutation(target: Any) -> bool:
-    """Whether an operator writes to one of its arguments."""
+    """Return whether an operator writes to one of its arguments."""
     return isinstance(target, OpOverload) and bool(target._schema.is_mutable)
 
 
 @functools.cache
 def functional_twin(target: OpOverload) -> OpOverload | None:
-    """The operator that gives as a new tensor what an in-place one writes; None where torch has none."""
+    """Return the operator that computes an in-place one's result as a new tensor; None if torch has none."""
     name = target._opname
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") and name[-2] != "_" else None
     return getattr(packet, target._overloadname, None)
 
 
 class Storage:
-    """Which value each tensor has now, written through views to what they look into."""
+    """The present value of every tensor, written through views to the tensors that they look into."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
 
     def read(self, cell: Cell) -> fx.Node:
-        """The present value; a view whose base was written since is taken again."""
+        """Return the present value; a view whose base was written since is taken again."""
         if cell.base is not None and cell.view is not None:
             value = self.read(cell.base)
             if cell.base.version != cell.seen:
@@ -67,7 +67,7 @@ class Storage:
         return cell.node
 
     def derive(self, node: fx.Node, made: fx.Node, values: Mapping[fx.Node, Any]) -> Cell:
-        """The cell of the operator `node`, written as `made`: its argument's own, a view, or new memory."""
+        """Return the cell of the operator `node`, written as `made`: its argument's own, a view, or new memory."""
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if not isinstance(source, Cell) or not _is_view(node.target):
             return Cell(made)
@@ -80,7 +80,7 @@ class Storage:
         return Cell(made, base=source, view=made, seen=source.version)
 
     def write(self, cell: Cell, value: fx.Node) -> None:
-        """Give `cell`, and all that it is a view of, the new `value`. ValueError where it cannot."""
+        """Give `cell`, and every tensor that it is a view of, the new `value`. Raises ValueError if it cannot."""
         refuse_owned(cell, value)
         kept = cell.node.meta["val"]
         if value.meta["val"].dtype != kept.dtype:
@@ -98,7 +98,7 @@ class Storage:
         cell.seen = base.version
 
     def _undo(self, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-        """`whole` after `value` was written where `view` looks."""
+        """Return `whole` with `value` written where `view` looks."""
         target, rest = view.target, view.args[1:]
         meta = {**value.meta, "val": whole.meta["val"]}
         if target is aten.slice.Tensor:
@@ -128,7 +128,7 @@ class Storage:
 
 
 def refuse_owned(cell: Cell, node: fx.Node) -> None:
-    """Raise ValueError if `node`, which writes to `cell`, changes what is the user's."""
+    """Raise ValueError if `node`, which writes to `cell`, changes a tensor of the user's."""
     while cell.base is not None:
         cell = cell.base
     if cell.owner:
@@ -145,7 +145,7 @@ def _is_view(target: Any) -> bool:
 
 
 def _copies(made: fx.Node, source: fx.Node) -> bool:
-    """Whether an operator that may give a view had to copy."""
+    """Return whether an operator that may give a view had to copy."""
     if made.target in (aten.to.dtype, aten.contiguous.default):
         return True
     if made.target is aten.reshape.default:

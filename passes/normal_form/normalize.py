@@ -1,7 +1,7 @@
 """Bring an exported graph into the form that every later pass reads.
 
-Regions of ``torch.no_grad`` and ``torch.autocast`` are inlined, the latter's casts written out, in-place operators made
-functional, operators without effect dropped, and dropout given its number. Numerics stay bit for bit.
+Regions of ``torch.no_grad`` and ``torch.autocast`` are inlined, the latter's casts written out, in-place operators
+made functional, operators without effect dropped, and dropout given its number. Numerics stay bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EMPTY = frozenset(
 
 @dataclass(frozen=True)
 class Scope:
-    """What torch's modes are where an operator is called."""
+    """Torch's modes at the call of an operator."""
 
     grad: bool = True
     autocast: Autocast | None = None
@@ -49,9 +49,9 @@ class Scope:
 def normalize(program: Program) -> Program:
     """Rewrite the captured stage's graph into functional aten operators with ``rank`` as first placeholder.
 
-    Dropouts become ``kernels.dropout``, and attention with dropout a product, ``kernels.scaled_softmax`` and a product;
-    both are numbered in capture order. Raises ValueError, with file and line, for a random or in-place operator that
-    has no such form.
+    Dropouts become ``kernels.dropout``, and attention with dropout a product, ``kernels.scaled_softmax`` and a
+    product; both are numbered in capture order. Raises ValueError, with file and line, for a random or in-place
+    operator that has no such form.
     """
     (stage,) = program.stages
     writer = Normalizer(stage.parameters)
@@ -70,7 +70,7 @@ def normalize(program: Program) -> Program:
 
 
 class Normalizer:
-    """Writes the normalised graph, one operator of the exported graph at a time.
+    """A writer of the normalised graph, one operator of the exported graph at a time.
 
     `trained` holds the nodes through which a gradient reaches a parameter.
     """
@@ -93,7 +93,7 @@ class Normalizer:
         meta: Mapping[str, Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """Append a call of `target`, its ``meta`` taken from the operator it stands for."""
+        """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta = dict(meta)
         if (
@@ -175,7 +175,7 @@ class Normalizer:
     def _write(
         self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
     ) -> Cell:
-        """An in-place operator: its functional twin's value becomes the value of `cell`."""
+        """Replace an in-place operator: its functional twin's value becomes the value of `cell`."""
         twin = functional_twin(node.target)
         if twin is None:
             refuse_random(node, node.target)
@@ -202,13 +202,13 @@ class Normalizer:
         return self._detached[node]
 
     def idle_parameters(self) -> list[str]:
-        """Parameters that want a gradient and get none from the loss."""
+        """Return the parameters that want a gradient and get none from the loss."""
         loss = next(iter(reversed(self.graph.nodes))).all_input_nodes
         names = {str(n.target) for n in find_reached(loss, self.trained) if n.op == "get_attr"}
         return [name for name, p in self.parameters.items() if p.requires_grad and name not in names]
 
     def next_dropout(self) -> int:
-        """The number of the next operator that draws a mask."""
+        """Return the number of the next operator that draws a mask."""
         self.dropouts += 1
         return self.dropouts - 1
 

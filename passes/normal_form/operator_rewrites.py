@@ -1,4 +1,4 @@
-"""The operators that normalisation rewrites: one small function each, and the table of them."""
+"""Rewrite operators to the normal form: one small function each, and the table of them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Writer(Protocol):
         meta: Mapping[str, Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """Append a call of `target`, its ``meta`` taken from the operator it stands for."""
+        """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
 
     def next_dropout(self) -> int:
-        """The number of the next operator that draws a mask."""
+        """Return the number of the next operator that draws a mask."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the exported graph, `node`, its arguments already those of the new graph, with its ``meta`` there."""
+    """One call of the exported graph, `node`, with arguments of the new graph and the ``meta`` of its result."""
 
     writer: Writer
     node: fx.Node
@@ -46,23 +46,23 @@ class Call:
 
     @property
     def source(self) -> fx.Node:
-        """The first argument, a node of the new graph."""
+        """Return the first argument, a node of the new graph."""
         node: fx.Node = self.args[0]
         return node
 
     @property
     def given(self) -> Tensor:
-        """The first argument's shape and dtype."""
+        """Return the first argument's shape and dtype."""
         val: Tensor = self.source.meta["val"]
         return val
 
     @property
     def val(self) -> Any:
-        """The result's shape and dtype: a meta tensor, or a list of them."""
+        """Return the result's shape and dtype: a meta tensor, or a list of them."""
         return self.meta["val"]
 
     def argument(self, name: str) -> Any:
-        """The argument `name`, by position, keyword or default."""
+        """Return the argument `name`, by position, keyword or default."""
         for place, spec in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
             if spec.name == name:
                 return (
@@ -71,7 +71,7 @@ class Call:
         raise KeyError(name)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Write a call of `target` in its stead."""
+        """Write a call of `target` in its place."""
         return self.writer.emit(target, args, self.meta, kwargs)
 
 
@@ -82,7 +82,7 @@ Rule = Callable[[Call], "fx.Node | None"]
 
 
 def rewrite(target: Any, call: Call) -> fx.Node:
-    """Write what stands for `call` in the normalised graph. Raises ValueError for a random operator."""
+    """Write the normal form of `call`. Raises ValueError for a random operator."""
     rule = RULES.get(target)
     made = rule(call) if rule is not None else None
     if made is not None:
@@ -133,7 +133,7 @@ def _contiguous(call: Call) -> fx.Node | None:
 
 
 def _reshape(call: Call) -> fx.Node | None:
-    """View and reshape alike, sizes spelt out; reshape, because later passes may change what strides are."""
+    """Write views and reshapes as reshape with all sizes, because later passes may change strides."""
     if call.given.shape == call.val.shape:
         return call.source
     return call.emit(aten.reshape.default, call.source, list(call.val.shape))
@@ -146,7 +146,7 @@ def _expand(call: Call) -> fx.Node | None:
 
 
 def _repeat(call: Call) -> fx.Node | None:
-    """Tiles as an expanded dimension outside each that is repeated, merged into it where it has a size."""
+    """Write tiles as an expanded dimension outside each repeated one, merged into it if it has a size."""
     own, times = call.given.shape, [int(n) for n in call.args[1]]
     if call.given.numel() == 0 or 0 in times:
         return None
@@ -200,7 +200,7 @@ def _matrix_transpose(call: Call) -> fx.Node | None:
 
 
 def _neutral(value: int) -> Rule:
-    """x * 1 and, for integers, x + 0 are x (a float's -0.0 + 0 is not)."""
+    """Drop x * 1 and, for integers, x + 0 (a float's -0.0 + 0 is not -0.0)."""
 
     def rule(call: Call) -> fx.Node | None:
         source, other = call.args[:2]
@@ -213,7 +213,7 @@ def _neutral(value: int) -> Rule:
 
 
 def _matmul(call: Call) -> fx.Node | None:
-    """x @ w.t() of a matrix is ``linear``, which is how torch computes it."""
+    """Write x @ w.t() of a matrix as ``linear``, as torch computes it."""
     other = call.args[1]
     if other.target is not aten.transpose.int or other.args[0].op != "get_attr" or call.given.dim() < 2:
         return None
@@ -223,7 +223,7 @@ def _matmul(call: Call) -> fx.Node | None:
 
 
 def _einsum(call: Call) -> fx.Node:
-    """Letters for "...", and several products one by one: along the path, or the first two, their result last."""
+    """Write letters for "...", and several products one by one: along the path, or the first two, their result last."""
     equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
     inputs, arrow, result = equation.partition("->")
     groups = inputs.split(",")
@@ -248,7 +248,7 @@ def _einsum(call: Call) -> fx.Node:
 
 
 def _tensordot(call: Call) -> fx.Node:
-    """The einsum that it is, which may round otherwise where it sums over several dimensions, or has a vector."""
+    """Write an einsum, which may round otherwise if it sums over several dimensions, or has a vector."""
     x, y, own, other = call.args
     letters = iter(ascii_letters)
     first, second = ([next(letters) for _ in tensor.meta["val"].shape] for tensor in (x, y))
@@ -259,7 +259,7 @@ def _tensordot(call: Call) -> fx.Node:
 
 
 def _concatenate(call: Call) -> fx.Node | None:
-    """Without [0], which torch joins to tensors of any shape; its dtype counts, though."""
+    """Drop [0], which torch joins to tensors of any shape; its dtype counts, though."""
     sources, *dim = call.args
     filled = [source for source in sources if source.meta["val"].shape != (0,)]
     if len(filled) in (0, len(sources)):
@@ -311,13 +311,13 @@ def _attention(call: Call) -> fx.Node | None:
 
 
 def _derive(call: Call, target: Any, *args: Any) -> fx.Node:
-    """A further call that the operator is made of, its result's shape and dtype found on the meta device."""
+    """Append a further call of the rewrite; its result's shape and dtype are found on the meta device."""
     val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
     return call.writer.emit(target, args, {**call.meta, "val": val})
 
 
 def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
-    """Each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
+    """Repeat each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
     b, g, s, a = x.meta["val"].shape
     times = call.given.shape[1] // g
     x = _derive(call, aten.reshape.default, x, [b, g, 1, s, a])
@@ -356,13 +356,13 @@ _OTHER_NAMES = [
 
 
 def _rrelu(call: Call) -> fx.Node | None:
-    """Without randomness, the mean of its slopes."""
+    """Write the mean of its slopes, which is its form without randomness."""
     slopes = call.argument("lower") + call.argument("upper")
     return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
 
 
 def _layer_norm(call: Call) -> fx.Node | None:
-    """Without `cudnn_enable`, which differs by machine and means nothing to the operator."""
+    """Drop `cudnn_enable`, which differs by machine and means nothing to the operator."""
     return call.emit(aten.layer_norm.default, *call.args[:5])
 
 
