@@ -38,7 +38,6 @@ from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.weights.slices import Stored, check_proved
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
-from autoptd.simulate.zero3 import Zero3Step, simulate_zero3
 from autoptd.text.folder import program_hash, save_folder
 from autoptd.text.rank_program import RankProgram
 from autoptd.text.reader import shape_folder, text_filename, trace_program
@@ -225,13 +224,6 @@ class CompiledProgram:
         them.
         """
         write_page(path, self.overview, self.explain(cluster, dtype, **training), self.texts)
-
-    def simulate_zero3(
-        self, cluster: Cluster | str | Path, devices: int, dtype: str | None = None
-    ) -> Zero3Step:
-        """Time the same training with ZeRO-3 on `devices` replicas, as a baseline; the mesh must be (1, 1, 1)."""
-        described = Cluster.load(cluster)
-        return simulate_zero3(self.manifest, self.stages, described, devices, dtype)
 
     def explain(
         self, cluster: Cluster | str | Path = "dgx-a100", dtype: str | None = None, **training: Any

@@ -26,6 +26,7 @@ from samples.benchmarks.paper_rows import (
     simulate_row,
 )
 from samples.benchmarks.planner import COLUMNS, measure
+from samples.benchmarks.zero3 import simulate_zero3
 from samples.gpt import GPT, MLP, GPTConfig
 
 SELENE = Cluster.load(CLUSTER)
@@ -90,7 +91,7 @@ def test_table_2(row: PaperRow) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_2_ZERO3, ids=lambda row: f"{row.name}-{row.devices}")
 def test_table_2_zero3(row: PaperRow) -> None:
-    step = compile_row(row.alone()).simulate_zero3(SELENE, row.devices)
+    step = simulate_zero3(compile_row(row.alone()), SELENE, row.devices)
     assert step.tflops_per_device == pytest.approx(row.tflops, rel=0.15)
 
 
@@ -103,7 +104,7 @@ def test_table_2_zero3(row: PaperRow) -> None:
 def test_the_ratios_of_table_2(ours: PaperRow, theirs: PaperRow) -> None:
     """What PTD-P is ahead of ZeRO-3 by, on about as many devices and on twice and four times as many."""
     step = simulate_row(compile_row(ours), SELENE)
-    baseline = compile_row(theirs.alone()).simulate_zero3(SELENE, theirs.devices)
+    baseline = simulate_zero3(compile_row(theirs.alone()), SELENE, theirs.devices)
     found = step.tflops_per_device / baseline.tflops_per_device
     assert found == pytest.approx(ours.tflops / theirs.tflops, rel=0.15)
 

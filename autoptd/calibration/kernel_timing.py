@@ -1,4 +1,4 @@
-"""Time products, copies, and steps of small compiled transformers on one device; see `machine_timing`."""
+"""Time products, copies, and steps of small compiled transformers on one device; see `timer`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SHAPES = (
     (1000, 136, 712),
 )
 COPIES = tuple(4**power for power in range(9, 13))  # elements
-STEP_BYTES = 2**26  # that a step goes through, and more: no core keeps them in caches of its own
+STEP_BYTES = 2**26  # of the tensors of a product's calls: more than a core's caches hold
 MICROBATCHES = 4
 
 
 def main_dtype(device: torch.device) -> str:
-    """What programs mostly compute in there."""
+    """Return the dtype that programs mostly compute in on `device`."""
     return "bf16" if device.type == "cuda" else "fp32"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a transformer: sequences, tokens, hidden, heads, vocabulary; two layers."""
+    """The sizes of a transformer of two layers: sequences, tokens, hidden, heads, vocabulary."""
 
     b: int
     s: int
@@ -50,13 +50,13 @@ class Sizes:
     vocabulary: int
 
 
-# One in which launches are all, and one in which kernels beside the products are much.
+# In the first launches take almost all time, in the second elementwise kernels take much.
 BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(8, 128, 128, 4, 1024))
 DIVIDED = Sizes(2, 128, 192, 6, 1024)  # over two tensor ranks
 
 
 class Transformer(nn.Module):
-    """A plain decoder: what programs consist of."""
+    """A plain decoder."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
 
 @lru_cache
 def compile_block(sizes: Sizes, dtype: str, tensor: int = 1) -> CompiledProgram:
-    """The program of a small transformer."""
+    """Compile a small transformer."""
     with torch.device("meta"):
         model = Transformer(sizes).to(DTYPES[dtype])
     tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.long)
@@ -100,7 +100,7 @@ def compile_block(sizes: Sizes, dtype: str, tensor: int = 1) -> CompiledProgram:
 
 
 def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callable[[], None]:
-    """A step of such a program without an optimizer."""
+    """Return a function that runs a step of such a program, without an optimizer."""
     tokens = torch.zeros(sizes.b * MICROBATCHES, sizes.s, dtype=torch.long, device=device)
 
     def step() -> None:
@@ -111,7 +111,7 @@ def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callab
 
 
 def plain_step(device: torch.device) -> Callable[[], None]:
-    """A forward and a backward of a transformer of one device, as its user wrote it."""
+    """Return a function that runs forward and backward of the uncompiled transformer on one device."""
     model = Transformer(DIVIDED).to(device, DTYPES[main_dtype(device)])
     tokens = torch.zeros(DIVIDED.b, DIVIDED.s, dtype=torch.long, device=device)
 
@@ -123,9 +123,9 @@ def plain_step(device: torch.device) -> Callable[[], None]:
 
 
 def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """The mean of the three products that training has: x wᵀ forward, g w and gᵀ x backward.
+    """Return the mean of the three products of training: x wᵀ forward, g w and gᵀ x backward.
 
-    Each call has other factors and another result: a step comes back to a layer when it has been through all others.
+    Successive calls use different tensors, as a step returns to a layer only after all others.
     """
     m, n, k = shape
     size = dtype.itemsize * (m * k + n * k + m * n)
@@ -157,7 +157,7 @@ def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) 
 def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
     """Yield ("products", [dtype, rows, columns, inner, seconds]), ("copies", [bytes, seconds]), ("blocks", seconds).
 
-    Last ("plain", seconds), what `plain_step` takes.
+    The last is ("plain", seconds), the time of `plain_step`.
     """
     main = main_dtype(timer.device)
     for name, dtype in DTYPES.items():
@@ -174,4 +174,4 @@ def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
 
 
 if __name__ == "__main__":
-    say(time_kernels(start(one_core=True)[1]))
+    say(time_kernels(start(one_core=True)[-1]))

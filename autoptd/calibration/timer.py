@@ -1,10 +1,10 @@
-"""How the processes that `autoptd.calibrate` starts take time, and say it.
+"""The timer of the processes that `autoptd.calibrate` starts, and their command line and output.
 
     python -m autoptd.calibration.kernel_timing  RANK WORLD_SIZE SECONDS FOLDER CORES
     python -m autoptd.calibration.message_timing RANK WORLD_SIZE SECONDS FOLDER CORES
 
-Each thing is timed for about SECONDS. A process prints a line for each and last, as JSON, all results: seconds of the
-device alone. A kernel's on a CPU are those of its core (CPU time), which other processes change little.
+Each measurement takes about SECONDS. A process prints a line for each and at the end all results as JSON, in seconds
+of the device. Kernels on a CPU are timed in CPU time, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +30,14 @@ class Timer:
         self.seconds = seconds
 
     def now(self) -> float:
-        """Seconds of this thread's core, or of the device when it has done all it was given."""
+        """Return the CPU time of this thread, or the wall time once the CUDA device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             return time.perf_counter()
         return time.thread_time()
 
     def time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """The median of repeated calls, one of so many `parts` of what is timed."""
+        """Return the median time of a call, repeated for one of `parts` of `seconds`."""
         for _ in range(WARM_UPS):
             call()
         found: list[float] = []
@@ -50,17 +49,8 @@ class Timer:
         return statistics.median(found)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which process this is, of how many, and where they meet: a `folder`."""
-
-    rank: int
-    world_size: int
-    folder: str
-
-
-def start(*, one_core: bool) -> tuple[Place, Timer]:
-    """Read the command line; keep to the cores it names, or to one of them, with one thread."""
+def start(*, one_core: bool) -> tuple[int, int, str, Timer]:
+    """Read rank, world size and folder from the command line, and pin one thread to its cores, or to one of them."""
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
     cores = json.loads(sys.argv[5])
     if hasattr(os, "sched_setaffinity"):
@@ -69,11 +59,11 @@ def start(*, one_core: bool) -> tuple[Place, Timer]:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Place(rank, world_size, sys.argv[4]), Timer(device, float(sys.argv[3]))
+    return rank, world_size, sys.argv[4], Timer(device, float(sys.argv[3]))
 
 
 def say(results: Iterable[tuple[str, Any]]) -> None:
-    """Print each result's name when it is there, and all by their names."""
+    """Print the name of each result at once, and all results at the end."""
     found: dict[str, list[Any]] = {}
     for name, value in results:
         found.setdefault(name, []).append(value)

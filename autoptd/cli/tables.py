@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autoptd.passes.cost.cluster import Cluster, Link
+from autoptd.passes.cost.cluster import Cluster
 from autoptd.planning.plan import Plan
 from autoptd.reports.overview import Overview
 from autoptd.reports.summary import (
@@ -68,7 +68,8 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
 def print_cluster(console: Console, cluster: Cluster) -> None:
     """Print what the devices and the links inside a node reach."""
     device, node = cluster.device, cluster.node
-    console.print(f"[bold]{escape(cluster.name)}[/], {cluster.devices_at_once} compute at a time")
+    console.print(f"[bold]{escape(cluster.name)}[/]")
+    least = f", {format_seconds(node.latency_seconds)} at least"
     rates = [
         (f"products in {dtype}", f"{format_teraflops(device.gemm_efficiency * peak / 1e12)} TFLOP/s")
         for dtype, peak in device.peak_flops.items()
@@ -81,18 +82,10 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
         ),
         ("memory", format_bytes(round(device.memory_bytes))),
         ("a launch", format_seconds(device.launch_seconds)),
-        ("sharing a core", f"{device.crowded_efficiency:.0%} of the speed"),
-        ("messages", _format_link(node.message_rate, node)),
-        ("collectives", _format_link(node.collective_rate, node)),
+        ("messages", f"{format_bytes(round(node.message_rate))}/s{least}"),
+        ("collectives", f"{format_bytes(round(node.collective_rate))}/s{least}"),
     ]
     _print_table(console, ("", "of a device"), rates)
-
-
-def _format_link(rate: float, link: Link) -> str:
-    return (
-        f"{format_bytes(round(rate))}/s, {format_seconds(link.latency_seconds)} at least; of a core "
-        f"{format_seconds(link.core_seconds)}, {format_seconds(link.crowded_seconds)} if shared"
-    )
 
 
 def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:

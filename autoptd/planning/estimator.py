@@ -22,7 +22,13 @@ from autoptd.gc_pause import paused_collector
 from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Precision
-from autoptd.passes.cost.schedule_times import least_seconds, live_microbatches, rank_seconds, walking_order
+from autoptd.passes.cost.schedule_times import (
+    least_seconds,
+    live_microbatches,
+    rank_seconds,
+    walk,
+    walking_order,
+)
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import Found, fit_cut
 from autoptd.passes.stages.fused_order import Uncut
@@ -34,7 +40,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Action, Schedule, make_schedule
 from autoptd.simulate.stage_times import StageTimes
-from autoptd.simulate.step import Training, action_times, simulate_times, walk_cluster
+from autoptd.simulate.step import Training, action_times, simulate_times
 
 ROUNDING = 1e-12  # of a sum of times
 WALKED = 2048  # forwards of a step that is not worth two shorter ones
@@ -105,7 +111,8 @@ class Estimator:
         rules: Mapping[Any, str] | None = None,
         search: bool = False,
     ) -> None:
-        self.cluster, self._world_size = cluster.shared_by(world_size), world_size
+        cluster.check_ranks(world_size)
+        self.cluster, self._world_size = cluster, world_size
         self.training = training or Training()
         self._dtype, self._search = dtype, search
         check_model(model)
@@ -181,7 +188,7 @@ class Estimator:
         short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
         walked = max(row[-1].end for row in short.timeline)
         seconds = short.step_seconds + self.pipeline_seconds(candidate) - walked
-        repeated = ("compute", "tensor", "pipeline", "sharing")
+        repeated = ("compute", "tensor", "pipeline")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
         return Estimate(seconds, breakdown, short.memory_bytes)
@@ -208,12 +215,11 @@ class Estimator:
     def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
         """Counts of microbatches whose steps, times the shares, add up to one of m.
 
-        A long step's middle repeats itself every p microbatches: it is on the line through two short ones. The first
-        are no measure yet, of chunks that take turns on shared cores for longest. Under GPipe memory grows with m.
+        A long step's middle repeats itself every p microbatches: it is on the line through two short ones. Under
+        GPipe memory grows with m.
         """
         p, m, v = candidate.pipeline, candidate.num_microbatches, candidate.num_model_chunks
-        shared = v > 1 and self.cluster.crowding(range(candidate.mesh.size)) > 1
-        count = 5 * p if shared else 3 * p
+        count = 3 * p
         if m <= count or p * v * m <= WALKED or candidate.schedule == "gpipe":
             return ((m, 1.0),)
         more = (m - count) / p
@@ -222,21 +228,19 @@ class Estimator:
     def _walk(self, candidate: Candidate, microbatches: int) -> Walk:
         _, (_, times) = self._divide_stages(candidate)
         p, more = candidate.pipeline, candidate.num_microbatches - microbatches
-        schedule, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
+        _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
         blocking = not self.training.overlap_transfers
+        taken = action_times(times, blocking=blocking)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
-        walked = walk_cluster(schedule, order, times, candidate.mesh, self.cluster, blocking=blocking)
-        for rank, action, start, end in walked:
+        for rank, action, start, end in walk(order, p, taken):
             if blocking or action.kind == "F" or action.kind == "B":
                 first.setdefault(rank, start)
                 last[rank] = end
         seconds = max(last.values())
-        if self.cluster.crowding(range(candidate.mesh.size)) > 1:  # what a rank takes depends on the others
-            return Walk(seconds, seconds, 0.0)
         ranks = (
             Walk(seconds, seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
-            for rank, work in enumerate(rank_seconds(action_times(times, blocking=blocking), p))
+            for rank, work in enumerate(rank_seconds(taken, p))
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 

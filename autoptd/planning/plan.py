@@ -16,7 +16,6 @@ CAUSES = {
     "data": "in summing gradients over the replicas",
     "optimizer": "in the optimizer's step",
     "bubble": "of bubble",
-    "sharing": "in sharing cores",
 }
 
 

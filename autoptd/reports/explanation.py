@@ -12,7 +12,7 @@ from autoptd.capture.example_inputs import make_example
 from autoptd.options import Options
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.saved_tensors import find_repeated
-from autoptd.passes.cost.schedule_times import walking_order
+from autoptd.passes.cost.schedule_times import walk, walking_order
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.program import Stage
@@ -23,7 +23,7 @@ from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, time_stage, time_stages
-from autoptd.simulate.step import Simulation, Training, walk_cluster
+from autoptd.simulate.step import Simulation, Training, action_times
 
 UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
 REORDERED = (
@@ -173,16 +173,16 @@ def _move_cuts(
     training: Training,
 ) -> Iterator[str]:
     """What the schedule would take if the critical rank's longest stage began later, or ended earlier."""
-    mesh, cluster = manifest.mesh, simulation.cluster.shared_by(manifest.mesh.size)
+    mesh, cluster = manifest.mesh, simulation.cluster
     precision, order = Precision.of(stages, simulation.dtype), walking_order(schedule)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
     durations, blocking = Durations(cluster, mesh, precision), not training.overlap_transfers
 
-    def walk(times: Sequence[StageTimes]) -> float:
-        walked = walk_cluster(schedule, order, times, mesh, cluster, blocking=blocking)
-        return max(end for *_, end in walked)
+    def last_end(times: Sequence[StageTimes]) -> float:
+        walked = walk(order, mesh.pipeline, action_times(times, blocking=blocking))
+        return max(float(end) for *_, end in walked)
 
-    now, own = walk(times), range(simulation.critical_rank, len(stages), mesh.pipeline)
+    now, own = last_end(times), range(simulation.critical_rank, len(stages), mesh.pipeline)
     at = max(own, key=lambda index: times[index].forward.total + times[index].backward.total)
     trained, repeated = find_trained(stages[at]), find_repeated(stages[at], mesh)
 
@@ -202,11 +202,11 @@ def _move_cuts(
         interfaces[before + 1] = replace(interfaces[before + 1], receives=crossing)
         cut = replace(manifest, stages=tuple(interfaces))
         for index, sign in ((at, -1), (other, 1)):
-            found, (ahead, back) = times[index], (Seconds(sign * s, 0.0, 0.0) for s in add_up(moved))
-            sides = found.forward + ahead, found.backward + back, Seconds(0.0, 0.0, 0.0)
+            found, (ahead, back) = times[index], (Seconds(sign * s, 0.0) for s in add_up(moved))
+            sides = found.forward + ahead, found.backward + back, Seconds(0.0, 0.0)
             work = WorkTimes(*sides, found.kept, found.working, found.flops)
             changed[index] = time_stage(cut, index, work, cluster, precision)
-        longer = walk(changed) / now - 1
+        longer = last_end(changed) / now - 1
         yield (
             f"with {' to '.join(dict.fromkeys((moved[0].name, moved[-1].name)))} of stage {at} in stage {other} the "
             f"schedule takes {abs(longer):.2%} {'more' if longer >= 0 else 'less'}, messages included"

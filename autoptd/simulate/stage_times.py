@@ -25,22 +25,17 @@ from autoptd.runtime.program.mesh import Mesh
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of one direction of one stage: on the device alone, and in all-reduces of the tensor group, without what
-    runs beside the device's own work.
-
-    Of the latter, `waiting` takes no core (see `Link`).
-    """
+    """Seconds of one direction of a stage: computing, and waiting for the tensor group's all-reduces."""
 
     compute: float
     tensor: float
-    waiting: float
 
     @property
     def total(self) -> float:
         return self.compute + self.tensor
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.compute + other.compute, self.tensor + other.tensor, self.waiting + other.waiting)
+        return Seconds(self.compute + other.compute, self.tensor + other.tensor)
 
 
 @dataclass(frozen=True)
@@ -48,16 +43,14 @@ class StageTimes:
     """One stage on one microbatch.
 
     `gather` and `send` are by direction, "F" and "B": the all-gather of what arrives in pieces (SC21 §4.1), and the
-    message that leaves. `waiting` is what takes no core of an action, "F", "B", "SEND_F" or "SEND_B". `kept` bytes
-    wait for the backward, `working` more live while it runs, and `arriving` is what a posted receive holds, by
-    direction. `flops` are those of GEMMs and attention's products, all their passes.
+    message that leaves. `kept` bytes wait for the backward, `working` more live while it runs, and `arriving` is what a
+    posted receive holds, by direction. `flops` are those of GEMMs and attention's products, all their passes.
     """
 
     forward: Seconds
     backward: Seconds
     gather: Mapping[str, float]
     send: Mapping[str, float]
-    waiting: Mapping[str, float]
     kept: float
     working: float
     arriving: Mapping[str, float]
@@ -209,14 +202,11 @@ def time_stage(
     """A stage of that work with its messages."""
     ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
     crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in ("F", "B")}
-    sides = {"F": work.forward, "B": work.backward + work.again}
-    waiting = {kind: side.waiting + crossing[kind].gather_waiting for kind, side in sides.items()}
     return StageTimes(
-        forward=sides["F"],
-        backward=sides["B"],
+        forward=work.forward,
+        backward=work.backward + work.again,
         gather={kind: one.gather_seconds for kind, one in crossing.items()},
         send={kind: one.send_seconds for kind, one in crossing.items()},
-        waiting=waiting | {f"SEND_{kind}": one.send_waiting for kind, one in crossing.items()},
         kept=work.kept,
         working=work.working,
         arriving={kind: one.received_bytes for kind, one in crossing.items()},
@@ -229,14 +219,11 @@ def add_up(
 ) -> Seconds:
     """Time works, so many of each, on the tensor group `ranks`."""
     dtype, scale = precision.dtype, precision.scale
-    compute = tensor = waiting = 0.0
+    compute = tensor = 0.0
     for work, count in works.items():
         compute += count * cluster.device.seconds(work, dtype, scale)
-        if work.reduced:
-            exposed = cluster.exposed_seconds(work, ranks, dtype, scale, overlap=overlap)
-            tensor += count * exposed
-            waiting += count * min(exposed, 2 * cluster.waiting_seconds(ranks))
-    return Seconds(compute, tensor, waiting)
+        tensor += count * cluster.exposed_seconds(work, ranks, dtype, scale, overlap=overlap)
+    return Seconds(compute, tensor)
 
 
 def count_flops(stage: Stage) -> int:
@@ -253,15 +240,10 @@ def _product_flops(work: Work) -> float:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """One direction of a stage's boundaries: the message it sends, and what it receives.
-
-    `send_waiting` and `gather_waiting` are what takes no core.
-    """
+    """One direction of a stage's boundaries: the message it sends, and what it receives."""
 
     send_seconds: float = 0.0
-    send_waiting: float = 0.0
     gather_seconds: float = 0.0
-    gather_waiting: float = 0.0
     received_bytes: float = 0.0
 
 
@@ -277,9 +259,8 @@ def _cross(
     received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
     sent, consumer = whole + scattered / mesh.tensor, index + (1 if kind == "F" else -1)
     return _Crossing(
-        *_send_seconds(sent, mesh, index, consumer, cluster),
+        _send_seconds(sent, mesh, index, consumer, cluster),
         cluster.all_gather_seconds(received_scattered, ranks),
-        cluster.waiting_seconds(ranks) if received_scattered else 0.0,
         received_whole + received_scattered,
     )
 
@@ -296,12 +277,8 @@ def _bytes(
     return sizes[0], sizes[1]
 
 
-def _send_seconds(
-    count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster
-) -> tuple[float, float]:
-    """The slowest of all replicas' messages between two stages' ranks, its tensor peers sending too; and what of it
-    takes no core."""
+def _send_seconds(count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster) -> float:
+    """Return the seconds of the slowest replica's message between two stages, while its tensor peers send theirs."""
     sides = (mesh.tensor_groups(stage % mesh.pipeline) for stage in (source, destination))
     here, there = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))
-    seconds = cluster.send_seconds(count, here, there, senders=mesh.tensor)
-    return seconds, count and cluster.waiting_seconds((here, there))
+    return cluster.send_seconds(count, here, there, senders=mesh.tensor)

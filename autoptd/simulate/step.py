@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Action, Schedule
 from autoptd.simulate.memory import (
     Owned,
@@ -27,7 +26,6 @@ from autoptd.simulate.memory import (
     state_bytes,
     trace_memory,
 )
-from autoptd.simulate.oversubscribed import walk_shared
 from autoptd.simulate.stage_times import StageTimes, time_stages
 from autoptd.simulate.svg import write_svg
 
@@ -39,10 +37,10 @@ class Simulation:
     `tflops_per_device` counts GEMMs and attention's products in all passes, recomputation and what tensor ranks repeat
     included, as SC21 §5.1 does by its equation (3); `mfu` the plain model's, over the device's peak. `bubble_fraction`
     is the idle time of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's
-    step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble; and sharing,
-    by which the schedule is longer where devices share cores. `memory_bytes` is the peak of each pipeline rank,
-    `memory` its course: (seconds, bytes) pairs. `held_bytes` says what the fullest rank holds at its peak; buffers are
-    those of receives, and float32 gradients while the optimizer steps.
+    step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble.
+    `memory_bytes` is the peak of each pipeline rank, `memory` its course: (seconds, bytes) pairs. `held_bytes` says
+    what the fullest rank holds at its peak; buffers are those of receives, and float32 gradients while the optimizer
+    steps.
     """
 
     cluster: Cluster
@@ -124,13 +122,12 @@ def simulate_program(
     training: Training,
 ) -> Simulation:
     """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
+    cluster.check_ranks(manifest.mesh.size)
     precision = Precision.of(stages, dtype)
-    shared = cluster.shared_by(manifest.mesh.size)
-    times = time_stages(manifest, stages, shared, precision, overlap=training.overlap_tensor)
-    order = walking_order(schedule)
+    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
     manifest = freeze_idle(manifest, stages)
-    simulated = simulate_times(manifest, times, schedule, order, shared, precision, training)
-    return replace(simulated, cluster=cluster)
+    order = walking_order(schedule)
+    return simulate_times(manifest, times, schedule, order, cluster, precision, training)
 
 
 def simulate_times(
@@ -145,24 +142,18 @@ def simulate_times(
     """Walk a schedule of `manifest` whose stages have `times`, in its `walking_order`."""
     t, p, m = manifest.mesh.tensor, manifest.mesh.pipeline, manifest.num_microbatches
     rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
-    blocking = not training.overlap_transfers
-    for entry in walk_cluster(schedule, order, times, manifest.mesh, cluster, blocking=blocking):
+    for entry in walk(order, p, action_times(times, blocking=not training.overlap_transfers)):
         rows[entry[0]].append(TimelineEntry._make(entry))
     timeline = tuple(map(tuple, rows))
-    crowded = cluster.crowding(range(manifest.mesh.size)) > 1
     least = max(end for _, _, _, end in walk(order, p, action_times(times, messages=False)))
     owned = [count_owned(manifest, rank) for rank in range(p)]
     phases = tuple(_finish(manifest, timeline, owned, cluster, precision, training))
     pipelined = max(row[-1].end for row in timeline)
-    taken = action_times(times, blocking=blocking)
-    alone = max(end for _, _, _, end in walk(order, p, taken)) if crowded else pipelined
     step = max([pipelined, *(phase.end for phase in phases)])
     spent = [_add_up(times[rank::p], m) for rank in range(p)]
     critical = max(range(p), key=lambda rank: sum(spent[rank].values()))
     work = sum(spent[critical].values())
-    breakdown = {**spent[critical], "pipeline": spent[critical]["pipeline"] + alone - least}
-    if crowded:
-        breakdown["sharing"] = pipelined - alone
+    breakdown = {**spent[critical], "pipeline": spent[critical]["pipeline"] + pipelined - least}
     for phase in phases:
         if phase.rank == critical:
             begin = max(phase.start, pipelined)
@@ -224,22 +215,6 @@ def _trace_courses(
     return courses
 
 
-def walk_cluster(
-    schedule: Schedule,
-    order: Sequence[tuple[int, Action]],
-    times: Sequence[StageTimes],
-    mesh: Mesh,
-    cluster: Cluster,
-    *,
-    blocking: bool = False,
-) -> Iterator[tuple[int, Action, float, float]]:
-    """`walk` the `order` of a schedule, or `walk_shared` where a node has more ranks than compute at once."""
-    taken = action_times(times, blocking=blocking)
-    if cluster.crowding(range(mesh.size)) > 1:
-        return walk_shared(schedule, taken, _waiting_times(times), mesh, cluster)
-    return walk(order, mesh.pipeline, taken)
-
-
 def action_times(
     times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
 ) -> ActionTimes:
@@ -254,16 +229,6 @@ def action_times(
         [time.backward.total + time.gather["B"] for time in times],
         sending,
         blocking and messages,
-    )
-
-
-def _waiting_times(times: Sequence[StageTimes]) -> ActionTimes:
-    """What of `action_times` takes no core."""
-    kinds = ("SEND_F", "SEND_B")
-    return ActionTimes(
-        [time.waiting["F"] for time in times],
-        [time.waiting["B"] for time in times],
-        {(index, kind): time.waiting[kind] for index, time in enumerate(times) for kind in kinds},
     )
 
 
@@ -285,16 +250,12 @@ def _finish(
     precision: Precision,
     training: Training,
 ) -> Iterator[Phase]:
-    """After the schedule: what is left of the sums of gradients, in the runtime's order, then the optimizer.
-
-    Ranks that share cores do so at once.
-    """
+    """Yield the phases after the schedule: the remaining gradient sums, in the runtime's order, and the optimizer."""
     mesh, each = manifest.mesh, gradient_bytes(precision, training.wide_gradients)
-    crowding = cluster.crowding(range(mesh.size))
-    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency / crowding
+    rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
     shards = max(mesh.data * training.zero, 1)
     # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
-    overlap = training.overlap_data and cluster.device.multiprocessors > 1 and crowding <= 1
+    overlap = training.overlap_data and cluster.device.multiprocessors > 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, joined, gathers = [], [], []
@@ -302,35 +263,29 @@ def _finish(
         groups = mesh.tensor_groups(rank)
         replicas = cluster.slowest(zip(*groups, strict=True))
         end = timeline[rank][-1].end
-        end += _reduce(own.partial * each, cluster.slowest(groups), cluster, crowding)
+        end += cluster.all_reduce_seconds(own.partial * each, cluster.slowest(groups))
         beside = 0.0
         ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
         for stage in sorted(ended, key=ended.__getitem__):
             beside = max(beside, ended[stage])
-            beside += summed * _reduce(own.after[stage] * each, replicas, cluster, crowding)
+            beside += summed * cluster.all_reduce_seconds(own.after[stage] * each, replicas)
         left = sum(own.tied.values()) if overlap else own.trained
-        end = max(end, beside) + summed * _reduce(left * each, replicas, cluster, crowding)
+        end = max(end, beside) + summed * cluster.all_reduce_seconds(left * each, replicas)
         ends.append(end)
-        gathers.append(shared * _reduce(own.trained * each, replicas, cluster, crowding))
+        gathers.append(shared * cluster.all_reduce_seconds(own.trained * each, replicas))
     for rank, own in enumerate(owned):
         end = ends[rank]
         for owners, elements in own.tied.items():
             holding = (chain.from_iterable(mesh.tensor_groups(owner)) for owner in owners)
             ranks = cluster.slowest(zip(*holding, strict=True))
             end = max(end, *(ends[owner] for owner in owners))
-            end += _reduce(elements / shards * each, ranks, cluster, crowding)
+            end += cluster.all_reduce_seconds(elements / shards * each, ranks)
         yield Phase(rank, "data", timeline[rank][-1].end, end)
         joined.append(end)
     ready = max(joined)  # the norm of all gradients needs all ranks
     for rank, own in enumerate(owned):
         stepping = optimizer_bytes(own, precision, shards, training.wide_gradients) / rate
         yield Phase(rank, "optimizer", ready, ready + stepping + gathers[rank])
-
-
-def _reduce(count: float, ranks: Sequence[int], cluster: Cluster, crowding: float) -> float:
-    """Seconds of an all-reduce that `crowding` ranks make on each core: while one waits, others work."""
-    seconds = cluster.all_reduce_seconds(count, ranks)
-    return max(seconds, crowding * (seconds - 2 * cluster.waiting_seconds(ranks)))
 
 
 def _last_backward(entries: Sequence[TimelineEntry], stage: int) -> float:

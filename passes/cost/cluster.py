@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 from os import PathLike
@@ -34,29 +34,19 @@ SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not wort
 class Link:
     """One direction of a link of one device (in a node), or of one network card.
 
-    `bandwidth` is the maker's, in bytes/s. Large messages reach the share `message_efficiency` of it, collectives,
-    which all devices run at once, `collective_efficiency`. The smallest message takes `latency_seconds`, of which
-    a device works `core_seconds` and else waits. Where devices share cores (see `Cluster`) it works
-    `crowded_seconds`: the core is given away and taken again, with another's data in its caches.
+    `bandwidth` is the vendor's, in bytes/s. Large messages reach the share `message_efficiency` of it; collectives,
+    which all devices run at once, reach `collective_efficiency`. The smallest message takes `latency_seconds`.
     """
 
     bandwidth: float
     message_efficiency: float
     collective_efficiency: float
     latency_seconds: float
-    core_seconds: float
-    crowded_seconds: float
 
     @property
     def message_rate(self) -> float:
         """Bytes/s of a large message."""
         return self.bandwidth * self.message_efficiency
-
-    @property
-    def crowded(self) -> Link:
-        """The link between devices that share cores."""
-        more = self.crowded_seconds - self.core_seconds
-        return replace(self, latency_seconds=self.latency_seconds + more, core_seconds=self.crowded_seconds)
 
     @property
     def collective_rate(self) -> float:
@@ -72,8 +62,7 @@ class Device:
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
     `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
-    `multiprocessors` at a time. Processes that take turns on a core find its caches cold each time: of its speed they
-    have `crowded_efficiency`.
+    `multiprocessors` at a time.
     """
 
     name: str
@@ -87,20 +76,6 @@ class Device:
     tile_rows: int
     tile_columns: int
     launch_seconds: float
-    crowded_efficiency: float
-
-    @property
-    def crowded(self) -> Device:
-        """The device as one of several processes that take turns on its core has it."""
-        share = self.crowded_efficiency
-        return replace(
-            self,
-            gemm_efficiency=self.gemm_efficiency * share,
-            memory_efficiency=self.memory_efficiency * share,
-            vector_flops=self.vector_flops * share,
-            launch_seconds=self.launch_seconds / share,
-            crowded_efficiency=1.0,
-        )
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in `dtype`. ValueError where the device computes in no such type."""
@@ -137,15 +112,13 @@ class Device:
 class Cluster:
     """Nodes of `devices_per_node` devices and `nics_per_node` network cards; rank r is in node r // devices_per_node.
 
-    `node` is each device's link to the others of its node, `network` one card's link to other nodes. Of a node's
-    devices `devices_at_once` compute, or copy messages, at a time: fewer than all where they are processes that
-    share cores.
+    `node` is each device's link to the others of its node, `network` one card's link to other nodes. On CPUs each
+    device is one core.
     """
 
     name: str
     device: Device
     devices_per_node: int
-    devices_at_once: int
     nics_per_node: int
     node: Link
     network: Link
@@ -195,15 +168,16 @@ class Cluster:
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
 
-    def crowding(self, ranks: Sequence[int]) -> float:
-        """How many times as long `ranks` take that all compute, for sharing their nodes' cores; 1 where none do."""
-        return max([1.0, *(count / self.devices_at_once for count in self.nodes(ranks).values())])
+    def check_ranks(self, count: int) -> None:
+        """Raise ValueError if `count` processes outnumber the cores of a machine that `calibrate` measured alone.
 
-    def shared_by(self, count: int) -> Cluster:
-        """The cluster as `count` ranks find it: with slower devices and links where they share cores."""
-        if self.crowding(range(count)) <= 1:
-            return self
-        return replace(self, device=self.device.crowded, node=self.node.crowded, network=self.network.crowded)
+        Such a cluster has no network of its own: its `network` is its `node` link.
+        """
+        if self.device.multiprocessors == 1 and self.network == self.node and count > self.devices_per_node:
+            raise ValueError(
+                f"{count} processes on the {self.devices_per_node} cores of {self.name}: expected at most one process "
+                "a core; choose a smaller mesh, or describe the network to more machines in the cluster file"
+            )
 
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
         """How many of `ranks` are in each node."""
@@ -254,17 +228,9 @@ class Cluster:
         return (number - 1) * count / number / self.ring_rate(ranks) + self.ring_latency(ranks)
 
     def ring_latency(self, ranks: Sequence[int]) -> float:
-        """What of an all-gather's time no smaller size takes away."""
-        return (len(ranks) - 1) * self._link(ranks).latency_seconds
-
-    def waiting_seconds(self, ranks: Sequence[int]) -> float:
-        """What of an all-gather's latency, or of a message's between two ranks, takes no core."""
-        link = self._link(ranks)
-        return (len(ranks) - 1) * (link.latency_seconds - link.core_seconds)
-
-    def _link(self, ranks: Sequence[int]) -> Link:
-        """The one with the most latency between `ranks`."""
-        return self.node if len(self.nodes(ranks)) < 2 else self.network
+        """Return the seconds of an all-gather of almost no bytes."""
+        link = self.node if len(self.nodes(ranks)) < 2 else self.network
+        return (len(ranks) - 1) * link.latency_seconds
 
     def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
         """One message of `count` bytes, while `senders` devices of the node send like ones."""
@@ -335,21 +301,6 @@ def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
     if unknown or not device["peak_flops"]:
         found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
         raise ValueError(f"{source}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
-    if values["devices_at_once"] > values["devices_per_node"]:
-        raise ValueError(
-            f"{source}: devices_at_once = {values['devices_at_once']}: expected at most devices_per_node, "
-            f"{values['devices_per_node']}"
-        )
     for name in ("node", "network"):
-        link = values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
-        if link.core_seconds > link.latency_seconds:
-            raise ValueError(
-                f"{source}: {name}.core_seconds = {link.core_seconds:g}: expected at most the whole "
-                f"latency_seconds, {link.latency_seconds:g}"
-            )
-        if link.crowded_seconds < link.core_seconds:
-            raise ValueError(
-                f"{source}: {name}.crowded_seconds = {link.crowded_seconds:g}: expected at least core_seconds, "
-                f"{link.core_seconds:g}"
-            )
+        values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
     return Cluster(**{**values, "device": Device(**device)})

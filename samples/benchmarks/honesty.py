@@ -1,10 +1,10 @@
 """The step that the simulator predicts beside the step that is run: the demo's GPT on this machine.
 
-`autoptd.calibrate` measures the machine; `program.simulate` predicts each mesh on it, more processes than there are
-cores included; then the training sample runs on as many processes, each with one thread. A step is all that training
-does: forwards, backwards, sums of gradients, clipping, fused AdamW. Each round calibrates anew and runs every mesh, so
-that a machine whose speed changes is compared with itself. Last, the bytes that one microbatch keeps for its
-backward, by the ledger and as autograd saves them.
+`autoptd.calibrate` measures the machine; `program.simulate` predicts each mesh with at most one process a core; then
+the training sample runs on as many processes, each with one thread. A step is all that training does: forwards,
+backwards, sums of gradients, clipping, fused AdamW. Each round calibrates anew and runs every mesh, so that a machine
+whose speed changes is compared with itself. Last, the bytes that one microbatch keeps for its backward, by the ledger
+and as autograd saves them.
 """
 
 from __future__ import annotations
@@ -99,12 +99,14 @@ def main() -> None:
     args = parser.parse_args()
     corpus.load_corpus()
     wanted = [tuple(map(int, text.split(","))) for text in args.mesh or ()] or MESHES
+    first = autoptd.calibrate()
     cases = [Case((t, p, d), 1) for t, p, d in wanted]
     cases += [Case(*CHUNKS)] if CHUNKS[0] in wanted else []
-    machines = []
+    cases = [case for case in cases if math.prod(case.mesh) <= first.devices_per_node]
+    machines: list[autoptd.Cluster] = []
     measured: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(args.rounds):
-        machines.append(autoptd.calibrate(devices=8))
+        machines.append(autoptd.calibrate() if machines else first)
         for case in cases:
             measured[case].append(measure_step(case, args.steps))
     ledger, saved = count_kept()
@@ -120,12 +122,11 @@ def main() -> None:
         ],
         [row(case, predict_steps(case, machines), measured[case]) for case in cases],
         [
-            f"{machines[0].name}, {machines[0].devices_at_once} compute at a time",
+            f"{machines[0].name}, at most one process on each",
             f"{args.rounds} rounds: in each a calibration, and of every mesh the median of "
             f"{args.steps - WARM_UP_STEPS} steps; each value is the median of "
             "the rounds, the ratio that of their own ratios (range); the parts are the first round's",
             f"one microbatch on mesh (1, 1, 1) keeps {ledger:,} bytes by the ledger; autograd saves {saved:,}",
-            "sharing: by how much the schedule is longer because the ranks share cores",
         ],
         args.write,
     )

@@ -28,6 +28,7 @@ from samples.benchmarks.paper_rows import (
     simulate_row,
 )
 from samples.benchmarks.report import publish
+from samples.benchmarks.zero3 import simulate_zero3
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ def describe_calibration(calibration: Calibration) -> list[str]:
 def show_table_2(cluster: Cluster) -> list[Sequence[object]]:
     rows: list[Sequence[object]] = []
     for row in TABLE_2_ZERO3:
-        found = compile_row(row.alone()).simulate_zero3(cluster, row.devices).tflops_per_device
+        found = simulate_zero3(compile_row(row.alone()), cluster, row.devices).tflops_per_device
         rows.append(_compare(row.name, "ZeRO-3", row.devices, row.microbatch, row.tflops, found))
     for name in dict.fromkeys(row.name for row in TABLE_2):
         group = [row for row in TABLE_2 if row.name == name]

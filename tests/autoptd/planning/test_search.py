@@ -143,7 +143,7 @@ def test_several_chunks_are_planned_as_they_are_cut() -> None:
     """On slow links the mesh that an even cut puts second is the faster one."""
     with torch.device("meta"):
         model = GPT(GPTConfig(16000, 256, 16, 8, 512)).bfloat16()
-    cluster = replace(SELENE, devices_per_node=1, devices_at_once=1, nics_per_node=1)
+    cluster = replace(SELENE, devices_per_node=1, nics_per_node=1)
     size: Any = {
         "world_size": 8,
         "global_batch": 64,
@@ -293,12 +293,7 @@ def test_plans_know_how_a_step_is_run() -> None:
 
 
 LAPTOP = Cluster.load("laptop-cpu")
-CROWDED = replace(
-    LAPTOP,
-    devices_at_once=2,
-    device=replace(LAPTOP.device, crowded_efficiency=0.8),
-    node=replace(LAPTOP.node, crowded_seconds=3e-4),
-)
+MEASURED = replace(LAPTOP, devices_per_node=2, network=LAPTOP.node)  # as `calibrate` describes two cores
 
 
 @pytest.mark.parametrize(
@@ -307,8 +302,7 @@ CROWDED = replace(
         (SELENE, "interleaved_1f1b", 1),
         (SELENE, "interleaved_1f1b", 2),
         (SELENE, "gpipe", 1),
-        (CROWDED, "1f1b", 1),
-        (CROWDED, "interleaved_1f1b", 2),
+        (LAPTOP, "1f1b", 1),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -327,16 +321,12 @@ def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: 
         assert estimate.breakdown[name] == pytest.approx(whole.breakdown[name], rel=1e-6)
 
 
-def test_a_plan_on_shared_cores_is_the_programs_simulation() -> None:
-    """With what sharing costs, once; and what a plan loses by it is named."""
-    size: Any = {"world_size": 4, "global_batch": 8}
-    plans = [plan for plan in autoptd.plan(make_gpt(), **size, cluster=CROWDED) if plan.breakdown]
-    assert all(plan.breakdown["sharing"] >= 0 for plan in plans)
-    (alone,) = (plan for plan in plans if plan.mesh.pipeline == 1 == plan.mesh.tensor)
-    simulated = autoptd.compile(make_gpt(), **alone.options).simulate(CROWDED)
-    assert alone.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-6)
-    slower = [plan.why for plan in plans[1:]]
-    assert any("s more in sharing cores" in why for why in slower), slower
+def test_more_processes_than_cores_are_refused() -> None:
+    message = (
+        "4 processes on the 2 cores of laptop CPU: expected at most one process a core; choose a smaller mesh"
+    )
+    with pytest.raises(ValueError, match=message):
+        autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=MEASURED)
 
 
 def test_auto_compiles_the_best_plan() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,12 @@ def test_changes_are_what_the_changed_program_takes() -> None:
 def test_estimates_are_with_the_programs_own_options(options: dict[str, object]) -> None:
     """One microbatch more on one pipeline rank, which nothing is cut for, is what that program takes exactly."""
     program, larger = (compile_gpt((2, 1, 1), num_microbatches=m, **options) for m in (4, 5))
-    selene = Cluster.load("dgx-a100")
-    cold = replace(selene, devices_at_once=1, device=replace(selene.device, crowded_efficiency=0.8))
-    for cluster in (selene, cold):
-        (more,) = (
-            change for change in program.explain(cluster).changes if "5 microbatches for 4" in change.what
-        )
-        step = larger.simulate(cluster)
-        assert more.error < 1e-6
-        assert more.step_seconds == pytest.approx(step.step_seconds, rel=1e-6)
-        assert more.memory_bytes == pytest.approx(max(step.memory_bytes), rel=1e-6)
+    cluster = Cluster.load("dgx-a100")
+    (more,) = (change for change in program.explain(cluster).changes if "5 microbatches for 4" in change.what)
+    step = larger.simulate(cluster)
+    assert more.error < 1e-6
+    assert more.step_seconds == pytest.approx(step.step_seconds, rel=1e-6)
+    assert more.memory_bytes == pytest.approx(max(step.memory_bytes), rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -35,7 +35,7 @@ from samples.gpt import GPT, GPTConfig
 LAYERS, HIDDEN, VOCABULARY, LENGTH, B = 8, 256, 512, 128, 2
 SELENE = Cluster.load("dgx-a100")
 # Messages and all-reduces that take no time, and no launches: only work is left.
-FREE = Link(1e30, 1.0, 1.0, 1e-30, 1e-30, 1e-30)
+FREE = Link(1e30, 1.0, 1.0, 1e-30)
 STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30))
 
 
@@ -179,7 +179,7 @@ def test_scatter_gather_sends_less() -> None:
 def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: int) -> None:
     """Where groups part over nodes some do and others not: whichever replica, or tensor rank, is named first."""
     t, p, d = mesh
-    cluster = replace(SELENE, devices_per_node=nodes, devices_at_once=nodes, nics_per_node=1)
+    cluster = replace(SELENE, devices_per_node=nodes, nics_per_node=1)
     program = compile_gpt(mesh)
 
     def simulate(on: Cluster, replica: int = 0, tensor: int = 0) -> Simulation:
@@ -213,9 +213,18 @@ def test_gradients_are_reduced_while_other_stages_run_backwards() -> None:
     after, beside = (program.simulate(SELENE, overlap_data=kept) for kept in (False, True))
     assert 0 < beside.breakdown["data"] < after.breakdown["data"]
     core = replace(SELENE, device=replace(SELENE.device, multiprocessors=1))  # sums and copies itself
-    crowd = replace(SELENE, devices_per_node=64, devices_at_once=8)
-    for cluster in (core, crowd):
-        assert program.simulate(cluster) == program.simulate(cluster, overlap_data=False)
+    assert program.simulate(core) == program.simulate(core, overlap_data=False)
+
+
+def test_more_processes_than_cores_are_refused() -> None:
+    laptop = Cluster.load("laptop-cpu")
+    measured = replace(laptop, devices_per_node=2, network=laptop.node)  # as `calibrate` describes two cores
+    for mesh in ((2, 1, 1), (1, 2, 1)):
+        assert compile_gpt(mesh).simulate(measured).step_seconds > 0
+    with pytest.raises(
+        ValueError, match="4 processes on the 2 cores of laptop CPU: expected at most one process"
+    ):
+        compile_gpt((2, 2, 1)).simulate(measured)
 
 
 def kept(program: autoptd.CompiledProgram) -> list[int]:

@@ -1,13 +1,13 @@
-"""ZeRO-3 data parallelism as a baseline: every replica gathers each layer when it needs it (SC21 §5.2, table 2)."""
+"""ZeRO-3 data parallelism, the baseline of SC21 table 2: every replica gathers each layer when it needs it (§5.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import Precision
-from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.passes.ir.program import recomputed_groups
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.simulate.memory import copied_bytes, count_owned, freeze_idle, optimizer_bytes, state_bytes
 from autoptd.simulate.stage_times import time_stages
@@ -19,7 +19,7 @@ RING_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Zero3Step:
-    """One step of sharded data parallelism; see `Simulation` for the words. `memory_bytes` is a device's peak."""
+    """One step of sharded data parallelism, with the fields of `Simulation`; `memory_bytes` is a device's peak."""
 
     step_seconds: float
     tflops_per_device: float
@@ -27,22 +27,15 @@ class Zero3Step:
     memory_bytes: int
 
 
-def simulate_zero3(
-    manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, devices: int, dtype: str | None = None
-) -> Zero3Step:
-    """Time a step of a program of one rank on `devices` replicas that share parameters, gradients and states.
+def simulate_zero3(program: CompiledProgram, cluster: Cluster, devices: int) -> Zero3Step:
+    """Time a step of a program of mesh (1, 1, 1) on `devices` replicas that shard parameters, gradients and states.
 
     Every parameter is gathered for the forward and for the backward, with recomputation for that too, and its
-    gradient reduced and scattered; nothing overlaps. How much of the ring's rate its copies leave (`RING_SHARE`) is
-    fitted to SC21 table 2, for DeepSpeed on Selene. ValueError for a program of more than one rank, or no device.
+    gradient is reduce-scattered; nothing overlaps. The share of the ring's rate that the copies leave (`RING_SHARE`)
+    is fitted to SC21 table 2, for DeepSpeed on Selene.
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"devices={devices!r}: expected a whole number above 0")
-    if manifest.mesh.size > 1:
-        raise ValueError(
-            f"ZeRO-3 is simulated for a program of mesh (1, 1, 1), and this one has {manifest.mesh}"
-        )
-    precision, cluster = Precision.of(stages, dtype), cluster.shared_by(devices)
+    manifest, stages = program.manifest, program.stages
+    precision = Precision.of(stages)
     (times,) = time_stages(manifest, stages, cluster, precision)
     m, ranks, item = manifest.num_microbatches, range(devices), ITEM_BYTES[precision.dtype]
     passes = 4 if any(recomputed_groups(stage.graph) for stage in stages) else 3
@@ -51,13 +44,10 @@ def simulate_zero3(
     # The ring's latency is paid in full; its bandwidth is shared with the copies.
     latency = len(sizes) * cluster.ring_latency(ranks)
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-    crowding = cluster.crowding(ranks)
-    waiting = len(sizes) * cluster.waiting_seconds(ranks)
-    gathering = latency + (moved - latency) / RING_SHARE
     breakdown = {
-        "compute": crowding * m * (times.forward.compute + times.backward.compute),
-        "data": m * passes * max(gathering, crowding * (gathering - waiting)),
-        "optimizer": crowding * optimizer_bytes(whole, precision, devices, wide=False) / rate,
+        "compute": m * (times.forward.compute + times.backward.compute),
+        "data": m * passes * (latency + (moved - latency) / RING_SHARE),
+        "optimizer": optimizer_bytes(whole, precision, devices, wide=False) / rate,
     }
     step = sum(breakdown.values())
     static = sum(state_bytes(whole, precision, 0, wide=False).values()) / devices
@@ -71,6 +61,6 @@ def simulate_zero3(
 
 
 def _parameter_bytes(manifest: Manifest, item: float) -> list[float]:
-    """What each gather moves: a parameter, tied ones once."""
+    """Return the bytes of each gather: one for every parameter, tied ones once."""
     parameters = (p for p in manifest.parameters.values() if p.kind == "parameter")
     return [p.bytes / p.dtype.itemsize * item for p in parameters]
