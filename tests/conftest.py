@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from autoptd.runtime.kernels import selection
+from tests.captures import Captures
 
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
 # "bit for bit" is a statement about our graphs. It is read at the first product.
@@ -40,6 +41,17 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         pytest.skip("Triton compiles where there is a GPU, and interprets where there is none")
     monkeypatch.setattr(selection, "kernel_devices", {device.type})
     return device
+
+
+@pytest.fixture(scope="session", autouse=True)
+def captures() -> Iterator[Captures]:
+    """`compile` and the planner trace each of the tests' models once, and no test changes what they share."""
+    captures = Captures()
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("autoptd.compiler", "autoptd.planning.estimator", "autoptd.capture.broadcast_dropout"):
+            patch.setattr(f"{user}.capture", captures.capture)
+        yield captures
+    captures.check()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
