@@ -222,3 +222,7 @@ def count_warnings() -> Iterator[list[str]]:
         yield texts
     finally:
         warnings.warn_explicit = warn
+
+
+SHARED = Captures()
+shared_capture = SHARED.capture

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoptd.runtime.kernels import selection
-from tests.captures import Captures
+from tests.captures import SHARED, Captures
 
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
 # "bit for bit" is a statement about our graphs. It is read at the first product.
@@ -46,12 +46,11 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session", autouse=True)
 def captures() -> Iterator[Captures]:
     """`compile` and the planner trace each of the tests' models once, and no test changes what they share."""
-    captures = Captures()
     with pytest.MonkeyPatch.context() as patch:
         for user in ("autoptd.compiler", "autoptd.planning.estimator", "autoptd.capture.broadcast_dropout"):
-            patch.setattr(f"{user}.capture", captures.capture)
-        yield captures
-    captures.check()
+            patch.setattr(f"{user}.capture", SHARED.capture)
+        yield SHARED
+    SHARED.check()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from samples.benchmarks.activation_memory import SIZES, expect, list_operators, measure_layer, solve
+from tests.marks import slow
 
 STATISTICS = 16  # bytes a token: two numbers of at most 4 bytes for each of two layer norms
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tensor", [slow(1), 2])
+@pytest.mark.parametrize("recompute", [slow("none"), "selective", slow("full")])
 def test_a_layer_keeps_what_the_paper_says(recompute: str, tensor: int) -> None:
     found, paper = dict(measure_layer(recompute, tensor)), expect(recompute, tensor)
     assert found.pop("sb", 0) <= (0 if recompute == "full" else STATISTICS)
@@ -21,6 +22,7 @@ def test_a_layer_keeps_what_the_paper_says(recompute: str, tensor: int) -> None:
         assert paper[name] - stored <= number <= paper[name]
 
 
+@pytest.mark.slow
 def test_operators_add_up_to_the_layer() -> None:
     totals: dict[str, float] = {}
     for terms in list_operators().values():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from samples.benchmarks.peak_memory import Case, Sizes, find_peak, measure_peak
+from tests.marks import slow_but
 from tests.ranks import run_ranks
 
 SIZES = Sizes(hidden=128, layers=8, heads=4, length=128, vocabulary=1024, b=2)
@@ -17,6 +18,7 @@ LARGE_WEIGHTS = Sizes(hidden=256, layers=8, heads=4, length=32, vocabulary=512, 
 
 CASES = {
     "nothing recomputed": Case((1, 2, 1)),
+    "all recomputed": Case((1, 2, 1), recompute="full"),
     "sharded": Case((1, 1, 2), sharded=True),
     "sharded, half precision": Case((1, 1, 2), dtype=torch.bfloat16, sharded=True),
     "sharded, one replica": Case((1, 1, 1), sharded=True),
@@ -24,12 +26,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES.values(), pytest.param(Case((1, 2, 1), recompute="full"), marks=pytest.mark.slow)],
-    ids=[*CASES, "all recomputed"],
-)
-def test_a_step_holds_what_is_predicted(case: Case) -> None:
+@pytest.mark.parametrize("name", slow_but(["nothing recomputed", "sharded, half precision"], CASES))
+def test_a_step_holds_what_is_predicted(name: str) -> None:
+    case = CASES[name]
     sizes = FEW_TOKENS if case.dtype is torch.bfloat16 else SIZES
     if case.num_model_chunks > 1:
         sizes = LARGE_WEIGHTS

@@ -16,6 +16,7 @@ import autoptd
 from autoptd.check.program import ProgramError
 from autoptd.cli.main import main
 from autoptd.compiled import CompiledProgram
+from tests.marks import slow
 from tests.parity import (
     Batch,
     Run,
@@ -424,7 +425,7 @@ def test_positions_given_once_stay_whole() -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, slow("aot_eager")])
 def test_numbers_are_of_the_last_calls_shape(backend: str | None) -> None:
     program = compile_shapes(make_model(), (1, 1, 1), LONG, SHORT)
     parallel, plain = program.bind(backend=backend), program.bind()

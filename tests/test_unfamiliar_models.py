@@ -19,8 +19,10 @@ from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.program.placement import Placement, Segment
+from tests.marks import slow, slow_but
 
 VOCABULARY, LENGTH, HIDDEN, HEADS, SIZE = 64, 16, 32, 4, 8
+MESHES = [(2, 1, 1), (1, 2, 1), (2, 2, 1)]
 Attend = Callable[[Any, Tensor], Tensor]
 
 
@@ -258,7 +260,7 @@ def check(model: nn.Module, mesh: tuple[int, int, int] = (2, 1, 1)) -> str:
     return "\n".join(program.log)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", slow_but([(2, 2, 1)], MESHES))
 def test_gradients_go_through_complex_numbers(mesh: tuple[int, int, int]) -> None:
     check(Turned(), mesh)
 
@@ -289,7 +291,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("spared", [0, 8])
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", slow_but([(2, 2, 1)], MESHES))
 def test_halves_that_turn_may_be_divided_alike(spared: int, mesh: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     check(Halves(spared), mesh)
@@ -336,8 +338,21 @@ def test_the_dtype_of_an_empty_part_counts(empty: torch.dtype) -> None:
     assert torch.equal(loss, plain)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        [
+            "multi-query written out",
+            "grouped",
+            "learned ALiBi",
+            "another order",
+            "differential",
+            "complex rotary, multi-query",
+        ],
+        ATTENTIONS,
+    ),
+)
+@pytest.mark.parametrize("mesh", [slow((1, 1, 1)), (2, 2, 1)])
 def test_an_attention_is_divided_and_has_the_plain_models_gradients(
     name: str, mesh: tuple[int, int, int]
 ) -> None:
@@ -389,7 +404,7 @@ def test_heads_may_be_merged_with_the_sequences(packed: str, tensor: int) -> Non
     assert compile_model(model, (tensor, 1, 1)).manifest.parameters["output.weight"].placement.dim == 1
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", [slow((2, 1, 1)), (2, 2, 1)])
 def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
     mesh: tuple[int, int, int],
 ) -> None:
@@ -406,7 +421,7 @@ def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
     assert compile_model(model, mesh).manifest.parameters["positions"].placement.dim is None
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", [slow((2, 1, 1)), (2, 2, 1)])
 def test_positions_may_share_a_parameter_with_rows_that_are_divided(mesh: tuple[int, int, int]) -> None:
     """Then their gradient is partial, and made whole behind them."""
 
@@ -675,7 +690,7 @@ class Products(nn.Module):
 
 
 @pytest.mark.parametrize("equation", ["bsh,hr,ro->bso", "...h,hr,ro->...o", "...h, hr, rz"])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", slow_but([(2, 2, 1)], [(1, 1, 1), (2, 1, 1), (2, 2, 1)]))
 def test_products_of_tensordot_and_of_three_operands_are_divided_and_counted(
     equation: str, mesh: tuple[int, int, int]
 ) -> None:
@@ -706,7 +721,7 @@ class Encoder(Model):
 
 
 @pytest.mark.parametrize(("window", "found"), [(LENGTH, "causal"), (3, "with mask (sliding window of 3)")])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", [slow((1, 1, 1)), (2, 2, 1)])
 def test_torchs_encoder_takes_any_mask(window: int, found: str, mesh: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     assert f"2 attentions: 2 softmax only {found} because of dropout" in check(Encoder(window), mesh)

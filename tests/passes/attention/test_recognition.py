@@ -27,6 +27,7 @@ from samples.attention_coverage import (
     randomize,
 )
 from tests.interpret import run_graph, run_stage
+from tests.marks import slow_but
 from tests.plain_models import LENGTH, PLAIN, VOCABULARY
 
 SDPA = aten.scaled_dot_product_attention.default
@@ -96,6 +97,16 @@ RULES: dict[str, list[tuple[str, str]]] = {
 }
 
 
+# Learned positions, ALiBi, two rules in one model, latent attention, and an encoder with a decoder.
+QUICK = (
+    "GPT2LMHeadModel",
+    "BloomForCausalLM",
+    "Gemma2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "T5ForConditionalGeneration",
+)
+
+
 def check_class(name: str, implementation: str) -> None:
     model = make_model(name, implementation)
     if model is None:
@@ -116,7 +127,7 @@ def check_class(name: str, implementation: str) -> None:
     assert aten.softmax.int not in targets(rewritten) or name == "MixtralForCausalLM"
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", slow_but(QUICK, CLASSES))
 def test_every_class_of_transformers_written_out(name: str) -> None:
     check_class(name, "eager")
 

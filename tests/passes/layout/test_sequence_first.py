@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoptd
-from autoptd.capture.export import capture
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, count_copied_bytes, find_copies
 from autoptd.passes.layout.sequence_first import rewrite_layout
@@ -26,8 +25,10 @@ from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.verification.float64 import Promotion
 from samples.gpt import GPT, GPTConfig
+from tests.captures import shared_capture
 from tests.generated_models import Attention, Grouping, ModelConfig, Projection, make_batch, make_model
 from tests.interpret import run_graph
+from tests.marks import slow, slow_but
 from tests.parity import GRADIENT_TOLERANCE, gradient_errors
 from tests.plain_models import HIDDEN, HUGGING_FACE, LAYERS, LENGTH, PLAIN, VOCABULARY, PlainGPT
 
@@ -38,7 +39,7 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 def prepare(model: nn.Module, inputs: Inputs) -> Program:
-    return fold_constants(normalize(capture(model, mesh=TWO, example_inputs=inputs)))
+    return fold_constants(normalize(shared_capture(model, mesh=TWO, example_inputs=inputs)))
 
 
 def run(program: Program, model: nn.Module, inputs: Inputs) -> Result:
@@ -265,8 +266,13 @@ def more(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", [*HUGGING_FACE, "StableLm", "Olmo2", *PLAIN])
+@pytest.mark.parametrize("batch", [slow(1), 2])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["gpt2", "bloom", "gpt-neox", "falcon", "nanogpt-slow"], [*HUGGING_FACE, "StableLm", "Olmo2", *PLAIN]
+    ),
+)
 def test_known_models_mean_the_same(name: str, batch: int) -> None:
     torch.manual_seed(0)
     makers = {**HUGGING_FACE, **PLAIN}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoptd.capture.export import capture
 from autoptd.pass_list import passes_to_the_cut, passes_to_the_division
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.program.mesh import Mesh
+from tests.captures import shared_capture
 
 
 class Tower(nn.Module):
@@ -31,7 +31,7 @@ class Tower(nn.Module):
 
 
 def divide(length: int) -> Program:
-    program = capture(Tower(), mesh=Mesh(1, 2, 1), example_inputs={"x": torch.zeros(2, length, 8)})
+    program = shared_capture(Tower(), mesh=Mesh(1, 2, 1), example_inputs={"x": torch.zeros(2, length, 8)})
     for _, step in (*passes_to_the_division("bsh"), *passes_to_the_cut(None)):
         program = step(program)
     return program

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, fx, nn
 
-from autoptd.capture.export import capture
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
@@ -20,6 +19,7 @@ from autoptd.passes.stages.cut import cut_stages
 from autoptd.passes.structure.layers import Layer, find_stacks
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.runtime.program.mesh import Mesh
+from tests.captures import shared_capture
 from tests.plain_models import HUGGING_FACE, LAYERS, LENGTH, PLAIN
 
 HIDDEN = 16
@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 def cut(model: nn.Module, names: Sequence[str], tensor: int = 1, stages: int = 1) -> Program:
     inputs = {name: torch.zeros(2, LENGTH, dtype=torch.long) for name in names}
-    program = capture(model, mesh=Mesh(tensor, stages, 1), example_inputs=inputs)
+    program = shared_capture(model, mesh=Mesh(tensor, stages, 1), example_inputs=inputs)
     return cut_stages(shard_tensors(fold_constants(normalize(program))), num_stages=stages)
 
 

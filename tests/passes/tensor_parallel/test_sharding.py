@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autoptd.capture.export import capture
 from autoptd.passes.attention.recognition import recognize_attention
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
@@ -23,6 +22,7 @@ from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Segment
 from samples.gpt import GPT, GPTConfig, SelfAttention
+from tests.captures import shared_capture
 from tests.interpret import run_stage
 
 SIZES: dict[str, Any] = {
@@ -84,7 +84,7 @@ def build(name: str) -> nn.Module:
 
 
 def prepare(model: nn.Module, tensor: int, inputs: Mapping[str, Tensor], **options: Any) -> Program:
-    program = capture(model, mesh=Mesh(tensor, 1, 1), example_inputs=dict(inputs))
+    program = shared_capture(model, mesh=Mesh(tensor, 1, 1), example_inputs=dict(inputs))
     return shard_tensors(recognize_attention(fold_constants(normalize(program))), **options)
 
 

@@ -1,7 +1,8 @@
-"""torch.compile of each stage: the same numbers."""
+"""torch.compile of each stage gives the same numbers."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from samples.benchmarks.activation_memory import SavedTensors
 from samples.gpt import GPT, GPTConfig
+from tests.marks import slow_but, slow_rows_but
 from tests.ranks import run_ranks
 
 
@@ -22,15 +24,12 @@ def make_program(dropout: float, recompute: str = "none", mesh: Any = (1, 1, 1))
     return autoptd.compile(model, mesh=mesh, microbatch_size=2, num_microbatches=2, recompute=recompute)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize(
-    ("backend", "dropout"),
-    [
-        pytest.param("aot_eager", 0.0, marks=pytest.mark.slow),
-        ("aot_eager", 0.1),
-        pytest.param("inductor", 0.0, marks=pytest.mark.slow),
-        pytest.param("inductor", 0.1, marks=pytest.mark.slow),
-    ],
+    ("backend", "dropout", "recompute"),
+    slow_rows_but(
+        [("aot_eager", 0.1, "selective")],
+        product(("aot_eager", "inductor"), (0.0, 0.1), ("none", "full", "selective")),
+    ),
 )
 def test_a_compiled_stage_gives_the_same_numbers(backend: str, dropout: float, recompute: str) -> None:
     torch._dynamo.reset()
@@ -50,8 +49,9 @@ def test_a_compiled_stage_gives_the_same_numbers(backend: str, dropout: float, r
     assert not counters["graph_break"], "a part of the stage is not compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_collectives_may_stand_between_compiled_parts(recompute: str) -> None:
     program = make_program(0.1, recompute, (2, 1, 1))
 
@@ -85,6 +85,7 @@ def measure_saved(recompute: str) -> int:
     return saved.nbytes
 
 
+@pytest.mark.slow
 def test_a_compiled_stage_keeps_no_more_than_it_recomputes() -> None:
     assert measure_saved("full") < measure_saved("none") / 3
 
@@ -95,8 +96,10 @@ def test_an_unknown_backend_is_refused() -> None:
         program.bind(backend="inductr")
 
 
-@pytest.mark.parametrize("stages", [None, "aot_eager"])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("stages", "sharded"),
+    slow_rows_but([(None, True)], product((None, "aot_eager"), (False, True))),
+)
 def test_a_compiler_round_a_parallel_model_calls_it_as_it_is(stages: str | None, sharded: bool) -> None:
     """Scripts have torch.compile(model) in them; with `stages` these are compiled all the same."""
     program = make_program(0.1)
@@ -136,7 +139,7 @@ def test_a_compiled_step_breaks_at_the_parallel_model_alone() -> None:
     assert "runs a schedule of stages" in next(iter(counters["graph_break"]))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", slow_but([True], (False, True)))
 def test_a_compiled_step_clips_and_steps_as_the_eager_one(sharded: bool) -> None:
     """In between, gradients are tensors that say what this rank has a share of."""
     program = make_program(0.0, mesh=(1, 1, 2) if sharded else (2, 1, 1))

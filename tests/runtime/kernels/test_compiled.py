@@ -48,6 +48,7 @@ def test_kernels_compile_and_spill_nothing(tmp_path: Path, arguments: tuple[str,
     assert any(path.suffix == ".cubin" for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.slow
 def test_each_gpu_has_its_own_code(tmp_path: Path) -> None:
     done = run_python(tmp_path, *SCRIPT, "--only", "rotary")
     assert done.returncode == 0, done.stderr
@@ -56,13 +57,15 @@ def test_each_gpu_has_its_own_code(tmp_path: Path) -> None:
     assert found == {80, 90, 100}
 
 
+@pytest.mark.slow
 def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
     done = run_python(tmp_path, *SCRIPT, interpret=True)
     assert done.returncode == 1
     assert "TRITON_INTERPRET=1 is set" in done.stderr
 
 
-def test_what_is_spilled_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_spilled_registers_are_an_error(tmp_path: Path) -> None:
     done = run_python(tmp_path, "-c", STARVED)
     assert done.returncode == 1
     assert re.search(
