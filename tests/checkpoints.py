@@ -149,7 +149,7 @@ def move(kind: str, saved: MeshShape, loaded: MeshShape, optimizer: str, folder:
         given = parallel.load_checkpoint(folder, own)
         after = look(parallel, own, [])
         after.given = given
-        assert parallel._rank.randomness.call == 2
+        assert parallel._connection.rank.randomness.call == 2
         after.losses = train_steps(parallel, own, batches[2:], at)
         return after
 

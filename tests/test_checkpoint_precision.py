@@ -116,8 +116,8 @@ def test_a_loss_scale_is_kept(tmp_path: Path) -> None:
 
     def body(connection: Connection) -> None:
         parallel, optimizer = start(chain, connection, False)
-        assert parallel._loss_scale is not None
-        parallel._loss_scale.value, parallel._loss_scale.finite_steps = 1024.0, 7
+        assert parallel._runner.loss_scale is not None
+        parallel._runner.loss_scale.value, parallel._runner.loss_scale.finite_steps = 1024.0, 7
         parallel.save_checkpoint(tmp_path, optimizer)
         other, _ = start(chain, connection, False)
         other.load_checkpoint(tmp_path)

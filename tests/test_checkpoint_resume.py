@@ -149,8 +149,13 @@ def train(case: Case, rank: int, begin: int, end: int, folder: Path, save: bool)
     names = {id(p): n for n, p in parallel.named_parameters()}
     moments = sorted((names[id(p)], sorted(of.items())) for p, of in optimizer.state.items())
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    rest = [options, repr(scheduler.state_dict()), scaler.state_dict(), parallel._rank.randomness.call]
-    state = {n: x.as_subclass(torch.Tensor).clone() for n, x in parallel.state_dict().items()}
+    rest = [
+        options,
+        repr(scheduler.state_dict()),
+        scaler.state_dict(),
+        parallel._connection.rank.randomness.call,
+    ]
+    state = {n: x.clone() for n, x in parallel.state_dict().items()}
     return Seen(losses, state, moments, rest, loader.next())
 
 

@@ -42,7 +42,7 @@ def step(parallel: Parallel, optimizer: torch.optim.Optimizer, kind: str = "pack
 
 
 def copy_state(parallel: Parallel) -> dict[str, Tensor]:
-    return {name: tensor.as_subclass(torch.Tensor).clone() for name, tensor in parallel.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in parallel.state_dict().items()}
 
 
 def test_a_folder_is_plain_data(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def evaluator(*batches: Batch) -> Callable[[Any], list[float]]:
     """What gives the losses of `batches` without gradients, on every rank."""
 
     def evaluate(parallel: Any) -> list[float]:
-        replicas, at = parallel._rank.mesh.data, parallel.coordinates.data
+        replicas, at = parallel._connection.rank.mesh.data, parallel.coordinates.data
         parallel.eval()
         with torch.no_grad():
             return [loss_of(parallel(**split_batch(batch, replicas)[at])).item() for batch in batches]
@@ -499,7 +499,7 @@ def test_a_step_is_measured_in_its_own_shape() -> None:
         found = []
         for shape in (LONG, SHORT, LONG):
             loss_of(parallel(**make_batch(shape))).backward()
-            found.append({span[0] for span in parallel._shape.executor.measured.spans})
+            found.append({span[0] for span in parallel._runner.shape.executor.measured.spans})
         return found
 
     for kinds in run_ranks(work, 2):

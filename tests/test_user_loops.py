@@ -139,7 +139,7 @@ def train_with_accelerate(model: nn.Module, loader: Any) -> list[Seen]:
     if isinstance(model, Parallel):
         assert prepared is model  # not wrapped
         if accelerator.is_main_process:
-            with pytest.raises(ValueError, match=r"one rank's slice .*full_state_dict"):
+            with pytest.warns(UserWarning, match=r"this rank's slices .*full_state_dict"):
                 accelerator.save_state("state")
     return seen
 
@@ -148,7 +148,6 @@ def train_with_accelerate(model: nn.Module, loader: Any) -> list[Seen]:
 def test_accelerate(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     compare(mesh, train_with_accelerate, train_with_accelerate)
-    assert not [file for file in tmp_path.rglob("*") if file.stat().st_size and file.is_file()]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "no"])
@@ -208,7 +207,7 @@ def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
     )
     trainer.fit(Training(), loader)
     if isinstance(model, Parallel):
-        with pytest.raises(ValueError, match=r"one rank's slice .*full_state_dict"):
+        with pytest.warns(UserWarning, match=r"this rank's slices .*full_state_dict"):
             trainer.save_checkpoint("checkpoint.pt")
     return seen
 
@@ -218,7 +217,6 @@ def test_lightning(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
     compare(mesh, train_with_lightning, train_with_lightning)
-    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 def train_explicitly(parallel: Parallel, loader: Any) -> list[Seen]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,25 +15,21 @@ from autoptd.runtime.engine.dynamo import leave_uncompiled
 class Step(torch.autograd.Function):
     """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on.
 
-    What a sharded optimizer steps for them comes first, then the parameters themselves, which get none.
+    Its inputs are the leaves that get them, and then the parameters in shards, which get none.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        parallel: Any,
-        shape: int,
-        batch: Mapping[str, Tensor],
-        keys: tuple[str | int, ...],
+        run: Callable[[], tuple[Tensor, list[Tensor | None]]],
+        note_scale: Callable[[Tensor], None] | None,
         anchor: Tensor,
         *stepped: Tensor,
     ) -> Tensor:
-        with parallel._connection.position.call(training=True, shape=shape):
-            loss: Tensor = parallel._run(shape, batch, gradients=True)
-        ctx.kept = parallel._shape.sums.take(keys)
-        ctx.sharded = stepped[len(keys) :]
-        alone = parallel._manifest.mesh.size == 1
-        ctx.steps = None if alone else parallel._steps
+        """Return the loss that `run` gives with the gradients of `stepped`; backward calls `note_scale` first."""
+        loss, ctx.kept = run()
+        ctx.sharded = stepped[len(ctx.kept) :]
+        ctx.note_scale = note_scale
         return loss
 
     @staticmethod
@@ -55,12 +51,12 @@ class Step(torch.autograd.Function):
                 "only: ask for those of what it steps (optimizer.param_groups), or call loss.backward() to train"
             )
         kept, ctx.kept = ctx.kept, None
-        if ctx.steps is not None:
-            ctx.steps.scale(scale)
+        if ctx.note_scale is not None:
+            ctx.note_scale(scale)
         # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
         if not (scale.is_cpu and scale.item() == 1):
             kept = [g if g is None else g.mul_(scale) for g in kept]
-        return None, None, None, None, None, *kept, *[None for _ in ctx.sharded]
+        return None, None, None, *kept, *[None for _ in ctx.sharded]
 
 
 def _is_asked_for(parameter: Tensor) -> bool:

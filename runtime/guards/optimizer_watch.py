@@ -15,7 +15,6 @@ from torch.optim.optimizer import (
 )
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.guards.norm_guard import GradientShare
 from autoptd.runtime.guards.state_marks import StateMarks
 from autoptd.runtime.guards.weight_agreement import StepLog
 from autoptd.runtime.optimizer.zero1 import ELEMENTWISE, list_elementwise
@@ -110,7 +109,6 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not marks.holds_any(held):
             return
-        _refuse_replaced(held, marks)
         marks.check(optimizer)
         if optimizer in judged:
             return
@@ -128,14 +126,3 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
         judged.add(optimizer)
 
     BEFORE.add(parallel, check)
-
-
-def _refuse_replaced(held: Iterable[Tensor], marks: StateMarks) -> None:
-    replaced = (p for p in held if p.grad is not None and not isinstance(p.grad, GradientShare))
-    pieces = next((pieces for p in replaced if (pieces := marks.find(p)) is not None), None)
-    if pieces is not None:
-        raise ValueError(
-            f"the gradient of {', '.join(pieces[:SHOWN])} was replaced by another tensor, of which torch's norm and "
-            "clipping would see this rank's slice alone: change it in place (p.grad.div_, p.grad.copy_, "
-            "torch.nan_to_num_)"
-        )

@@ -92,6 +92,17 @@ class ParameterWatch:
         if changed:
             # A parallel model's own waits for weights on their way.
             now = dict(nn.Module.named_parameters(module))
+        self.check_bound(now)
+        if added := sorted(set(now) - set(self._bound)):
+            raise ValueError(
+                f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
+                "does not read it: change the model and compile it again"
+            )
+        if changed:  # by what has no parameters: buffers, and modules of them
+            self._look_through(module)
+
+    def check_bound(self, now: Mapping[str, nn.Parameter]) -> None:
+        """Raise ValueError where a parameter of `now` is not the one bound under its name, or not as it was bound."""
         for name, (parameter, shape, dtype, device) in self._bound.items():
             found = now.get(name)
             if found is not parameter:
@@ -122,13 +133,6 @@ class ParameterWatch:
                         f"the parameter {name} was frozen after its optimizer was sharded, which steps it with "
                         "others: freeze before shard_optimizer, or give its group a learning rate of 0"
                     )
-        if added := sorted(set(now) - set(self._bound)):
-            raise ValueError(
-                f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
-                "does not read it: change the model and compile it again"
-            )
-        if changed:  # by what has no parameters: buffers, and modules of them
-            self._look_through(module)
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of the module, by name."""

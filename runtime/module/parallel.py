@@ -3,62 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from autoptd.runtime.checkpoint.saving import Saving
+from autoptd.runtime.checkpoint.saving import Schedulers
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.comm.groups import Posted
-from autoptd.runtime.engine.batch import (
-    bind_batch,
-    output_builder,
-    split_batch,
-    unequal_counts,
-)
+from autoptd.runtime.engine.batch import find_loss
 from autoptd.runtime.engine.bound_shape import BoundShape, ShapeProgram
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.engine.label_count import NAME as ITEMS
-from autoptd.runtime.engine.label_count import read_items, weigh_items
-from autoptd.runtime.engine.label_weights import find_divisors
-from autoptd.runtime.engine.step import Step
-from autoptd.runtime.guards.divided_dimension import find_divided
-from autoptd.runtime.guards.mixed_precision import describe_unheeded
-from autoptd.runtime.guards.nonfinite import explain_nonfinite
-from autoptd.runtime.guards.norm_guard import Whole, check_elsewhere, clear_with, share_gradients, stand_in
+from autoptd.runtime.engine.last_step import LastStep
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
-from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
-from autoptd.runtime.guards.pickle_guard import keep_unwritten, mark_slices
 from autoptd.runtime.guards.state_marks import StateMarks
-from autoptd.runtime.guards.step_agreement import Batch, compare_ranks, compare_shapes, compare_shards
-from autoptd.runtime.guards.weight_agreement import Copies, StepLog
+from autoptd.runtime.guards.torch_clipping import clip_over_ranks
+from autoptd.runtime.guards.weight_agreement import StepLog
 from autoptd.runtime.kernels.precision import HALF
-from autoptd.runtime.module.persistence import Persistent
-from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
-from autoptd.runtime.optimizer.loss_scale import LossScale
-from autoptd.runtime.optimizer.zero1 import Shard, fill_groups, lay_out_shards
+from autoptd.runtime.module.gradient_norm import GradientNorm
+from autoptd.runtime.module.state_dicts import StateDicts
+from autoptd.runtime.module.step_runner import StepRunner
+from autoptd.runtime.module.trained_weights import TrainedWeights
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.slices import Constants, check_proved, hang_up, take_slices
-from autoptd.runtime.weights.submodules import Part
+from autoptd.runtime.weights.slices import Constants, hang_up, take_slices
+from autoptd.runtime.weights.submodules import UNCOPIED, UNREAD, Part
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-class Parallel(Persistent):
+class Parallel(nn.Module):
     """This rank's part of the model, used as the whole: ``loss = parallel(**batch).loss; loss.backward()``.
 
-    A call runs the schedule, forwards and backwards, and keeps the gradients; ``backward`` scales them by
-    what it is given and hands them to ``.grad``. Every rank must call it, and gets the same loss. Under
-    ``torch.no_grad()`` it runs the forwards only. Parameters have their names in the user's ``state_dict``.
+    A call runs the schedule, forwards and backwards, and keeps the gradients; ``backward`` scales them by the factor
+    of the loss and hands them to ``.grad``. Every rank must call it, and gets the same loss. Under ``torch.no_grad()``
+    it runs the forwards only. Parameters have their names in the user's ``state_dict``.
     """
+
+    # Accelerate leaves a model that says so as it is: no DDP round it, no autocast, no move to another device.
+    _is_accelerate_prepared = True
+    # By which transformers' Trainer knows how the model's labels are counted; bind takes it from the model.
+    loss_type: str | None = None
+    # Numbers and texts that the compiled model has as attributes, by name.
+    compiled_in: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -78,86 +69,34 @@ class Parallel(Persistent):
         `further` are the programs of further input shapes, with the same parameters in the same places.
         """
         super().__init__()
-        self._manifest = manifest
-        self._rank = connection.rank
-        self._connection = connection
-        self._device = connection.rank.device
-        self._build_output = output_builder(manifest.output)
-        self._loss_dtype: torch.dtype | None = None
-        at = connection.rank.coordinates
-        # Tensor ranks have the same labels: one of them says it.
-        self._watches_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
-        self._warns_precision = at == manifest.mesh.coordinates(0)  # until it has
-        self._loss_scale = LossScale() if manifest.scales_loss else None
-        self._saving: Saving | None = None
-        slices = take_slices(manifest, self._rank, constants, weights, drawn)
+        self._manifest, self._connection, rank = manifest, connection, connection.rank
+        slices = take_slices(manifest, rank, constants, weights, drawn)
         first = ShapeProgram(manifest, functions, constants, schedule, weights)
-        self._shapes = [BoundShape(first, connection, {})]
+        shapes = [BoundShape(first, connection, {})]
         for program in further:
             own, known = program.manifest, manifest.parameters
-            tensors = take_slices(own, self._rank, program.constants, program.weights, drawn, known)
-            self._shapes.append(BoundShape(program, connection, tensors))
-        self._manifests = [shape.manifest for shape in self._shapes]
-        self._shape = self._shapes[0]
-        # What the stages compute with of the half-precision weights, which are kept in float32.
-        self._narrow = {
+            tensors = take_slices(own, rank, program.constants, program.weights, drawn, known)
+            shapes.append(BoundShape(program, connection, tensors))
+        self._shapes = shapes
+        # The stages compute with trained weights in half precision, which are kept in float32.
+        narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
-        hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in self._narrow.items()}})
+        hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in narrow.items()}})
         self.train(manifest.training)
-        self._steps = StepLog()
-        self._copies = Copies(manifest, self._rank, dict(nn.Module.named_parameters(self)), self._steps)
+        steps, marks = StepLog(), StateMarks(manifest, rank)
+        self._weights = TrainedWeights(self, manifest, connection, shapes, narrow, marks)
+        self._runner = StepRunner(manifest, connection, shapes, self._weights, steps)
+        self._norm = GradientNorm(manifest, connection, self._weights, self._runner)
+        self._states = StateDicts(manifest, connection, shapes, self._weights, self._runner, steps)
         for part in self.modules():
             if isinstance(part, Part):
-                part.arrive = WeakMethod(self._await_gathers)
-        self._loss = self._norm = None
-        self._gradients_everywhere = True
-        self._whole: Whole | None = None  # whose gradients are shared
-        # By which they are, by the names in `_leaves`.
-        self._hooks: dict[str | int, tuple[RemovableHandle, ...]] = {}
-        self._marks = StateMarks(manifest, self._rank)
+                part.arrive = WeakMethod(self._weights.await_gathers)
         if manifest.mesh.size > 1:
-            watch_steps(self, self._marks, self._steps)
+            watch_steps(self, marks, steps)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
-            watch_divided(self, self._marks)
-            for part in self.modules():
-                part.register_state_dict_post_hook(mark_slices)
-            for _, parameter in nn.Module.named_parameters(self):
-                keep_unwritten(parameter)
-        self._share_steps(())
-        self._buffer_versions = self._read_buffer_versions()
-
-    def _share_steps(self, shards: Sequence[Shard]) -> None:
-        """From now on the optimizer steps `shards`, and no parameter that is in one."""
-        self._shards = tuple(shards)
-        sharded = {name for shard in shards for name in shard.names}
-        self._watch = ParameterWatch(self._manifest, self, sharded)
-        self._marks.hold(self._watch.parameters, self._shards)
-        self._narrow = {name: x for name, x in self._narrow.items() if name not in sharded}
-        self._gathering: dict[Shard, Posted[Tensor]] = {}
-        for shape in self._shapes:
-            shape.share_steps(self._shards)
-        if self._manifest.mesh.tensor * self._manifest.mesh.pipeline > 1 or shards:
-            names = {index: shard.names for index, shard in enumerate(shards)}
-            self._whole = Whole(
-                WeakMethod(self._measure_norm),
-                WeakMethod(self._leaves),
-                WeakMethod(self._is_everywhere),
-                names,
-                find_divided(self._manifest, self._rank),
-            )
-            for hook in chain.from_iterable(self._hooks.values()):
-                hook.remove()
-            self._hooks = {}
-            self._share_gradients(self._trained())
-            stood = [handle for s in shards for handle in stand_in(s, self._named(s), self._whole)]
-            self._watch.hooks = frozenset(handle.id for handle in stood)
-        self._versions = self._read_versions()
-
-    @property
-    def sent_elements(self) -> Mapping[str, int]:
-        """Elements this rank has sent so far over each stage boundary: "stage 0 -> 1", "stage 1 -> 0"."""
-        return sum((shape.executor.sent for shape in self._shapes), Counter[str]())
+            watch_divided(self, marks)
+            clip_over_ranks(self, self._norm)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on this replica's batch, of a compiled shape; give what the model returns, with only the loss.
@@ -165,48 +104,52 @@ class Parallel(Persistent):
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
         """
-        if self._connection.groups.broken:
-            raise RuntimeError(
-                "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
-                "taken for this one's: begin again in new processes, from the last checkpoint"
-            )
-        self._watch.check(self)
-        self._check_unwritten()
-        self._check_optimizers_own()
-        if self._is_rebound():
-            self._adopt_writes()
-        if self._buffer_versions != self._read_buffer_versions():
-            self._take_buffers()
-        known = any(i.name == ITEMS for i in self._manifest.inputs)
-        given = None if known else kwargs.pop(ITEMS, None)
-        number, batch = bind_batch(self._manifests, args, kwargs, self._device)
-        manifest = self._manifests[number]
-        items = None if given is None else read_items(manifest, given, self._device)
-        if self._warns_precision and (warning := describe_unheeded(self._manifest, self._device)):
-            self._warns_precision = False  # once is enough
-            warn_caller(warning)
-        warning = unequal_counts(manifest, batch) if self._watches_labels else ""
-        if warning:
-            self._watches_labels = False
-            warn_caller(warning)
-        if torch.is_grad_enabled():
-            # Makes the loss differentiable on a rank without parameters too.
-            anchor = torch.zeros((), device=self._device, requires_grad=True)
-            leaves = self._trained()
-            self._share_gradients(leaves)
-            sharded = [parameter for shard in self._shards for parameter in self._named(shard).values()]
-            loss = Step.apply(self, number, batch, tuple(leaves), anchor, *leaves.values(), *sharded)  # type: ignore[no-untyped-call]
-        else:
-            # What is made now is there for later steps, which inference tensors are not.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                self._connection.position.call(training=False, shape=number),
-            ):
-                loss = self._run(number, batch, gradients=False)
-        if items is not None:
-            loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
-        return self._build_output(loss)
+        self._runner.refuse_broken()
+        self._weights.check(self)
+        self._states.take_buffers()
+        return self._runner.call(self.training, args, kwargs)
+
+    def train_step(
+        self,
+        batch: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        max_norm: float | None = None,
+    ) -> Tensor:
+        """Run one whole training step: call, backward, clip to `max_norm`, `optimizer`, `scheduler`, clear gradients.
+
+        Every rank must call it, and gets the same loss. As the plain loop, and raises what these calls raise.
+        """
+        loss = find_loss(self._manifest.output, self(**batch))
+        loss.backward()
+        if max_norm is not None:
+            self.clip_grad_norm_(max_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradient of the whole model, over all ranks, to `max_norm`; return its norm before.
+
+        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``. ValueError for a
+        `norm_type` that is not positive.
+        """
+        return self._norm.clip(max_norm, float(norm_type), error_if_nonfinite)
+
+    @leave_uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients as every module does, and those of what a sharded optimizer steps."""
+        if set_to_none:
+            super().zero_grad()
+        for leaf in self._weights.leaves().values():
+            if set_to_none:
+                leaf.grad = None
+            elif leaf.grad is not None:
+                leaf.grad.zero_()
 
     def shard_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Divide what `optimizer` keeps and steps among the replicas (ZeRO's first stage), and give it back.
@@ -214,178 +157,165 @@ class Parallel(Persistent):
         Each replica then sums only its part of the gradients, steps it, and sends the new weights to the others while
         the next step begins; in half precision the float32 weights are divided too. The parameter groups stay, their
         parameters become flat parts of this replica's own, and only these have gradients with values: the ``.grad`` of
-        the model's parameters is good for torch's norm and clipping. Every rank that has parameters must call it, with
-        the like optimizer of ``parallel.parameters()``, before or between steps.
+        the model's parameters is good for torch's clipping, and NaN to what reads it. Every rank that has parameters
+        must call it, with the like optimizer of ``parallel.parameters()``, before or between steps.
 
         Raises ValueError for an optimizer that may not step each element by itself, or has other parameters, for a
         parameter of it with a hook, and where one would be divided otherwise than by those that sum its gradients.
         """
-        if self._shards:
-            raise ValueError(
-                "an optimizer of this parallel model is sharded already, and it can have one: go on with that "
-                "(optimizer.state.clear() forgets what it knows), or bind again"
-            )
-        self._watch.check(self)
-        manifest = self._manifest
-        parameters = dict(self.named_parameters())
-        dtypes = {name: manifest.parameters[name].dtype for name in parameters}
-        rows = self._shapes[0].completion.rows
-        trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        hooks = {handle.id for handle in chain.from_iterable(self._hooks.values())}
-        for name in (name for row in rows for name in row if parameters.get(name) in trained):
-            refuse_hooks(name, parameters[name], hooks)
-        self._marks.check(optimizer)  # of what was loaded for these parameters, which get other places
-        buckets = fill_groups(optimizer, parameters, dtypes, rows)
-        with self._connection.position.during("comparison of what is sharded"):
-            compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
-        self._share_steps(lay_out_shards(optimizer, parameters, dtypes, buckets, self._rank.data))
-        self._marks.mark(optimizer)
-        optimizer.register_step_pre_hook(self._prepare_step)
-        optimizer.register_step_post_hook(self._post_gathers)
+        self._weights.shard(self, optimizer)
+        clip_over_ranks(self, self._norm)
         return optimizer
 
-    def _share_gradients(self, leaves: Mapping[str | int, nn.Parameter]) -> None:
-        """Let backward leave shares of the whole gradient, also in what was frozen until now and has no hook yet."""
-        if self._whole is not None:
-            new = {name: leaf for name, leaf in leaves.items() if name not in self._hooks}
-            self._hooks |= share_gradients(new, self._whole)
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank is in the mesh; ``.data`` is the replica whose batches it takes."""
+        return self._connection.rank.coordinates
 
-    def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
-        """Run the step of the shape of this `number` and give the loss; with `gradients`, these are in its `sums`."""
-        self._loss, self._shape = None, (shape := self._shapes[number])
-        rank, manifest, executor, sums = self._rank, shape.manifest, shape.executor, shape.sums
-        if len(self._shapes) > 1:
-            compare_shapes(self._manifests, self._connection, number)
-        rank.randomness.training = self.training
-        for name, narrow in self._narrow.items():
-            narrow.copy_(self._watch.parameters[name].detach())
-        inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in executor.stages}
-        divisors = self._find_divisors(shape, batch)
-        pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
-        scale = self._loss_scale
-        before = None if scale is None else (scale.value, scale.finite_steps)
-        judged = scale is not None
-        while scale is not None and gradients and scale.unscale(rank, sums.gradients(), pair[0]):
-            if before is not None and scale.is_exhausted:
-                judged, (scale.value, scale.finite_steps) = False, before
-                break
-            pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
-        if self._loss_dtype is None:
-            self._loss_dtype = DTYPES[int(pair[1])]
-        executor.measured.finish()
-        self._connection.position.phase("agreement")
-        # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
-        summed = sums.gradients() if gradients and not judged else []
-        trains = not gradients or bool(sums.gradients())
-        changed = self._watch.find_trained() != self._watch.agreed
-        nonfinite, lacking, self._watch.stale = compare_ranks(
-            manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains, changed=changed
-        )
-        if gradients:
-            self._gradients_everywhere = not lacking
-            if self._watch.stale:  # some rank froze others since: this step was of what all had agreed on
-                if scale is not None and before is not None:
-                    scale.value, scale.finite_steps = before
-                return self._run(number, batch, gradients)
-        if nonfinite and gradients:
-            sums.clear()
-            unlabelled = divisors.isinf().nonzero().flatten().tolist()
-            with self._connection.exchange():
-                why = explain_nonfinite(
-                    manifest, self._connection, batch, pair[0], summed, unlabelled, repeat
-                )
-            raise FloatingPointError(why)
-        if self.training:
-            rank.randomness.call += 1
-        self._loss, self._norm = pair[0], None
-        return pair[0].to(self._loss_dtype)
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether a call takes ``num_items_in_batch``: the Trainer asks."""
+        return self._manifest.weighing_labels is not None
 
-    def _is_everywhere(self) -> bool:
-        """Whether the last training call gave every rank gradients."""
-        return self._gradients_everywhere
+    @property
+    def sent_elements(self) -> Mapping[str, int]:
+        """Elements this rank has sent so far over each stage boundary: "stage 0 -> 1", "stage 1 -> 0"."""
+        return sum((shape.executor.sent for shape in self._shapes), Counter[str]())
 
-    def _run_schedule(
-        self,
-        shape: BoundShape,
-        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
-        divisors: Tensor,
-        gradients: bool,
-    ) -> tuple[Tensor, Callable[[], object]]:
-        """Run the schedule once, on `inputs` by stage; give what `share_loss` gives, and what runs it again.
+    @property
+    def last_step(self) -> LastStep:
+        """The last call in numbers, as this rank saw it; waits for the device. RuntimeError where no step has run."""
+        return self._runner.read_last_step()
 
-        With `gradients` their sums are in the shape's; those of the repetition are not.
+    def save_trace(self, path: str | Path) -> None:
+        """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
+
+        Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
+        where its values have arrived; sends are not shown. An all-reduce of the tensor ranks is shown from when
+        it is posted to when its result is taken, and the gradients of weights that are computed beside it, if any.
+        Times are by the clocks of the ranks' machines.
+        Raises RuntimeError where no step has run, or the last one failed.
         """
-        slices = {**self._watch.parameters, **self._watch.buffers(), **shape.slices, **self._narrow}
-        trained = self._watch.agree(self._connection) if gradients else frozenset()
-        # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
-        weights = {
-            index: {
-                name: slices[name].detach().requires_grad_(name in trained)
-                for name in shape.manifest.stages[index].parameters
-            }
-            for index in inputs
-        }
-        seeds = None
-        if gradients:
-            shape.sums.start(weights)
-            scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-            seeds = (scale / divisors).unbind()
-        run = partial(shape.executor.run, weights, inputs, seeds, self._await_stage)
-        position = self._connection.position
-        with self._connection.exchange():
-            losses = run(shape.sums.end_stage)
-            position.phase("loss")
-            pair = share_loss(self._rank, losses, divisors)
-            if gradients:
-                position.phase("sum of gradients")
-                shape.sums.finish()
-        return pair, partial(run, lambda _: None)
+        self._runner.save_trace(path)
 
-    def _take_buffers(self) -> None:
-        """Buffers were written, or are others: compute anew what is of them; ValueError where they are compiled in."""
-        known, own = self._manifest.parameters, self._watch.buffers()
-        for alias, name in self._manifest.aliases.items():
-            if own.get(alias) is not own.get(name):
-                raise ValueError(
-                    f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
-                    "(buffer.copy_), or replace both by one tensor"
-                )
-        found = {n: b for n, b in own.items() if n in known and tuple(b.shape) == known[n].shape}
-        check_proved(self._manifest, found)
-        self._refresh_constants()
-        self._buffer_versions = self._read_buffer_versions()
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's tensors under the user's names; trained weights in half precision as stepped, in float32.
 
-    def _read_buffer_versions(self) -> list[tuple[int, int]]:
-        """Which tensors the buffers are, and counts of the writes into them."""
-        return [(id(b), 0 if b.is_inference() else b._version) for b in self._watch.buffers().values()]
+        Where an optimizer is sharded, which has that float32, they are as the stages compute with them.
+        """
+        self._states.warn_of_slices()
+        self._weights.await_gathers()
+        return super().state_dict(*args, **kwargs)
 
-    def _find_divisors(self, shape: BoundShape, batch: Batch) -> Tensor:
-        """Those of the runtime's `weighting`, on the last pipeline rank, which has the labels; else of no use."""
-        if len(self._manifest.stages) - 1 in shape.executor.stages:
-            return find_divisors(shape.manifest, self._rank, batch)
-        return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._device)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Take this rank's tensors under the user's names, as every module does. All ranks of a stage must call it.
 
-    def _named(self, shard: Shard) -> dict[str, nn.Parameter]:
-        """The parameters of a shard."""
-        return {name: self._watch.parameters[name] for name in shard.names}
+        Raises ValueError for other values of a buffer that were compiled into the program.
+        """
+        self._states.check_proved(self._slices(), state_dict)
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._states.take_over()
+        return result
 
-    @leave_uncompiled
-    def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """A sharded optimizer is about to step: let it have what was done to the model's parameters."""
-        self._marks.check(optimizer)
-        for shard in self._shards:
-            check_elsewhere(self._named(shard))
-            clear_with(shard.own, self._named(shard))
-        self._adopt_writes()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
 
-    @leave_uncompiled
-    def _post_gathers(self, *_: Any) -> None:
-        """The optimizer has stepped: begin to share the new weights, in the order in which stages need them."""
-        self._await_gathers()
-        self._gathering = {shard: shard.post_gather() for shard in self._shards}
+        Every rank must call it.
+        """
+        return self._states.gather(self._slices())
 
-    def _await_stage(self, stage: int) -> None:
-        """Wait for what `stage` computes with."""
-        own = self._manifest.stages[stage].parameters
-        for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
-            self._gathering.pop(shard).wait()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's slices of a whole `state`, given to every rank.
+
+        Raises ValueError for other names, values that differ where the program has one tensor, or other values of a
+        buffer that were compiled into the program.
+        """
+        self._states.load_whole(self._slices(), state)
+
+    def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
+
+        Every rank must call it; rank 0 writes, a tensor at a time. A tied tensor is written once.
+        ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError for a
+        `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
+        """
+        self._states.export(self._slices(), folder, max_shard_size)
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Schedulers = None,
+        *,
+        data: Any = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Write a checkpoint into a new folder below `folder`, which all ranks share. Every rank must call it.
+
+        `scheduler` may be a list or dict, a gradient scaler among them. `load_checkpoint` will give `data` back: JSON's
+        types and tuples, as rank 0 has it. `keep` removes all but the last so many checkpoints of `folder`. With
+        `asynchronous` a thread writes a copy. CheckpointError, on every rank, where one cannot write all as it is.
+        """
+        self._states.save(self._slices(), folder, optimizer, scheduler, data, keep, asynchronous)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for an asynchronous save, as the next save and load do; every rank must call it. CheckpointError."""
+        self._states.finish()
+
+    def load_checkpoint(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Schedulers = None,
+        *,
+        trust_pickle: bool = False,
+    ) -> Any:
+        """Take over the last committed checkpoint of `folder`, or the step's folder `folder`; return its `data`.
+
+        Every rank must call it. It may be from any mesh. With `trust_pickle` a folder of torch.distributed.checkpoint
+        is read too, but only for the model's tensors: reading it can run any code that is in it.
+        CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
+        """
+        return self._states.load(self._slices(), folder, optimizer, scheduler, trust_pickle)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module, once all replicas' steps have arrived."""
+        self._weights.await_gathers()
+        return super().named_parameters(*args, **kwargs)
+
+    def _slices(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module, by which ``to`` reads all parameters, once all replicas' steps have arrived."""
+        self._weights.await_gathers()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        """As of every module; where there is none of this `name`, say what there is instead."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            reason = (
+                "a parallel model has the compiled one's parameters and modules, not its methods (that one can load "
+                "full_state_dict; activations are recomputed by compile(recompute=...)) nor its config (instead of the "
+                "Trainer's label_smoothing_factor, compute such a loss in the model's forward)"
+            )
+            manifest = self.__dict__.get("_manifest")
+            known = () if manifest is None else (*manifest.parameters, *manifest.aliases)
+            if any(each.partition(".")[0] == name for each in known):
+                reason = f"the stages of this rank do not read the model's {name}: go by named_parameters()"
+            raise AttributeError(f"{error}: {reason}", name=name, obj=self) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of every module, with a warning for an attribute that was compiled into the program."""
+        super().__setattr__(name, value)
+        if name in self.compiled_in:
+            warn_caller(UNREAD.format(name=name))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled: the connections of a step are of this process."""
+        raise TypeError(UNCOPIED)

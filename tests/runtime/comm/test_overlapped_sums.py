@@ -47,7 +47,7 @@ def store() -> Any:
 
 def find_spans(parallel: Parallel, kind: str, stage: int) -> list[Span]:
     """Of the last step, as `save_trace` writes them."""
-    return [span for span in parallel._shape.executor.measured.spans if span[:2] == (kind, stage)]
+    return [span for span in parallel._runner.shape.executor.measured.spans if span[:2] == (kind, stage)]
 
 
 def test_gradients_are_summed_before_the_last_backward_ends(tmp_path: Path) -> None:

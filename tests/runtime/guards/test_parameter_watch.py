@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoptd.runtime.comm.connection import Connection, connect, run_threads
 from autoptd.runtime.guards import parameter_watch
-from autoptd.runtime.guards.norm_guard import GradientShare
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.guards.parameter_watch import ParameterWatch
 from tests.ranks import run_ranks
@@ -62,18 +61,6 @@ def test_no_part_is_copied() -> None:
     for duplicate in (copy, deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"bound to its process, and is neither copied nor pickled"):
             duplicate(parallel.get_submodule("layer.0"))
-
-
-class Share(GradientShare):
-    """As gradients are where a rank has a slice of the model."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def share_gradients(parallel: nn.Module) -> None:
-    for parameter in parallel.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.as_subclass(Share)
 
 
 def test_buffers_are_read_as_they_are() -> None:
@@ -150,9 +137,8 @@ def test_a_parallel_model_may_be_freed_during_a_step() -> None:
 def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
     """Only of these parameters; one that is known to step each element by itself never."""
     chain, parallel = alone()
-    watch_divided(parallel, parallel._marks)
+    watch_divided(parallel, parallel._weights._marks)
     parallel(**chain.batch())["loss"].backward()
-    share_gradients(parallel)
     optimizer = torch.optim.Adafactor(parallel.parameters())
     with pytest.warns(
         UserWarning, match=r"Adafactor is not known .* Known to be right are Adam, AdamW"
@@ -170,9 +156,8 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
 
 def test_an_optimizer_of_all_parameters_is_refused() -> None:
     chain, parallel = alone()
-    watch_divided(parallel, parallel._marks)
+    watch_divided(parallel, parallel._weights._marks)
     parallel(**chain.batch())["loss"].backward()
-    share_gradients(parallel)
     optimizer = torch.optim.LBFGS(parallel.parameters())
     before = [p.detach().clone() for p in parallel.parameters()]
     for _ in range(2):
@@ -204,7 +189,7 @@ def test_an_optimizers_step_waits_for_no_weights(
         before = walks.count(parallel)
         for optimizer in optimizers:
             optimizer.step()
-            assert parallel._gathering
+            assert parallel._weights._gathering
         assert walks.count(parallel) == before
 
     named_modules = nn.Module.named_modules
@@ -306,8 +291,8 @@ def test_a_step_that_is_made_again_is_one_step() -> None:
             before = connection.rank.pipeline.counts["broadcast"]  # of the loss, once each time
             parallel(**chain.batch())["loss"].backward()
             again += connection.rank.pipeline.counts["broadcast"] - before - 1
-        assert parallel._loss_scale is not None
-        return parallel._loss_scale.finite_steps, connection.rank.randomness.call, again
+        assert parallel._runner.loss_scale is not None
+        return parallel._runner.loss_scale.finite_steps, connection.rank.randomness.call, again
 
     assert run_threads(chain.manifest, body) == [(3, 3, 1)] * 2
 

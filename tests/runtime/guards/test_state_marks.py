@@ -17,7 +17,6 @@ from autoptd.runtime.guards.optimizer_watch import watch_divided
 from autoptd.runtime.guards.state_marks import MARK
 from autoptd.runtime.module.parallel import Parallel
 from tests.runtime.chain import Chain
-from tests.runtime.guards.test_parameter_watch import share_gradients
 from tests.runtime.module.test_parallel import alone
 
 State = dict[str, Any]
@@ -33,9 +32,8 @@ def step(chain: Chain, parallel: Parallel, *optimizers: torch.optim.Optimizer) -
 def watched() -> tuple[Chain, Parallel]:
     """Alone, as where the mesh divides the model."""
     chain, parallel = alone()
-    watch_divided(parallel, parallel._marks)
+    watch_divided(parallel, parallel._weights._marks)
     parallel(**chain.batch())["loss"].backward()
-    share_gradients(parallel)
     return chain, parallel
 
 

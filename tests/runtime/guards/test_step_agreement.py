@@ -157,7 +157,7 @@ def test_a_rank_in_another_mode_is_refused(mesh: tuple[int, int, int]) -> None:
             parallel(**batch)
         parallel.train()
         parallel(**batch)
-        parallel._rank.randomness.call += connection.world.index
+        parallel._connection.rank.randomness.call += connection.world.index
         with pytest.raises(ValueError, match="call parallel") as steps:
             parallel(**batch)
         return str(mode.value), str(steps.value)

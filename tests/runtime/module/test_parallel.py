@@ -108,7 +108,7 @@ def test_backward_scales_and_accumulates(scale: float) -> None:
         model.zero_grad(set_to_none=False)  # the next step adds into what .grad was
     step(3)
     compare()
-    assert not parallel._steps._scales  # alone nobody asks for them, and they would pile up
+    assert not parallel._runner._steps._scales  # alone nobody asks for them, and they would pile up
 
 
 def test_second_backward_is_refused() -> None:
@@ -448,7 +448,7 @@ class InterruptionError(Exception):
 
 def interrupt_run(monkeypatch: pytest.MonkeyPatch, parallel: Parallel, calls: int) -> None:
     """Let the `calls`-th run of the schedule from now on break off after the first microbatch's forward."""
-    executor = parallel._shape.executor
+    executor = parallel._runner.shape.executor
     run, left = executor.run, iter(range(calls, 0, -1))
 
     def interrupt(

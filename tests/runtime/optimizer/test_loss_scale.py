@@ -60,7 +60,7 @@ def run_steps(
             assert all(g.dtype is torch.float32 and bool(g.isfinite().all()) for g in given)
             optimizer.step()
             optimizer.zero_grad()
-            scale = parallel._loss_scale
+            scale = parallel._runner.loss_scale
             assert scale is not None
             seen.append((float(loss), scale.value, len(given)))
         return seen
@@ -77,8 +77,8 @@ def test_a_gpt_in_float16_learns() -> None:
 
 def test_a_step_that_overflows_is_run_again_on_all_ranks_with_half_the_factor() -> None:
     def enlarge(parallel: Parallel) -> None:
-        assert parallel._loss_scale is not None
-        parallel._loss_scale.value = 2.0**40
+        assert parallel._runner.loss_scale is not None
+        parallel._runner.loss_scale.value = 2.0**40
 
     first, second = run_steps(3, enlarge)
     expected, _ = run_steps(3)
@@ -95,9 +95,9 @@ def test_all_calls_of_an_accumulation_count_where_one_overflows(overflowing: int
 
     def accumulate(connection: Connection, scale: float) -> dict[str, Tensor]:
         parallel = chain.parallel(connection)
-        parallel._loss_scale = LossScale()
+        parallel._runner.loss_scale = LossScale()
         for call in range(2):
-            parallel._loss_scale.value = scale if call == overflowing else 8.0
+            parallel._runner.loss_scale.value = scale if call == overflowing else 8.0
             parallel(**chain.batch(connection.rank.coordinates.data + 10 * call))["loss"].backward()
         return {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
 
@@ -114,12 +114,12 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_factor() -> None:
 
     def overflow(connection: Connection) -> float:
         parallel = chain.parallel(connection)
-        parallel._loss_scale = LossScale()
+        parallel._runner.loss_scale = LossScale()
         with torch.no_grad():
             next(iter(parallel.parameters())).fill_(torch.inf)
         with pytest.raises(FloatingPointError, match="the loss is nan"):
             parallel(**chain.batch())
-        return parallel._loss_scale.value
+        return parallel._runner.loss_scale.value
 
     assert run_threads(chain.manifest, overflow) == [INITIAL] * 2
 
@@ -155,14 +155,14 @@ def test_where_no_factor_helps_the_step_is_refused_and_the_factor_as_it_was(
 
     def body(connection: Connection) -> tuple[float, bool]:
         parallel = chain.parallel(connection)
-        parallel._loss_scale = LossScale()
+        parallel._runner.loss_scale = LossScale()
         batch = chain.batch()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parallel._shape.sums, "gradients", lambda: [torch.tensor([torch.nan])])
+            patch.setattr(parallel._runner.shape.sums, "gradients", lambda: [torch.tensor([torch.nan])])
             with pytest.raises(FloatingPointError, match="a gradient is not finite"):
                 parallel(**batch)
         parallel(**batch)["loss"].backward()
-        return parallel._loss_scale.value, any(p.grad is not None for p in parallel.parameters())
+        return parallel._runner.loss_scale.value, any(p.grad is not None for p in parallel.parameters())
 
     assert [value for value, _ in run_threads(chain.manifest, body)] == [INITIAL] * chain.mesh.size
 
@@ -172,7 +172,7 @@ def test_tensor_ranks_that_disagree_are_told_so() -> None:
 
     def body(connection: Connection) -> None:
         parallel = chain.parallel(connection)
-        parallel._loss_scale = LossScale()
+        parallel._runner.loss_scale = LossScale()
         batch = chain.batch()
         batch["target"].fill_(torch.inf if connection.world.index else 1.0)
         with pytest.raises(ValueError, match="argument target differs inside replica 0"):
@@ -188,8 +188,8 @@ def test_scaled_gradients_are_the_unscaled_ones(factor: float) -> None:
 
     def body(connection: Connection) -> dict[str, Tensor]:
         parallel = chain.parallel(connection)
-        parallel._loss_scale = LossScale()
-        parallel._loss_scale.value = factor
+        parallel._runner.loss_scale = LossScale()
+        parallel._runner.loss_scale.value = factor
         parallel(**chain.batch())["loss"].backward()
         return {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
 

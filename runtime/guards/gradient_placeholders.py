@@ -1,0 +1,103 @@
+"""Placeholders in the ``.grad`` of parameters that a sharded optimizer steps, whose gradient no rank has whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from math import nan
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.engine.dynamo import leave_uncompiled
+from autoptd.runtime.optimizer.zero1 import Shard
+
+LEAVE = "or train without shard_optimizer"
+
+
+class GradientPlaceholders:
+    """NaNs in the ``.grad`` of a shard's parameters while this replica's part of their gradient is in the shard's.
+
+    They say that there is a gradient, and clearing all of them clears the shard's. What reads them gets NaN, and what
+    writes them is refused: by torch, since one NaN stands for all elements, or before the next step.
+    """
+
+    def __init__(self, shard: Shard, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Place them after each backward from now on; `parameters` are the shard's."""
+        self.parameters = parameters
+        self._own = shard.own
+        self._accumulated: weakref.ref[Tensor] | None = None
+        self._placeholders = {name: _make_placeholder(p) for name, p in parameters.items()}
+        shard.own.register_hook(self._prepare)  # before the gradient is added
+        shard.own.register_post_accumulate_grad_hook(self._place)
+        refused = [p.register_hook(partial(_refuse_gradient, name)) for name, p in parameters.items()]
+        self.hooks = {handle.id for handle in refused}
+
+    def _check(self) -> None:
+        """Raise ValueError where a gradient was replaced or written that the optimizer does not step by."""
+        placed = False
+        for name, parameter in self.parameters.items():
+            own = self._placeholders[name]
+            if parameter.grad is not None and (parameter.grad is not own or own._version):
+                raise ValueError(
+                    f"the gradient of {name} was replaced or written, but a sharded optimizer has its part of it in "
+                    f"the .grad of what it steps: change it there (optimizer.param_groups), {LEAVE}"
+                )
+            placed |= parameter.grad is not None
+        if placed and self._own.grad is not None and not self._is_accumulated():
+            raise ValueError(
+                f"the gradient of the part of {', '.join(self.parameters)} that a sharded optimizer steps was replaced "
+                f"by another tensor: change it in place (p.grad.div_, p.grad.copy_), {LEAVE}"
+            )
+
+    def settle(self) -> None:
+        """Clear the gradient of the shard's part where those of all its parameters were cleared.
+
+        A gradient that the caller gave the part, from torch.autograd.grad, stays. Raises ValueError where only some
+        were cleared, whose part has the others' too, and where one was replaced or written.
+        """
+        self._check()
+        cleared = [name for name, parameter in self.parameters.items() if parameter.grad is None]
+        if not cleared or not self._is_accumulated():
+            return
+        if len(cleared) < len(self.parameters):
+            raise ValueError(
+                f"the gradient of {cleared[0]} was cleared, but not of all that a sharded optimizer steps with it: "
+                "clear all (optimizer.zero_grad()), or give what is not to be stepped a group with a learning rate of 0"
+            )
+        self._own.grad = None
+
+    def _is_accumulated(self) -> bool:
+        """Return whether a backward left the gradient that the shard's part has."""
+        grad = self._own.grad
+        return grad is not None and self._accumulated is not None and self._accumulated() is grad
+
+    @leave_uncompiled
+    def _prepare(self, _: Tensor) -> None:
+        if (
+            self._accumulated is not None
+        ):  # until then parameters may have gradients from before they were sharded
+            self.settle()
+
+    @leave_uncompiled
+    def _place(self, own: Tensor) -> None:
+        assert own.grad is not None
+        self._accumulated = weakref.ref(own.grad)
+        for name, parameter in self.parameters.items():
+            if self._placeholders[name]._version:  # it was written, and cleared since
+                self._placeholders[name] = _make_placeholder(parameter)
+            parameter.grad = self._placeholders[name]
+
+
+def _make_placeholder(parameter: nn.Parameter) -> Tensor:
+    return torch.full((), nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+
+def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    if gradient is None:  # a call's
+        return
+    raise ValueError(
+        f"a gradient comes to {name} that is not of the call: a sharded optimizer would not see it. Add what it is of "
+        f"to the loss that the model returns, {LEAVE}"
+    )

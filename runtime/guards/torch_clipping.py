@@ -1,0 +1,150 @@
+"""torch's own clipping of a parallel model's gradients: by the norm over all ranks, and alike on each of them.
+
+Plain loops, Accelerate, the Trainer and Lightning all clip by functions of ``torch.nn.utils``. Those that know the norm
+and scale by it are replaced once in ``torch.nn.utils.clip_grad``, where torch's ``clip_grad_norm_`` looks them up: so
+one that was imported before ``bind`` knows them too.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import reduce, wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from autoptd.runtime.engine.dynamo import leave_uncompiled
+
+CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
+
+
+class ModelGradients(Protocol):
+    """The gradients of a parallel model on this rank."""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every rank has gradients, and so asks for their norm."""
+
+    def leaves(self) -> Mapping[str | int, nn.Parameter]:
+        """Return what an optimizer may step: parameters by name, and parts of shards by their position."""
+
+    def sharded(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """Return the parameters of each shard, which have placeholders in their ``.grad``."""
+
+    def measure(self, norm_type: float, of: Container[str | int] | None = None) -> Tensor:
+        """Return the norm of the whole model's gradient, of the leaves `of`: a collective of all ranks."""
+
+
+_MODELS: dict[int, ModelGradients] = {}  # of the parallel models that live, by their id
+_LOCK = threading.Lock()
+
+
+def clip_over_ranks(parallel: nn.Module, gradients: ModelGradients) -> None:
+    """Let torch's functions know the `gradients` of `parallel` while that lives; those of other models stay torch's."""
+    if id(parallel) not in _MODELS:
+        weakref.finalize(parallel, _MODELS.pop, id(parallel))
+    _MODELS[id(parallel)] = gradients
+    with _LOCK:
+        for name, replacement in _REPLACEMENTS.items():
+            original = getattr(clip_grad, name)
+            if hasattr(original, "knows_parallel_models"):
+                continue
+            wrapped = _wrap(original, replacement)
+            for module in (clip_grad, nn.utils):
+                for alias in [alias for alias, value in vars(module).items() if value is original]:
+                    setattr(module, alias, wrapped)
+
+
+def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs) if _MODELS else original(*args, **kwargs)
+
+    wrapped.knows_parallel_models = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+@leave_uncompiled
+def _total_norm(
+    original: Callable[..., Tensor],
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for model in list(_MODELS.values()):
+        keys = _read_keys(model)
+        if any(id(tensor) in keys for tensor in tensors):
+            norm = model.measure(float(norm_type), _check_whole(model, [keys.get(id(t)) for t in tensors]))
+            if error_if_nonfinite:
+                refuse_nonfinite(norm, norm_type)
+            # A placeholder has the dtype of its parameter, whose gradient is summed in more.
+            dtypes = [torch.float32, *(tensor.dtype for tensor in tensors)]
+            return norm.to(reduce(torch.promote_types, dtypes))
+    return original(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _read_keys(model: ModelGradients) -> dict[int, str | int]:
+    """Return the keys of the leaves of `model`, and the names of its sharded parameters, by the ids of gradients."""
+    named = [*model.leaves().items(), *(pair for own in model.sharded().values() for pair in own.items())]
+    return {id(parameter.grad): key for key, parameter in named if parameter.grad is not None}
+
+
+def _check_whole(model: ModelGradients, keys: list[str | int | None]) -> set[str | int]:
+    """Return the leaves that gradients of these `keys` are of; None is the key of one that is not of `model`.
+
+    Raises ValueError unless they are all of the model's gradients, no others, and every rank has some.
+    """
+    if None in keys:
+        raise ValueError(
+            "torch's norm is asked for gradients of a parallel model together with others: each rank has other parts "
+            f"of the model's, so clip the others alone, and for the model {CALL}"
+        )
+    given = {key for key in keys if key is not None}
+    sharded = model.sharded()
+    given |= {index for index, own in sharded.items() if given.issuperset(own)}
+    # Parameters that were frozen after their backward may be left out, on every rank.
+    trained = [key for key, leaf in model.leaves().items() if leaf.grad is not None and leaf.requires_grad]
+    absent = [key for key in trained if key not in given]
+    missing = sorted(key if isinstance(key, str) else next(iter(sharded[key])) for key in absent)
+    if missing or not model.is_everywhere:
+        reason = f"not {missing[0]}'s" if missing else "some ranks have no gradients and do not ask for it"
+        raise ValueError(
+            "torch's norm of a parallel model's gradients is that over all ranks, and needs all gradients on each; "
+            f"here it is given {len(keys)}, {reason}: {CALL}"
+        )
+    return given
+
+
+@leave_uncompiled
+def _change_own(
+    original: Callable[..., None], parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
+) -> None:
+    """Call `original` with the parts that this rank steps in place of sharded `parameters`."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for model in list(_MODELS.values()):
+        leaves = model.leaves()
+        parts = {id(p): leaves[index] for index, own in model.sharded().items() for p in own.values()}
+        given = list({id(p): p for p in (parts.get(id(p), p) for p in given)}.values())
+    original(given, *args, **kwargs)
+
+
+def refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
+    """Raise RuntimeError where `norm` is not finite."""
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
+            "or pass error_if_nonfinite=False to scale by it all the same"
+        )
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "_get_total_norm": _total_norm,
+    "_clip_grads_with_norm_": _change_own,
+    "clip_grad_value_": _change_own,
+}

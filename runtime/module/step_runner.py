@@ -1,0 +1,235 @@
+"""The steps of a rank: a batch in, the schedule of its shape run, a loss and gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.timings import Measured, gather_measured
+from autoptd.runtime.comm.trace import write_trace
+from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
+from autoptd.runtime.engine.bound_shape import BoundShape
+from autoptd.runtime.engine.label_count import NAME as ITEMS
+from autoptd.runtime.engine.label_count import read_items, weigh_items
+from autoptd.runtime.engine.label_weights import find_divisors
+from autoptd.runtime.engine.last_step import LastStep, read_last_step
+from autoptd.runtime.engine.step import Step
+from autoptd.runtime.guards.mixed_precision import describe_unheeded
+from autoptd.runtime.guards.nonfinite import explain_nonfinite
+from autoptd.runtime.guards.step_agreement import Batch, compare_ranks, compare_shapes
+from autoptd.runtime.guards.weight_agreement import Copies, StepLog
+from autoptd.runtime.module.trained_weights import TrainedWeights
+from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
+from autoptd.runtime.optimizer.loss_scale import LossScale
+from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.user_warnings import warn_caller
+
+
+class StepRunner:
+    """The programs of all compiled input shapes on this rank, run on the batches of calls.
+
+    `shape` is that of the last call, `loss` its loss (None where it failed), and `norm` that of its gradients where
+    they were clipped. `gradients_everywhere` says whether the last training call gave every rank gradients.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        connection: Connection,
+        shapes: Sequence[BoundShape],
+        weights: TrainedWeights,
+        steps: StepLog,
+    ) -> None:
+        self._manifest = manifest
+        self._manifests = [shape.manifest for shape in shapes]
+        self._connection = connection
+        self._rank = connection.rank
+        self._shapes = shapes
+        self._weights = weights
+        self._steps = steps
+        self._copies = Copies(manifest, connection.rank, weights.watch.parameters, steps)
+        self._build_output = output_builder(manifest.output)
+        self._loss_dtype: torch.dtype | None = None
+        self.loss_scale = LossScale() if manifest.scales_loss else None
+        at = connection.rank.coordinates
+        # Tensor ranks have the same labels: one of them warns. Each warning is given once.
+        self._warns_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
+        self._warns_precision = at == manifest.mesh.coordinates(0)
+        self.shape = shapes[0]
+        self.loss: Tensor | None = None
+        self.norm: Tensor | None = None
+        self.gradients_everywhere = True
+
+    def call(self, training: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the step on the batch in `args` and `kwargs`; return the model's output, of which only the loss is."""
+        known = any(i.name == ITEMS for i in self._manifest.inputs)
+        given = None if known else kwargs.pop(ITEMS, None)
+        number, batch = bind_batch(self._manifests, args, kwargs, self._rank.device)
+        manifest = self._manifests[number]
+        items = None if given is None else read_items(manifest, given, self._rank.device)
+        self._warn(manifest, batch)
+        self._rank.randomness.training = training
+        if torch.is_grad_enabled():
+            leaves = {name: leaf for name, leaf in self._weights.leaves().items() if leaf.requires_grad}
+            sharded = [p for own in self._weights.sharded().values() for p in own.values()]
+            # Makes the loss differentiable on a rank without parameters too.
+            anchor = torch.zeros((), device=self._rank.device, requires_grad=True)
+            run = partial(self._train, number, batch, tuple(leaves))
+            note_scale = None if self._manifest.mesh.size == 1 else self._steps.scale
+            loss = Step.apply(run, note_scale, anchor, *leaves.values(), *sharded)  # type: ignore[no-untyped-call]
+        else:
+            # Tensors made here are there for later steps, which inference tensors are not.
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                self._connection.position.call(training=False, shape=number),
+            ):
+                loss = self._run(number, batch, gradients=False)
+        if items is not None:
+            loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
+        return self._build_output(loss)
+
+    def _warn(self, manifest: Manifest, batch: Batch) -> None:
+        if self._warns_precision and (warning := describe_unheeded(self._manifest, self._rank.device)):
+            self._warns_precision = False
+            warn_caller(warning)
+        if self._warns_labels and (warning := unequal_counts(manifest, batch)):
+            self._warns_labels = False
+            warn_caller(warning)
+
+    def _train(
+        self, number: int, batch: Batch, keys: Sequence[str | int]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the loss of a training step, and the gradients of the leaves `keys`."""
+        with self._connection.position.call(training=True, shape=number):
+            loss = self._run(number, batch, gradients=True)
+        return loss, self.shape.sums.take(keys)
+
+    def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
+        """Run the step of the shape of this `number`; return its loss, and leave `gradients` in the shape's sums."""
+        self.loss, self.shape = None, (shape := self._shapes[number])
+        rank, manifest, sums = self._rank, shape.manifest, shape.sums
+        if len(self._shapes) > 1:
+            compare_shapes(self._manifests, self._connection, number)
+        watch = self._weights.watch
+        for name, narrow in self._weights.narrow.items():
+            narrow.copy_(watch.parameters[name].detach())
+        inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
+        divisors = self._find_divisors(shape, batch)
+        pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
+        scale = self.loss_scale
+        before = None if scale is None else (scale.value, scale.finite_steps)
+        judged = scale is not None
+        while scale is not None and gradients and scale.unscale(rank, sums.gradients(), pair[0]):
+            if before is not None and scale.is_exhausted:
+                judged, (scale.value, scale.finite_steps) = False, before
+                break
+            pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
+        if self._loss_dtype is None:
+            self._loss_dtype = DTYPES[int(pair[1])]
+        shape.executor.measured.finish()
+        self._connection.position.phase("agreement")
+        # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
+        summed = sums.gradients() if gradients and not judged else []
+        trains = not gradients or bool(sums.gradients())
+        changed = watch.find_trained() != watch.agreed
+        nonfinite, lacking, watch.stale = compare_ranks(
+            manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains, changed=changed
+        )
+        if gradients:
+            self.gradients_everywhere = not lacking
+            if watch.stale:  # some rank froze others since: this step was of what all had agreed on
+                if scale is not None and before is not None:
+                    scale.value, scale.finite_steps = before
+                return self._run(number, batch, gradients)
+        if nonfinite and gradients:
+            sums.clear()
+            unlabelled = divisors.isinf().nonzero().flatten().tolist()
+            known = manifest, self._connection, batch, pair[0], summed
+            with self._connection.exchange():
+                why = explain_nonfinite(*known, unlabelled, repeat)
+            raise FloatingPointError(why)
+        if rank.randomness.training:
+            rank.randomness.call += 1
+        self.loss, self.norm = pair[0], None
+        return pair[0].to(self._loss_dtype)
+
+    def _run_schedule(
+        self,
+        shape: BoundShape,
+        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
+        divisors: Tensor,
+        gradients: bool,
+    ) -> tuple[Tensor, Callable[[], object]]:
+        """Run the schedule once, on `inputs` by stage; return the result of `share_loss`, and a repetition of it.
+
+        With `gradients` their sums are in the shape's; those of the repetition are not.
+        """
+        watch = self._weights.watch
+        slices = {**watch.parameters, **watch.buffers(), **shape.slices, **self._weights.narrow}
+        trained = watch.agree(self._connection) if gradients else frozenset()
+        # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
+        leaves = {
+            index: {
+                name: slices[name].detach().requires_grad_(name in trained)
+                for name in shape.manifest.stages[index].parameters
+            }
+            for index in inputs
+        }
+        seeds = None
+        if gradients:
+            shape.sums.start(leaves)
+            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            seeds = (scale / divisors).unbind()
+        run = partial(shape.executor.run, leaves, inputs, seeds, self._weights.await_stage)
+        position = self._connection.position
+        with self._connection.exchange():
+            losses = run(shape.sums.end_stage)
+            position.phase("loss")
+            pair = share_loss(self._rank, losses, divisors)
+            if gradients:
+                position.phase("sum of gradients")
+                shape.sums.finish()
+        return pair, partial(run, lambda _: None)
+
+    def _find_divisors(self, shape: BoundShape, batch: Batch) -> Tensor:
+        """Return the microbatches' divisors on the last pipeline rank, which has the labels; else ones."""
+        if len(self._manifest.stages) - 1 in shape.executor.stages:
+            return find_divisors(shape.manifest, self._rank, batch)
+        return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._rank.device)
+
+    def refuse_broken(self) -> None:
+        """Raise RuntimeError where an earlier call broke off between its messages."""
+        if self._connection.groups.broken:
+            raise RuntimeError(
+                "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
+                "taken for this one's: begin again in new processes, from the last checkpoint"
+            )
+
+    def read_last_step(self) -> LastStep:
+        """Return the last call in numbers. RuntimeError where no step has run."""
+        measured, loss = self._read_measured("last_step")
+        return read_last_step(self.shape.manifest, measured, self._rank.device, loss, self.norm)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the last step as it ran; a collective. RuntimeError where no step has run."""
+        measured, _ = self._read_measured("save_trace")
+        with self._connection.position.duty("save_trace"):
+            rows, phases = gather_measured(measured, self._rank.pipeline, self._rank.device)
+        if self._rank.coordinates == self._rank.mesh.coordinates(0):
+            about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
+            write_trace(path, rows, phases, (), about)
+
+    def _read_measured(self, asked: str) -> tuple[Measured, Tensor]:
+        measured = self.shape.executor.measured
+        if self.loss is None or not measured.spans:
+            raise RuntimeError(
+                f"no step has run, or the last one failed: call the parallel model before {asked}"
+            )
+        return measured, self.loss

@@ -1,0 +1,194 @@
+"""The parameters of a rank as optimizers step them: each whole, or in shards that the replicas divide (ZeRO-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Posted
+from autoptd.runtime.engine.bound_shape import BoundShape
+from autoptd.runtime.engine.dynamo import leave_uncompiled
+from autoptd.runtime.guards.gradient_placeholders import GradientPlaceholders
+from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
+from autoptd.runtime.guards.state_marks import StateMarks
+from autoptd.runtime.guards.step_agreement import compare_shards
+from autoptd.runtime.optimizer.zero1 import Shard, fill_groups, lay_out_shards
+from autoptd.runtime.program.manifest import Manifest
+
+
+class TrainedWeights:
+    """The parameters of a parallel model on this rank, and the shards of them that an optimizer steps, if any.
+
+    `watch` knows the parameters as they were bound. `narrow` are the half-precision tensors that the stages compute
+    with where parameters are kept in float32.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        connection: Connection,
+        shapes: Sequence[BoundShape],
+        narrow: Mapping[str, Tensor],
+        marks: StateMarks,
+    ) -> None:
+        self._manifest = manifest
+        self._connection = connection
+        self._shapes = shapes
+        self._marks = marks
+        self.narrow = narrow
+        self._share_steps(module, ())
+
+    def _share_steps(self, module: nn.Module, shards: Sequence[Shard]) -> None:
+        """Let the optimizer step `shards` from now on, and no parameter of `module` that is in one."""
+        self.shards = tuple(shards)
+        sharded = {name for shard in shards for name in shard.names}
+        self.watch = ParameterWatch(self._manifest, module, sharded)
+        self._marks.hold(self.watch.parameters, self.shards)
+        self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
+        self._gathering: dict[Shard, Posted[Tensor]] = {}  # the new weights on their way
+        for shape in self._shapes:
+            shape.share_steps(self.shards)
+        parameters = self.watch.parameters
+        self._placeholders = [
+            GradientPlaceholders(shard, {name: parameters[name] for name in shard.names}) for shard in shards
+        ]
+        self.watch.hooks = frozenset(chain.from_iterable(each.hooks for each in self._placeholders))
+        self._versions = self._read_versions()
+
+    def leaves(self) -> dict[str | int, nn.Parameter]:
+        """Return what an optimizer may step: parameters by name, and this replica's parts of shards by position.
+
+        Frozen ones too: a parameter that was frozen after its backward has a gradient, by which it is stepped.
+        """
+        sharded = {name for shard in self.shards for name in shard.names}
+        whole: dict[str | int, nn.Parameter] = {
+            name: p for name, p in self.watch.parameters.items() if name not in sharded
+        }
+        return {**whole, **{index: shard.own for index, shard in enumerate(self.shards)}}
+
+    def sharded(self) -> dict[int, Mapping[str, nn.Parameter]]:
+        """Return the parameters of each shard by its position."""
+        return {index: each.parameters for index, each in enumerate(self._placeholders)}
+
+    def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the states and the step of `optimizer`, of parameters of `module`, among the replicas."""
+        if self.shards:
+            raise ValueError(
+                "an optimizer of this parallel model is sharded already, and it can have one: go on with that "
+                "(optimizer.state.clear() forgets its states), or bind again"
+            )
+        self.watch.check(module)
+        manifest, parameters = self._manifest, self.watch.parameters
+        dtypes = {name: manifest.parameters[name].dtype for name in parameters}
+        rows = self._shapes[0].completion.rows
+        trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        for name in (name for row in rows for name in row if parameters.get(name) in trained):
+            refuse_hooks(name, parameters[name])
+        self._marks.check(optimizer)  # states loaded for these parameters, which get other places
+        buckets = fill_groups(optimizer, parameters, dtypes, rows)
+        with self._connection.position.during("comparison of what is sharded"):
+            compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
+        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self._connection.rank.data)
+        self._share_steps(module, shards)
+        self._marks.mark(optimizer)
+        optimizer.register_step_pre_hook(self._prepare_step)
+        optimizer.register_step_post_hook(self._post_gathers)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ValueError where a call of `module` would not run on what is trained; let shards take writes over."""
+        self.watch.check(module)
+        self._check_unwritten()
+        for shard in self.shards:
+            if shard.is_own_written():
+                raise ValueError(
+                    f"the part of {shard.names[0]}, or of one stepped with it, that a sharded optimizer has was "
+                    "written outside of its step, where no stage sees it: write parallel.parameters() instead"
+                )
+        if self._is_rebound():
+            self.adopt_writes()
+
+    def adopt_writes(self) -> None:
+        """Let a sharded optimizer step from what was written into parameters since, or given to them as ``p.data``.
+
+        Raises ValueError as a call does where the memory given has another shape, dtype or device.
+        """
+        self.await_gathers()
+        versions, rebound = self._read_versions(), self._is_rebound()
+        if rebound:
+            self._bind_again()
+        if rebound or versions != self._versions or self._is_written():
+            self._versions = versions
+            for shard in self.shards:
+                shard.adopt()
+
+    @leave_uncompiled
+    def await_gathers(self) -> None:
+        """Wait for all new weights on their way."""
+        self._check_unwritten()
+        for posted in self._gathering.values():
+            posted.wait()
+        self._gathering = {}
+
+    def await_stage(self, stage: int) -> None:
+        """Wait for the new weights of `stage`."""
+        own = self._manifest.stages[stage].parameters
+        for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
+            self._gathering.pop(shard).wait()
+
+    @leave_uncompiled
+    def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Let a sharded `optimizer`, which is about to step, have what was done to the model's parameters."""
+        self._marks.check(optimizer)
+        for placeholders in self._placeholders:
+            placeholders.settle()
+        self.adopt_writes()
+
+    @leave_uncompiled
+    def _post_gathers(self, *_: Any) -> None:
+        """Begin to share the weights that the optimizer has stepped, in the order in which stages need them."""
+        self.await_gathers()
+        self._gathering = {shard: shard.post_gather() for shard in self.shards}
+
+    def _read_versions(self) -> list[int]:
+        """Count the writes into parameters that a sharded optimizer steps; new weights that arrive do not count."""
+        return [self.watch.parameters[name]._version for shard in self.shards for name in shard.names]
+
+    def _check_unwritten(self) -> None:
+        """Raise ValueError where a parameter was written while its new values were on their way, which it now gets."""
+        if self._gathering and self._read_versions() != self._versions:
+            self._versions = self._read_versions()
+            raise ValueError(
+                "a parameter was written right after a sharded optimizer's step, before the other replicas' new "
+                "weights had come, and would lose that: take it anew from parallel.parameters(), which waits for them"
+            )
+
+    def _is_rebound(self) -> bool:
+        """Whether sharded parameters have memory that their optimizer does not send new weights to."""
+        return any(shard.rebound(self.watch.parameters) for shard in self.shards)
+
+    def _is_written(self) -> bool:
+        """Whether sharded parameters are seen to have been written past their versions."""
+        written = [shard.is_written() for shard in self.shards]
+        return bool(written) and bool(torch.stack(written).any())
+
+    def _bind_again(self) -> None:
+        parameters = self.watch.parameters
+        self.watch.check_bound(parameters)
+        # Copies, all before the first write: two parameters may have been given each other's memory.
+        values = {
+            name: (shard, parameters[name].detach().clone())
+            for shard in self.shards
+            for name in shard.rebound(parameters)
+        }
+        for shard in {shard for shard, _ in values.values()}:
+            shard.renew()  # the memory that is bound to again later may be a view of the former
+        for name, (shard, value) in values.items():
+            shard.write(name, value)
+        for shard in self.shards:
+            shard.bind(parameters)
