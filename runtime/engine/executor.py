@@ -26,7 +26,7 @@ from autoptd.runtime.engine.gradient_aliasing import separate_gradients
 from autoptd.runtime.program.manifest import Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Schedule
 
-Port = RecvBuffer | SendBuffer | LocalBoundary
+Buffer = RecvBuffer | SendBuffer | LocalBoundary
 FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
 
 # What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
@@ -34,11 +34,11 @@ Step = tuple[Callable[[], None], Action, int | None, int | None]
 
 
 class StageRun:
-    """One stage on this rank, its four ports, and what it holds of the microbatches in flight.
+    """One stage on this rank, its four buffers, and the microbatches in flight.
 
-    Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the
-    inputs depart. Only differentiable boundary values have gradients. The first stage has no ports below, the
-    last none above.
+    Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the inputs
+    depart. Only differentiable boundary values have gradients. The first stage has no buffers below, the last none
+    above.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class StageRun:
         inputs: Sequence[Sequence[Tensor]],
         seeds: Sequence[Tensor] | None,
     ) -> None:
-        """Take a step's weights, batch inputs and seeds (a row each a microbatch); forget what a broken step left.
+        """Begin a step with its weights, batch inputs and seeds (one row per microbatch); clear what a broken one left.
 
-        `seeds` are what the microbatches' losses are differentiated with; None: forwards only.
+        The losses of the microbatches are differentiated with `seeds`; None: forwards only.
         """
         self._weights = weights
         self._inputs = inputs
@@ -82,12 +82,12 @@ class StageRun:
         self._separated = False
         self._kept.clear()
         self.losses.clear()
-        for port in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
-            if port is not None:
-                port.clear()
+        for buffer in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
+            if buffer is not None:
+                buffer.clear()
 
     def forward(self, microbatch: int) -> None:
-        """Run the stage on `microbatch`; keep what its backward needs, and put its outputs for departure."""
+        """Run the stage on `microbatch`, keep the leaves and roots for its backward, and put its outputs for departure."""
         self._randomness.sample = self._first_sample + microbatch * self._samples
         received = self.arrival.take(microbatch) if self.arrival is not None else ()
         begin = self._measured.stopwatch.mark()
@@ -167,7 +167,7 @@ class Executor:
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
         for receive, sent in find_acknowledged(schedule, here).items():
-            arrival, departure = self._port(receive), self._port(sent)
+            arrival, departure = self._buffer(receive), self._buffer(sent)
             if isinstance(arrival, RecvBuffer) and isinstance(departure, SendBuffer):
                 arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
         actions = schedule[here]
@@ -175,7 +175,7 @@ class Executor:
         self._forward_steps = list(self._steps_of([a for a in actions if a.kind in FORWARD_KINDS]))
 
     def _join(self, boundary: int) -> None:
-        """Give the stages on either side of `boundary` (stage `boundary` and the next) their ports."""
+        """Give the stages on either side of `boundary` (stage `boundary` and the next) their buffers."""
         lower, upper = self.stages.get(boundary), self.stages.get(boundary + 1)
         if lower is not None and upper is not None:
             lower.departure = upper.arrival = LocalBoundary()
@@ -202,18 +202,18 @@ class Executor:
             channel = self._connection.incoming[peer]
             upper.arrival = RecvBuffer(values, channel, tensor, scatter_gather, self._device)
 
-    def _port(self, action: Action) -> Port | None:
-        """What sends or receives as `action` says; None where no such stage is here, or no boundary."""
+    def _buffer(self, action: Action) -> Buffer | None:
+        """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""
         stage = self.stages.get(action.stage)
         if stage is None:
             return None
-        ports: Mapping[str, Port | None] = {
+        buffers: Mapping[str, Buffer | None] = {
             "SEND_F": stage.departure,
             "RECV_F": stage.arrival,
             "SEND_B": stage.gradient_departure,
             "RECV_B": stage.gradient_arrival,
         }
-        return ports.get(action.kind)
+        return buffers.get(action.kind)
 
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """What each of `actions` does, and the stage that begins before it or has its last backward in it."""
@@ -229,14 +229,14 @@ class Executor:
 
     def _step(self, action: Action) -> Callable[[], None]:
         """What `action` does, with everything looked up."""
-        stage, port = self.stages.get(action.stage), self._port(action)
+        stage, buffer = self.stages.get(action.stage), self._buffer(action)
         run: Callable[[int], None] | None = None
         if stage is not None and action.kind in ("F", "B"):
             run = stage.forward if action.kind == "F" else stage.backward
-        elif isinstance(port, SendBuffer) and action.kind.startswith("SEND"):
-            run = port.send
-        elif isinstance(port, RecvBuffer) and action.kind.startswith("RECV"):
-            run = port.post
+        elif isinstance(buffer, SendBuffer) and action.kind.startswith("SEND"):
+            run = buffer.send
+        elif isinstance(buffer, RecvBuffer) and action.kind.startswith("RECV"):
+            run = buffer.post
         if run is None:
             here = self._connection.rank.coordinates.pipeline
             raise ValueError(
@@ -253,7 +253,7 @@ class Executor:
         begin_stage: Callable[[int], None],
         end_stage: Callable[[int], None],
     ) -> list[Tensor]:
-        """Run the step; give the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
+        """Run the step; return the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
         `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
         the first forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:

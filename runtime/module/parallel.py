@@ -30,8 +30,8 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.slices import Constants, hang_up, take_slices
-from autoptd.runtime.weights.submodules import UNCOPIED, UNREAD, Part
+from autoptd.runtime.weights.slices import Constants, register_slices, take_slices
+from autoptd.runtime.weights.submodules import UNCOPIED, UNREAD, SlicedModule
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -82,7 +82,9 @@ class Parallel(nn.Module):
         narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
-        hang_up(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in narrow.items()}})
+        register_slices(
+            self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in narrow.items()}}
+        )
         self.train(manifest.training)
         steps, marks = StepLog(), StateMarks(manifest, rank)
         self._weights = TrainedWeights(self, manifest, connection, shapes, narrow, marks)
@@ -90,7 +92,7 @@ class Parallel(nn.Module):
         self._norm = GradientNorm(manifest, connection, self._weights, self._runner)
         self._states = StateDicts(manifest, connection, shapes, self._weights, self._runner, steps)
         for part in self.modules():
-            if isinstance(part, Part):
+            if isinstance(part, SlicedModule):
                 part.arrive = WeakMethod(self._weights.await_gathers)
         if manifest.mesh.size > 1:
             watch_steps(self, marks, steps)

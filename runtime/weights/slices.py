@@ -13,7 +13,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.initialization import draw_slice
-from autoptd.runtime.weights.submodules import make_part
+from autoptd.runtime.weights.submodules import make_sliced_module
 
 Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
@@ -249,7 +249,7 @@ def compiled_in(name: str) -> str:
     )
 
 
-def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
+def register_slices(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
     """Register `slices` below `root` under all their dotted names, in parts; constants are not saved.
 
     Further names come last, as in the user's modules, so that a tied tensor is listed under the one it is stored by.
@@ -274,7 +274,7 @@ def hang_up(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -
 def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, str]) -> nn.Module:
     if path not in modules:
         above, _, name = path.rpartition(".")
-        modules[path] = make_part(layers.get(path, ""))
+        modules[path] = make_sliced_module(layers.get(path, ""))
         _open_path(modules, above, layers).add_module(name, modules[path])
     return modules[path]
 

@@ -28,7 +28,7 @@ UNREAD = (
 )
 
 
-class Part(nn.Module):
+class SlicedModule(nn.Module):
     """A place for slices and further parts."""
 
     sparse = False  # DDP asks embeddings, before a call in it is refused
@@ -112,12 +112,12 @@ class Part(nn.Module):
         return ""
 
 
-def make_part(layer: str) -> nn.Module:
+def make_sliced_module(layer: str) -> nn.Module:
     """A part that is an instance of torch.nn's class `layer` too, where there is one: optimizers' groups go by that."""
     kind = getattr(nn, layer, None) if layer else None
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        return Part()
-    part: nn.Module = type(layer, (Part, kind), {})()
+        return SlicedModule()
+    part: nn.Module = type(layer, (SlicedModule, kind), {})()
     return part
 
 

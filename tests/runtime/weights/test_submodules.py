@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.runtime.weights.submodules import Part, make_part, name_layer
+from autoptd.runtime.weights.submodules import SlicedModule, make_sliced_module, name_layer
 from samples.gpt import GPT, GPTConfig
 
 
@@ -47,7 +47,7 @@ LAYERS = sorted(
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_part_of_any_class_is_moved_shown_and_loaded(layer: str) -> None:
-    part = make_part(layer)
+    part = make_sliced_module(layer)
     part.register_parameter("weight", nn.Parameter(torch.ones(2)))
     assert isinstance(part, getattr(nn, layer))
     assert part.to(torch.float64).weight.dtype is torch.float64
@@ -58,7 +58,7 @@ def test_a_part_of_any_class_is_moved_shown_and_loaded(layer: str) -> None:
 
 @pytest.mark.parametrize("layer", ["", "init", "NoSuchLayer", "Tensor"])
 def test_what_is_no_layer_is_a_plain_part(layer: str) -> None:
-    assert type(make_part(layer)) is Part
+    assert type(make_sliced_module(layer)) is SlicedModule
 
 
 def compile_gpt() -> tuple[GPT, nn.Module]:
@@ -140,7 +140,7 @@ def test_a_saved_program_knows_the_layers(tmp_path: object) -> None:
 
 
 def test_layers_are_not_numbered() -> None:
-    part: Any = make_part("")
+    part: Any = make_sliced_module("")
     with pytest.raises(TypeError, match="not taken by number"):
         part[0]
     with pytest.raises(TypeError, match="not taken by number"):
@@ -153,11 +153,11 @@ def test_layers_are_not_numbered() -> None:
 )
 def test_backward_hooks_on_parts_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="a hook on it never runs: hook the parallel model"):
-        getattr(make_part("Linear"), name)(print)
+        getattr(make_sliced_module("Linear"), name)(print)
 
 
 @pytest.mark.parametrize("name", ["register_forward_hook", "register_forward_pre_hook"])
 def test_forward_hooks_on_parts_are_warned_of(name: str) -> None:
     """What lists a model's modules hooks each, and must not end a run."""
     with pytest.warns(UserWarning, match="a hook on it never runs"):
-        getattr(make_part("Linear"), name)(print).remove()
+        getattr(make_sliced_module("Linear"), name)(print).remove()
