@@ -1,4 +1,4 @@
-"""Which batch inputs are row numbers of a table, or classes of a loss, and how many rows there are."""
+"""The batch inputs that are row numbers of a table or classes of a loss, with the number of rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from autoptd.runtime.program.manifest import Input
 
 
 def describe_rows(program: Program, inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """The `inputs` of `program` with `rows`, where one is read as row numbers: moved on its way, not computed with.
+    """Return the `inputs` of `program`, those that are read as row numbers with their number of `rows`.
 
-    And with `exempt`, where all that read it are losses that leave out the same number.
+    Only operators that move elements may lie between. An input has `exempt` if all its readers are losses that ignore
+    the same number.
     """
     rows: dict[str, int] = {}
     exempt: dict[str, set[int | None]] = {}
@@ -41,7 +42,7 @@ def _only(numbers: set[int | None]) -> int | None:
 
 
 def _read_rows(node: fx.Node) -> Iterator[tuple[fx.Node, int, int | None]]:
-    """The row numbers that `node` takes, the count of rows, and the number that stands for none."""
+    """Yield the row numbers that `node` reads, the number of rows, and the row number that is ignored."""
     numbers: object = None
     rows: object = None
     ignored: int | None = None
@@ -62,7 +63,7 @@ def _read_rows(node: fx.Node) -> Iterator[tuple[fx.Node, int, int | None]]:
 
 
 def _find_input(node: fx.Node) -> str | None:
-    """The batch input whose elements `node` holds; None where something is computed on the way."""
+    """Return the batch input whose elements `node` holds; None if an operator between them does more than move."""
     while node.meta.get("role") != "input":
         if aten_name(node.target) not in MOVING or len(node.all_input_nodes) != 1:
             return None

@@ -1,4 +1,4 @@
-"""Which batch inputs are labels of a mean loss, and which of their elements it leaves out."""
+"""The batch inputs that are labels of a mean loss, and the elements of them that the loss ignores."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MOVING = frozenset(
     ]
 )
 SCALING = frozenset(["neg", "mul", "div"])
-# Operators whose result is scaled where what they take is.
+# Operators that are linear in their argument.
 LINEAR = (
     MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
 )
 
 
 class Loss(NamedTuple):
-    """A cross-entropy of labels: what it leaves out, and whether it is the mean over the others, all alike."""
+    """A cross-entropy of labels: the label it ignores, and whether it is a mean over the others, and a weighted one."""
 
     target: fx.Node
     ignored: int
@@ -40,11 +40,11 @@ class Loss(NamedTuple):
 
 
 def describe_labels(program: Program) -> tuple[Input, ...]:
-    """The inputs of `program`, labels with their loss's ``ignore_index`` and the leading elements that it skips.
+    """Return the inputs of `program`, labels with the ``ignore_index`` of their loss and the leading elements it skips.
 
-    An input is marked where cross-entropies of the mean over unweighted labels read it, moved only, and leave out the
-    same: a loss that is written out, or labels that are changed on their way, leave it as it is. It weighs where one
-    such cross-entropy, at most scaled, is the whole loss.
+    An input is marked if only mean cross-entropies without class weights read it, through operators that only move its
+    elements, and all ignore the same elements. It weighs microbatches if one such cross-entropy, at most scaled, is the
+    whole loss.
     """
     whole = strip(find_loss(program), MOVING | SCALING)
     marks: dict[str, tuple[int, int, bool]] = {}
@@ -61,15 +61,15 @@ def describe_labels(program: Program) -> tuple[Input, ...]:
 
 
 def find_uncounted(program: Program) -> tuple[str, ...]:
-    """Inputs that come to the mean of a cross-entropy changed, or weighted: which of them count is not known."""
+    """Return the labels that reach a mean cross-entropy changed or weighted, so that it is unknown which count."""
     places = _find_places(program, means=True)
     return tuple(name for name, found in places.items() if any(place is None for _, place in found))
 
 
 def find_counts(program: Program) -> tuple[str, ...]:
-    """Inputs that a count is made of, by which the loss is divided: a mean over them that is written out.
+    """Return the inputs of a count that the loss is divided by, or multiplied by the inverse of.
 
-    Or multiplied, by what is one over the count. What is divided on its way to a cross-entropy is not its mean.
+    A division before a cross-entropy is no part of a mean, and does not count.
     """
     (stage,) = program.stages
     trained = find_trained(stage)
@@ -87,12 +87,12 @@ def find_counts(program: Program) -> tuple[str, ...]:
 
 
 def _is_summed(count: fx.Node) -> bool:
-    """Whether a sum is taken on the way to `count`, as of labels that are counted."""
+    """Return whether `count` is computed with a sum, as a count of labels is."""
     return any(aten_name(node.target) in ("sum", "count_nonzero", "mean") for node in walk([count]))
 
 
 def find_divisors(node: fx.Node) -> Sequence[Any]:
-    """What `node` divides by."""
+    """Return the divisors of `node`."""
     if aten_name(node.target) == "div":
         return node.args[1:2]
     exponent = node.args[1] if aten_name(node.target) == "pow" else None
@@ -103,12 +103,12 @@ def find_divisors(node: fx.Node) -> Sequence[Any]:
 def _find_places(
     program: Program, *, means: bool = False
 ) -> dict[str, list[tuple[fx.Node, tuple[int, int] | None]]]:
-    """The losses that each input comes to, or the `means` among them, with what `_place` says of it."""
+    """Return the losses that read each input, or only the `means` among them, each with the result of `_place`."""
     found: dict[str, list[tuple[fx.Node, tuple[int, int] | None]]] = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
             loss = read_loss(node)
-            # A mean over probabilities is one over all rows: none is left out, whatever they were made of.
+            # A mean over probabilities ignores no row.
             if loss is None or (means and not loss.mean) or loss.target.meta["val"].is_floating_point():
                 continue
             for name, source in _sources(loss.target):
@@ -119,21 +119,21 @@ def _find_places(
 
 
 def find_loss(program: Program) -> fx.Node:
-    """What the model returns."""
+    """Return the value that the model returns."""
     loss = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
     assert isinstance(loss, fx.Node)
     return loss
 
 
 def strip(node: fx.Node, names: Container[str] = MOVING) -> fx.Node:
-    """The node that `node` is, but for casts and moves, or other operators by `names`."""
+    """Return the argument of a chain of operators with `names`, by default casts and moves, that ends at `node`."""
     while aten_name(node.target) in names and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node
 
 
 def read_loss(node: fx.Node) -> Loss | None:
-    """The cross-entropy that `node` is; None for all else."""
+    """Read a cross-entropy; return None for any other node."""
     if node.target is kernels.cross_entropy:
         target, weight = node.args[2], None
         ignored, mean = (
@@ -149,16 +149,19 @@ def read_loss(node: fx.Node) -> Loss | None:
 
 
 def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    """The inputs that `target` is computed from."""
+    """Return the names and nodes of the inputs that `target` is computed from."""
     return ((str(node.target), node) for node in walk([target]) if node.meta.get("role") == "input")
 
 
 def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | None:
-    """`ignored`, and how many elements at the begin of the labels' last dimension do not come to the loss."""
+    """Return `ignored` and the number of leading elements of the labels' last dimension that the loss does not read.
+
+    None if the loss does not read each other element once.
+    """
     shape = source.meta["val"].shape
     if not shape:
         return None
-    # Every label another number, to see where each is in the target.
+    # Distinct numbers for labels show where each one is in the target.
     numbers = torch.arange(shape.numel()).view(shape) + max(0, ignored + 1)
     moved = _move(source, target, numbers)
     if moved is None:
@@ -171,7 +174,7 @@ def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | 
 
 
 def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
-    """What `target` holds where `source` is `numbers`; None where more happens on the way than moving."""
+    """Return the value of `target` where `source` is `numbers`, or None if more than moves lie between them."""
     way = [target]
     while way[-1] is not source:
         node = way[-1]

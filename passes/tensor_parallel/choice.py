@@ -1,4 +1,4 @@
-"""Which axes to divide over the tensor ranks: a choice, made by CP-SAT once per distinct layer.
+"""The choice of the axes to divide over the tensor ranks: the exact optimum, found once per distinct layer.
 
 Dividing an axis saves memory on every rank (parameters with their gradients and optimizer state, activations) and
 costs all-reduces where the axis is contracted or where a replicated value enters the divided region. Two axes of one
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import gcd, prod
 
 import torch
-from ortools.sat.python import cp_model
 from torch import fx
 
 from autoptd.passes.cost.work import forward_work
@@ -33,7 +33,7 @@ PADDING_SAFE = PADDED | {
 
 @dataclass
 class _Leaf:
-    """What dividing one leaf saves and costs, in bytes per microbatch and rank."""
+    """The bytes per microbatch and rank that dividing one leaf saves, and those that it all-reduces."""
 
     axis: Axis
     saved: int = 0
@@ -43,9 +43,9 @@ class _Leaf:
 
 
 def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], list[str]]:
-    """The axes to divide, with the padding each needs (0 where t divides it), and what to log.
+    """Return the axes to divide, with the padding of each (0 if t divides it), and the log lines.
 
-    Raises ValueError where an attention's heads cannot be divided.
+    Raises ValueError if the heads of an attention cannot be divided.
     """
     if axis_map.tensor == 1:
         return {}, []
@@ -56,18 +56,18 @@ def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], li
     while mixed := _mixed_contractions(axis_map, divided):
         for leaf, reason in mixed.items():
             ax.block(leaf, reason)
-        divided = _divide(graph, axis_map)  # what they excluded may be
+        divided = _divide(graph, axis_map)  # the axes that they excluded may be divided now
     _require_heads(axis_map, divided)
     return divided, _describe_rest(graph, axis_map, divided)
 
 
 def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
-    """The choice among the axes that are not blocked."""
+    """Choose among the axes that are not blocked."""
     padded = _paddable(graph, axis_map)
     leaves = {
         leaf.axis.serial: leaf for leaf in _measure(graph, axis_map, padded) if not leaf.unfit and leaf.saved
     }
-    chosen = _solve_components(leaves, axis_map.tensor)
+    chosen = _solve_components(leaves)
     divided = {leaves[s].axis: -leaves[s].axis.size % axis_map.tensor for s in chosen}
     for leaf in _unread_segments(graph, axis_map, divided):
         del divided[leaf]
@@ -75,7 +75,7 @@ def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
 
 
 def divided_leaf(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
-    """Is any part of these axes divided?"""
+    """Return whether any leaf of `axes` is divided."""
     return any(leaf in divided for axis in axes for leaf in ax.leaves(axis))
 
 
@@ -84,7 +84,7 @@ def _candidate(axis: Axis, tensor: int, padded: set[Axis]) -> bool:
 
 
 def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
-    """Leaves that t does not divide but that only meet operators to which zero rows past the end mean nothing."""
+    """Return the leaves that t does not divide and that only meet operators which ignore zero rows at the end."""
     wanted = {
         leaf
         for node, axis in axis_map.contractions.items()
@@ -113,7 +113,7 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
 
 
 def _measure(graph: fx.Graph, axis_map: AxisMap, padded: set[Axis]) -> list[_Leaf]:
-    """Walk the graph once and add up, for each candidate leaf, what it saves, moves and excludes."""
+    """Walk the graph once and add up the savings, the moved bytes and the rivals of each candidate leaf."""
     found: dict[int, _Leaf] = {}
     tensor = axis_map.tensor
     for node in graph.nodes:
@@ -147,9 +147,9 @@ def _measure(graph: fx.Graph, axis_map: AxisMap, padded: set[Axis]) -> list[_Lea
 
 
 def _unread_segments(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> set[Axis]:
-    """Divided rows of parameters that nothing sums over, beside rows that are whole: past ``(pos * c)[:s]``, say.
+    """Return the divided rows of parameters that no contraction sums over, next to rows that are whole.
 
-    To divide them would leave the gradient of the others partial, for next to nothing.
+    ``(pos * c)[:s]`` has such rows. Dividing them would save little and make the gradient of the whole rows partial.
     """
     mixed: set[Axis] = set()
     read = {leaf for axis in axis_map.contractions.values() for leaf in ax.leaves(axis)}
@@ -161,7 +161,10 @@ def _unread_segments(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, 
 
 
 def _mixed_contractions(axis_map: AxisMap, divided: Mapping[Axis, int]) -> dict[Axis, str]:
-    """Divided segments that an operator sums over together with whole ones, which every rank would add; and why."""
+    """Return the divided segments that an operator sums over together with whole ones, each with the reason.
+
+    Every rank would add the whole ones.
+    """
     return {
         leaf: f"{called(node)} sums over it and over rows that every rank has"
         for node, axis in axis_map.contractions.items()
@@ -172,7 +175,7 @@ def _mixed_contractions(axis_map: AxisMap, divided: Mapping[Axis, int]) -> dict[
 
 
 def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
-    """Whether each of its rows is divided: of a segment its own, of a product all if those of a factor are."""
+    """Return for each segment of `axis` whether its rows are divided; a product is if one of its factors is."""
     axis = ax.find(axis)
     if axis.kind == "leaf":
         return {axis in divided}
@@ -189,14 +192,14 @@ def _values(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _exclusive(axes: Axes) -> Iterator[list[Axis]]:
-    """The tensor's factors as groups of leaves: leaves of different groups may not be divided together."""
+    """Yield the factors of a tensor as groups of leaves; leaves of different groups exclude each other."""
     for axis in axes:
         for factor in ax.factors(axis):
             yield list(dict.fromkeys(ax.leaves(factor)))
 
 
 def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> None:
-    """Bytes all-reduced for each leaf that this node contracts, or that it meets while an argument lacks it."""
+    """Add the bytes all-reduced for each leaf that `node` contracts, or has although an argument lacks it."""
     axis = axis_map.contractions.get(node)
     if axis is not None:
         for value in _values(node):
@@ -216,26 +219,15 @@ def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> N
                     found[serial].moved += prod(value.shape) * value.element_size()
 
 
-def _solve_components(leaves: dict[int, _Leaf], tensor: int) -> set[int]:
+def _solve_components(leaves: dict[int, _Leaf]) -> set[int]:
     """Solve each group of leaves that exclude one another; equal groups share one solution."""
     chosen: set[int] = set()
-    solved: dict[tuple[object, ...], list[bool]] = {}
+    solve = cache(_solve)
     for group in _components(leaves):
         place = {leaf.axis.serial: i for i, leaf in enumerate(group)}
-        rivals = tuple(
-            sorted(
-                {
-                    (min(i, j), max(i, j))
-                    for i, leaf in enumerate(group)
-                    for s in leaf.excludes
-                    if (j := place.get(s, i)) != i
-                }
-            )
-        )
-        key = (tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
-        if key not in solved:
-            solved[key] = _solve([(leaf.saved, leaf.moved) for leaf in group], rivals)
-        chosen.update(leaf.axis.serial for leaf, take in zip(group, solved[key], strict=True) if take)
+        rivals = tuple(frozenset(place[s] for s in leaf.excludes if s in place) for leaf in group)
+        taken = solve(tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
+        chosen.update(group[i].axis.serial for i in taken)
     return chosen
 
 
@@ -256,32 +248,28 @@ def _components(leaves: dict[int, _Leaf]) -> list[list[_Leaf]]:
     return groups
 
 
-def _solve(weights: list[tuple[int, int]], rivals: tuple[tuple[int, int], ...]) -> list[bool]:
-    """Most memory saved first; among those, the fewest bytes moved."""
-    model = cp_model.CpModel()
-    divide = [model.new_bool_var(f"divide_{i}") for i in range(len(weights))]
-    for i, j in rivals:
-        model.add_at_most_one(divide[i], divide[j])
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    saved = sum(weight[0] * x for weight, x in zip(weights, divide, strict=True))
-    model.maximize(saved)
-    status = solver.solve(model)
-    assert status == cp_model.OPTIMAL, solver.status_name(status)
-    if rivals:
-        model.add(saved >= round(solver.objective_value))
-        model.minimize(sum(weight[1] * x for weight, x in zip(weights, divide, strict=True)))
-        status = solver.solve(model)
-        assert status == cp_model.OPTIMAL, solver.status_name(status)
-    return [bool(solver.value(x)) for x in divide]
+def _solve(weights: Sequence[tuple[int, int]], rivals: Sequence[frozenset[int]]) -> tuple[int, ...]:
+    """Return the leaves to divide: most bytes saved, then fewest moved, then the first; `rivals` exclude each other."""
+
+    @cache
+    def best(free: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        if not free:
+            return 0, 0, ()
+        (first, *others), (own_saved, own_moved) = free, weights[free[0]]
+        saved, moved, taken = best(tuple(i for i in others if i not in rivals[first]))
+        with_first = saved + own_saved, moved - own_moved, (first, *taken)
+        if rivals[first].isdisjoint(others):
+            return with_first
+        return max(with_first, best(tuple(others)), key=lambda choice: choice[:2])
+
+    return best(tuple(range(len(weights))))[2]
 
 
 def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
-    """Attentions whose heads divide over t although neither the key-value heads nor the groups do.
+    """Return the attentions whose heads divide over t although neither the key-value heads nor the groups do.
 
-    Their keys and values are computed whole on every rank. Raises ValueError where t is not a multiple of the
-    key-value heads.
+    Their keys and values are computed whole on every rank. Raises ValueError if t is not a multiple of the key-value
+    heads.
     """
     tensor, batch = axis_map.tensor, _batch_leaves(axis_map)
     result = set()
@@ -317,7 +305,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
-    """Attention that cannot be divided defeats tensor parallelism: refuse where the head count is the reason."""
+    """Raise ValueError if the number of heads is the reason why an attention is not divided."""
     batch = _batch_leaves(axis_map)
     found = []
     for node, axis in axis_map.heads:
@@ -345,7 +333,7 @@ def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
 
 
 def _find_rival(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int], own: Sequence[Axis]) -> str:
-    """Where `own` leaves meet a divided one, which saves more, so that one tensor would be divided twice."""
+    """Return the reason why a divided leaf, which saves more, excludes the leaves `own` of one tensor; or ""."""
     for node in graph.nodes:
         for axes in axis_map.all_of(node):
             met = {leaf for axis in axes for leaf in ax.leaves(axis)}
@@ -356,12 +344,12 @@ def _find_rival(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int],
 
 
 def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> list[str]:
-    """One line for each kind of thing that every rank holds or computes whole although it is large."""
+    """Return one log line for each kind of attention or weight that every rank has whole, and for each padding."""
     lines: dict[str, list[str]] = defaultdict(list)
     batch = _batch_leaves(axis_map)
     for node, axis in axis_map.heads:
         if not divided_leaf([axis, *axis_map.of(node)], divided):
-            # That one of its dimensions is the batch's explains nothing: it is so in every attention.
+            # Every attention has a batch dimension, which is no reason.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
             reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
                 _find_rival(graph, axis_map, divided, own)

@@ -506,11 +506,13 @@ def fixed(x: Tensor) -> Tensor:
         (lambda x: x.mean(1).amax(0), "two microbatches at once have loss "),
         (lambda x: x[:1].mean(), "two microbatches at once have loss "),
         (lambda x: x.mean() * len(x), "two microbatches at once have loss "),
+        (lambda x: x.mean().exp(), "two microbatches at once have loss "),
+        (lambda x: (x.mean(1) * x.mean(1).softmax(0)).sum(), "two microbatches at once have loss "),
+        (lambda x: (x - x.mean(0)).square().mean(), "two microbatches at once have loss "),
         (fixed, "the plain model does not take two at once (AssertionError: for two)"),
     ],
-    ids=["mean", "largest", "first", "grown", "fixed"],
+    ids=["mean", "largest", "first", "grown", "perplexity", "contrast", "batch statistics", "fixed"],
 )
-@pytest.mark.filterwarnings("ignore:.*another one than over the whole batch")
 def test_a_loss_that_is_not_the_mean_over_microbatches_is_said(
     lose: Callable[[Tensor], Tensor], said: str
 ) -> None:
