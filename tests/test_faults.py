@@ -28,7 +28,7 @@ from autoptd.runtime.module import parallel
 from autoptd.runtime.optimizer import clipping
 from autoptd.runtime.program.placement import Placement, Segment
 from autoptd.runtime.program.program_text import read_program
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 from autoptd.runtime.program.schedule_text import format_schedule
 from samples.benchmarks.uniform_cut import uniform_cuts
 from tests.generated_models import ModelConfig, make_batch, make_model
@@ -105,18 +105,11 @@ def reorder(pipeline: int, change: Callable[[list[Action]], list[Action]]) -> Ed
     return edit
 
 
-def swap_sends(kind: str, stage: int) -> Callable[[list[Action]], list[Action]]:
+def swap_sends(kind: Kind, stage: int) -> Callable[[list[Action]], list[Action]]:
     """Send microbatch 1 ahead of microbatch 0."""
 
     def change(actions: list[Action]) -> list[Action]:
-        first, second = (
-            next(
-                i
-                for i, a in enumerate(actions)
-                if (a.stage, a.kind, a.microbatch) == (stage, kind, microbatch)
-            )
-            for microbatch in (0, 1)
-        )
+        first, second = (actions.index(Action(stage, kind, microbatch)) for microbatch in (0, 1))
         late = actions[first]
         return [*actions[:first], *actions[first + 1 : second + 1], late, *actions[second + 1 :]]
 
@@ -344,8 +337,8 @@ FAULTS = [
         ),
         uncovered="reshape",
     ),
-    Fault("two activations are swapped", "gpipe", reorder(0, swap_sends("SEND_F", 0)), refused=True),
-    Fault("two gradients are swapped", "gpipe", reorder(1, swap_sends("SEND_B", 1)), refused=True),
+    Fault("two activations are swapped", "gpipe", reorder(0, swap_sends(Kind.SEND_OUTPUT, 0)), refused=True),
+    Fault("two gradients are swapped", "gpipe", reorder(1, swap_sends(Kind.SEND_GRADIENT, 1)), refused=True),
     Fault("a stale activation is sent", "gpt", prepare=send_what_was_sent_before),
     Fault("a backward takes another microbatch's graph", "gpipe", prepare=differentiate_another_microbatch),
     Fault("the loss compares with another microbatch", "gpt", prepare=shift_the_targets),

@@ -258,6 +258,18 @@ def test_names_are_the_fields() -> None:
     assert found == []
 
 
+def test_words_of_a_schedule_stay_in_its_texts() -> None:
+    """What an action does is asked of its `Kind`; only a schedule's own files know how it is written."""
+    found = [
+        f"{file}: {line.strip()}"
+        for file in PACKAGE
+        if file.parts[:2] != ("runtime", "program")
+        for line in read(file).splitlines()
+        if re.search('"F"|"B"|"SEND|"RECV', line)
+    ]
+    assert found == []
+
+
 def test_no_exception_is_swallowed() -> None:
     silent = [
         f"{file}:{node.lineno}"

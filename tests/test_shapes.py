@@ -16,6 +16,7 @@ import autoptd
 from autoptd.check.program import ProgramError
 from autoptd.cli.main import main
 from autoptd.compiled import CompiledProgram
+from autoptd.runtime.program.schedule import COMPUTING, Kind
 from tests.marks import slow
 from tests.parity import (
     Batch,
@@ -494,7 +495,7 @@ def test_a_step_is_measured_in_its_own_shape() -> None:
     """What a backward hides counts to the step that it is in, whichever shape was bound last."""
     program = compile_shapes(make_model(), (2, 1, 1), LONG, SHORT)
 
-    def work(rank: int) -> list[set[str]]:
+    def work(rank: int) -> list[set[Kind | str]]:
         parallel = program.bind("cpu")
         found = []
         for shape in (LONG, SHORT, LONG):
@@ -503,4 +504,4 @@ def test_a_step_is_measured_in_its_own_shape() -> None:
         return found
 
     for kinds in run_ranks(work, 2):
-        assert all({"F", "B", "tensor", "weights"} <= own for own in kinds)
+        assert all({*COMPUTING, "tensor", "weights"} <= own for own in kinds)

@@ -234,7 +234,7 @@ class Estimator:
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for rank, action, start, end in walk(order, p, taken):
-            if blocking or action.kind == "F" or action.kind == "B":
+            if blocking or action.kind.computes:
                 first.setdefault(rank, start)
                 last[rank] = end
         seconds = max(last.values())

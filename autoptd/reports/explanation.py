@@ -124,7 +124,7 @@ def explain_program(
     """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     work = tuple(
-        sum(entry.end - entry.start for entry in row if entry.action.kind in ("F", "B"))
+        sum(entry.end - entry.start for entry in row if entry.action.kind.computes)
         for row in simulation.timeline
     )
     kinds = ("tensor", "pipeline", "data")

@@ -150,7 +150,7 @@ def _row(row: Sequence[TimelineEntry], num_ranks: int, tick: float) -> dict[str,
     columns: dict[str, list[int]] = {"code": [], "microbatch": [], "gap": [], "length": []}
     last = 0
     for _, action, start, end in row:
-        if action.kind in ("F", "B"):
+        if action.kind.computes:
             begin, finish = round(start / tick), round(end / tick)
             columns["code"].append(box_code(action, num_ranks))
             columns["microbatch"].append(action.microbatch)

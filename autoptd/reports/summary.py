@@ -93,9 +93,9 @@ def _shorten(path: str) -> str:
 def format_bytes(count: int) -> str:
     """ "1.50 MB": powers of ten, three digits."""
     size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
+    for prefix in ("", "k", "M", "G"):
         if size < 999.5:
-            return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{size:.3g} {prefix}B" if prefix else f"{count} B"
         size /= 1000
     return f"{size:,.3g} TB"
 

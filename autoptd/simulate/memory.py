@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +15,7 @@ from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind, last_gradients
 from autoptd.simulate.stage_times import StageTimes
 
 MOMENT_BYTES = 4
@@ -152,18 +151,18 @@ def trace_memory(
     A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
     backward what it computes again. After a stage's last one its gradients are `scattered`, see `scattered_bytes`.
     """
-    left = Counter(stage for stage, kind, _ in actions if kind == "B")
-    computed = (entry for entry in entries if entry.action.kind in ("F", "B"))
+    ends = last_gradients(actions)
+    computed = (entry for entry in entries if entry.action.kind.computes)
     activations = buffers = 0.0
     now = 0.0
-    for stage, kind, _ in actions:
+    for position, (stage, kind, _) in enumerate(actions):
         own = times[stage]
-        if kind.startswith("RECV"):
-            buffers += own.arriving[kind[-1]]
+        if kind.receives:
+            buffers += own.arriving[kind.compute]
             yield now, activations, buffers
-        elif kind in ("F", "B"):
+        elif kind.computes:
             entry = next(computed)
-            if kind == "F":
+            if kind is Kind.FORWARD:
                 activations += own.kept
                 yield entry.start, activations, buffers
             else:
@@ -171,8 +170,7 @@ def trace_memory(
                 activations -= own.kept
             buffers -= own.arriving[kind]
             now = entry.end
-            left[stage] -= kind == "B"
-            if kind == "B" and not left[stage] and stage in scattered:
+            if ends.get(stage) == position and stage in scattered:
                 sums, bucket = scattered[stage]
                 buffers += sums
                 yield now, activations, buffers + bucket

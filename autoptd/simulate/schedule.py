@@ -9,7 +9,7 @@ from fractions import Fraction
 from autoptd.options import check_counts
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.runtime.comm.trace import TimelineEntry
-from autoptd.runtime.program.schedule import make_schedule
+from autoptd.runtime.program.schedule import Kind, make_schedule
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,17 @@ def simulate_schedule(
     check_counts(p=p, m=m, v=v)
     schedule = make_schedule(name, p, m, v)
     forward, backward, transfer, tick = _whole_ticks(v, forward_seconds, backward_seconds, transfer_seconds)
-    stages = range(p * v)
-    messages = {(stage, kind): transfer for stage in stages for kind in ("SEND_F", "SEND_B")}
-    times = ActionTimes([forward for _ in stages], [backward for _ in stages], messages)
+    taken = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.SEND_OUTPUT: transfer,
+        Kind.SEND_GRADIENT: transfer,
+    }
+    times = ActionTimes({kind: [time] * (p * v) for kind, time in taken.items()})
     rows: list[list[TimelineEntry]] = [[] for _ in schedule]
     step = 0
     for rank, action, start, end in walk(walking_order(schedule), p, times):
-        if action.kind in ("F", "B"):
+        if action.kind.computes:
             rows[rank].append(TimelineEntry(rank, action, float(start * tick), float(end * tick)))
             step = max(step, int(end))
     ideal = m * v * (forward + backward)

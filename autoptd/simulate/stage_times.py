@@ -21,6 +21,7 @@ from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule import COMPUTING, Kind
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,18 @@ class Seconds:
 class StageTimes:
     """One stage on one microbatch.
 
-    `gather` and `send` are by direction, "F" and "B": the all-gather of what arrives in pieces (SC21 §4.1), and the
-    message that leaves. `kept` bytes wait for the backward, `working` more live while it runs, and `arriving` is what a
-    posted receive holds, by direction. `flops` are those of GEMMs and attention's products, all their passes.
+    `gather`, `send` and `arriving` are by the kind that computes: the all-gather of what arrives in pieces (SC21 §4.1),
+    the message that leaves, and the bytes that a posted receive holds. `kept` bytes wait for the backward, and
+    `working` more live while it runs. `flops` are those of GEMMs and attention's products in all passes.
     """
 
     forward: Seconds
     backward: Seconds
-    gather: Mapping[str, float]
-    send: Mapping[str, float]
+    gather: Mapping[Kind, float]
+    send: Mapping[Kind, float]
     kept: float
     working: float
-    arriving: Mapping[str, float]
+    arriving: Mapping[Kind, float]
     flops: float
 
 
@@ -201,7 +202,7 @@ def time_stage(
 ) -> StageTimes:
     """A stage of that work with its messages."""
     ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
-    crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in ("F", "B")}
+    crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in COMPUTING}
     return StageTimes(
         forward=work.forward,
         backward=work.backward + work.again,
@@ -248,16 +249,16 @@ class _Crossing:
 
 
 def _cross(
-    manifest: Manifest, index: int, kind: str, cluster: Cluster, ranks: Sequence[int], precision: Precision
+    manifest: Manifest, index: int, kind: Kind, cluster: Cluster, ranks: Sequence[int], precision: Precision
 ) -> _Crossing:
     """A stage's, whose slowest tensor group is `ranks`."""
     mesh, interface = manifest.mesh, manifest.stages[index]
     if mesh.pipeline == 1:  # handed over on the spot
         return _Crossing()
-    sends, receives = (interface.sends, interface.receives)[:: 1 if kind == "F" else -1]
+    sends, receives = (interface.sends, interface.receives)[:: kind.direction]
     whole, scattered = _bytes(sends, manifest, kind, precision)
     received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
-    sent, consumer = whole + scattered / mesh.tensor, index + (1 if kind == "F" else -1)
+    sent, consumer = whole + scattered / mesh.tensor, index + kind.direction
     return _Crossing(
         _send_seconds(sent, mesh, index, consumer, cluster),
         cluster.all_gather_seconds(received_scattered, ranks),
@@ -266,12 +267,12 @@ def _cross(
 
 
 def _bytes(
-    boundaries: Sequence[Boundary], manifest: Manifest, kind: str, precision: Precision
+    boundaries: Sequence[Boundary], manifest: Manifest, kind: Kind, precision: Precision
 ) -> tuple[float, float]:
     """Bytes of boundary values, or of their gradients: of those that cross whole, and of those in pieces."""
     sizes = [0.0, 0.0]
     for boundary in boundaries:
-        if kind == "F" or boundary.requires_grad:
+        if kind is Kind.FORWARD or boundary.requires_grad:
             size = prod(boundary.shape) * boundary.dtype.itemsize * precision.scale
             sizes[is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)] += size
     return sizes[0], sizes[1]

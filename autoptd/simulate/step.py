@@ -14,7 +14,7 @@ from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
 from autoptd.simulate.memory import (
     Owned,
     copied_bytes,
@@ -219,15 +219,13 @@ def action_times(
     times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
 ) -> ActionTimes:
     """What arrives in pieces is put together before a stage begins."""
-    sending = {
-        (index, f"SEND_{kind}"): time.send[kind] * messages
-        for index, time in enumerate(times)
-        for kind in ("F", "B")
-    }
+    forward, backward = COMPUTING
     return ActionTimes(
-        [time.forward.total + time.gather["F"] for time in times],
-        [time.backward.total + time.gather["B"] for time in times],
-        sending,
+        {
+            forward: [time.forward.total + time.gather[forward] for time in times],
+            backward: [time.backward.total + time.gather[backward] for time in times],
+            **{kind.send: [time.send[kind] * messages for time in times] for kind in COMPUTING},
+        },
         blocking and messages,
     )
 
@@ -290,4 +288,6 @@ def _finish(
 
 def _last_backward(entries: Sequence[TimelineEntry], stage: int) -> float:
     """When `stage` has had its last backward."""
-    return next(e.end for e in reversed(entries) if e.action.kind == "B" and e.action.stage == stage)
+    return next(
+        e.end for e in reversed(entries) if e.action.kind.produces_gradients and e.action.stage == stage
+    )

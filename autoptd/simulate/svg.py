@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from autoptd.runtime.comm.trace import WORDS, Phase, Rows, TimelineEntry
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 
 WIDTH, ROW, GAP, MARGIN = 1200.0, 22.0, 4.0, 56.0
 PHASES = {"data": "#d97a2b", "optimizer": "#8064a2"}
@@ -52,13 +52,13 @@ def box_colours(chunks: int) -> list[tuple[str, str]]:
 
 def box_code(action: Action, num_ranks: int) -> int:
     """Which of `box_colours` a forward or backward has."""
-    return 2 * (action.stage // num_ranks) + (action.kind == "B")
+    return 2 * (action.stage // num_ranks) + (action.kind is Kind.BACKWARD)
 
 
 def _draw_row(
     row: Sequence[TimelineEntry], num_ranks: int, colours: Sequence[tuple[str, str]], top: float, scale: float
 ) -> Iterator[str]:
-    entries = [entry for entry in row if entry.action.kind in ("F", "B")]
+    entries = [entry for entry in row if entry.action.kind.computes]
     if len(entries) > (WIDTH - MARGIN) / 4:
         yield from _draw_columns(entries, num_ranks, colours, top, scale)
         return

@@ -41,12 +41,12 @@ def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = 
 
 def write_bytes(count: int) -> str:
     """Write ``524 kB``: three digits, decimal units."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
+    value = float(count)
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 999.5 or prefix == "T":
             break
         value /= 1000
-    return f"{value:.3g} {unit}"
+    return f"{value:.3g} {prefix}B"
 
 
 def write_value_shape(node: fx.Node, tensor: int) -> str:

@@ -7,29 +7,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, find_in_flight
 from autoptd.runtime.program.schedule_check import execution_order
 
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """How long actions take, in one unit: `forward` and `backward` by stage, a message by its stage and kind.
+    """The time of each action in one unit: that of each stage, by the kinds that compute or send.
 
-    Each is a number, or an array of the numbers of several pipelines that run the same schedule.
-
-    A sent message occupies its channel (an ordered pair of ranks). `blocking`: and the sending rank too, as in
-    Megatron-LM of 2021; otherwise both ranks compute on, as in our runtime.
+    Each is a number, or an array with the numbers of several pipelines that run the same schedule. A sent message
+    occupies its channel (an ordered pair of ranks); with `blocking` it occupies the sending rank too, as in
+    Megatron-LM of 2021. Otherwise both ranks compute on, as in our runtime.
     """
 
-    forward: Sequence[Any]
-    backward: Sequence[Any]
-    messages: Mapping[tuple[int, str], Any]
+    by_kind: Mapping[Kind, Sequence[Any]]
     blocking: bool = False
 
 
 def walking_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """Each rank and action that takes time (forwards, backwards, sends), in the order of `execution_order`."""
-    return [step for step in execution_order(schedule) if not step[1].kind.startswith("RECV")]
+    """Return each rank and action that takes time (forwards, backwards, sends), in the order of `execution_order`."""
+    return [step for step in execution_order(schedule) if not step[1].kind.receives]
 
 
 def walk(
@@ -45,57 +42,63 @@ def walk(
     """
     free: list[Any] = [0] * num_ranks
     channel_free: dict[tuple[int, int], Any] = {}
-    arrival: dict[tuple[int, str, int], Any] = {}
+    arrival: dict[tuple[int, Kind, int], Any] = {}
     for rank, action in order:
         stage, kind, microbatch = action
-        if kind == "F" or kind == "B":
+        if kind.computes:
             # On one rank a stage hands its value over on the spot, and the order of actions is enough.
             start = later(free[rank], arrival.pop(action, 0))
-            end = free[rank] = start + (times.forward if kind == "F" else times.backward)[stage]
-            yield rank, action, start, end
+            end = free[rank] = start + times.by_kind[kind][stage]
         else:
-            consumer = stage + (1 if kind == "SEND_F" else -1)
+            consumer = stage + kind.direction
             channel = rank, consumer % num_ranks
             start = later(channel_free.get(channel, 0), free[rank])
-            end = channel_free[channel] = start + times.messages[stage, kind]
-            arrival[consumer, kind[-1], microbatch] = end
+            end = channel_free[channel] = start + times.by_kind[kind][stage]
+            arrival[consumer, kind.compute, microbatch] = end
             if times.blocking:
                 free[rank] = end
-            yield rank, action, start, end
+        yield rank, action, start, end
 
 
 def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:
-    """What each rank's own actions take on one microbatch: messages too, where they hold up their sender."""
-    last = len(times.forward) - 1
-    seconds = [forward + backward for forward, backward in zip(times.forward, times.backward, strict=True)]
-    if times.blocking and num_ranks > 1:
-        for (stage, kind), message in times.messages.items():
-            seconds[stage] += message * (stage != (last if kind == "SEND_F" else 0))
+    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
+    count = len(times.by_kind[Kind.FORWARD])
+    holds = times.blocking and num_ranks > 1
+    seconds = [
+        sum(
+            row[stage]
+            for kind, row in times.by_kind.items()
+            if kind.computes or (holds and 0 <= stage + kind.direction < count)
+        )
+        for stage in range(count)
+    ]
     return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
 
 
 def least_seconds(times: ActionTimes, num_ranks: int, num_microbatches: int) -> Any:
-    """What no schedule of these stages is faster than: a rank's work, between what comes before and after it.
+    """Return a lower bound for every schedule of these stages: a rank's work, and what comes before and after it.
 
-    Its first forward has to wait for those of the ranks before it, and its last backward is followed by theirs.
-    1F1B of even stages takes just that (SC21 §2.2).
+    A rank's first forward waits for those of the ranks before it, and its last backward is followed by theirs. 1F1B of
+    even stages takes exactly that (SC21 §2.2).
     """
+    forward, backward, ahead, behind = (
+        times.by_kind[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
+    )
     least = before = after = 0.0
     for rank, work in enumerate(rank_seconds(times, num_ranks)):
-        back = times.messages[rank, "SEND_B"] if rank else 0.0
+        back = behind[rank] if rank else 0.0
         least = max(least, before + num_microbatches * work + after + (0.0 if times.blocking else back))
         if rank + 1 < num_ranks:
-            before += times.forward[rank] + times.messages[rank, "SEND_F"]
-            after += times.backward[rank] + back
+            before += forward[rank] + ahead[rank]
+            after += backward[rank] + back
     return least
 
 
 def live_microbatches(schedule: Schedule, num_stages: int) -> list[list[int]]:
-    """The microbatches that each stage holds (forward begun, backward not ended) when its rank may hold most.
+    """Return the microbatches that each stage has in flight when its rank may hold most: a row a moment.
 
-    Row by row a moment of every rank. Where chunks take turns, the peak moves from one to the next in even steps:
-    only its ends are there, and whatever a stage's bytes, a rank's peak is at one of them. Ranks with fewer ends
-    than others repeat one.
+    Where chunks take turns, the peak moves from one chunk to the next in even steps. Only the ends of such a move are
+    returned: whatever the bytes of each stage, a rank's peak is at one of them. Ranks with fewer moments repeat one.
     """
     p = len(schedule)
     peaks = [_find_peaks(actions, range(rank, num_stages, p)) for rank, actions in enumerate(schedule)]
@@ -107,14 +110,8 @@ def live_microbatches(schedule: Schedule, num_stages: int) -> list[list[int]]:
 
 
 def _find_peaks(actions: Sequence[Action], stages: range) -> list[tuple[int, ...]]:
-    """What each of `stages` holds whenever a forward comes before a backward, but for what lies between two others."""
-    computing = [action for action in actions if action.kind in ("F", "B")]
-    held = dict.fromkeys(stages, 0)
-    peaks: list[tuple[int, ...]] = []
-    for action, following in pairwise(computing):
-        held[action.stage] += 1 if action.kind == "F" else -1
-        if action.kind == "F" and following.kind == "B":
-            peaks.append(tuple(held.values()))
+    """List what `stages` hold at the peaks of one rank, without peaks that lie evenly between two others."""
+    peaks = [tuple(held.get(stage, 0) for stage in stages) for held in find_in_flight(actions)]
     steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise(peaks)]
     ends = [i for i in range(len(peaks)) if i in (0, len(steps)) or steps[i - 1] != steps[i]]
     return list(dict.fromkeys(peaks[i] for i in ends))

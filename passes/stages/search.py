@@ -15,7 +15,7 @@ import numpy as np
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold, undominated
 from autoptd.passes.stages.partition import Cut, cut_sequence
-from autoptd.runtime.program.schedule import Action, make_schedule
+from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 
 # How `cut_sequence` is asked for each candidate: the ceiling of stages, and the effort. The even cut of the dynamic
 # programme; ranks balanced with stages about as even; with stages that may be anything, as beside a heavy head.
@@ -93,14 +93,20 @@ class Pipeline:
             stages[1:] += more
             stages[:-1] += more
         ahead, back = (np.asarray(row, np.int64)[positions].T for row in (self.times.ahead, self.times.back))
-        messages = {(stage, "SEND_F"): time for stage, time in enumerate(ahead)}
-        messages |= {(stage, "SEND_B"): time for stage, time in enumerate(back, 1)}
-        actions = ActionTimes(list(forward), list(backward), messages)
+        none = np.zeros(count, np.int64)
+        actions = ActionTimes(
+            {
+                Kind.FORWARD: list(forward),
+                Kind.BACKWARD: list(backward),
+                Kind.SEND_OUTPUT: [*ahead, none],
+                Kind.SEND_GRADIENT: [none, *back],
+            }
+        )
         steps = []
         for order in self._orders.values():
             last: dict[int, Ints] = {}
             for rank, action, _, end in walk(order, self.p, actions, np.maximum):
-                if action.kind in ("F", "B"):
+                if action.kind.computes:
                     last[rank] = end
             steps.append(np.max(list(last.values()), axis=0))
         work = (forward + backward).reshape(self.v, self.p, count).sum(0).max(0)

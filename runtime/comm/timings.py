@@ -11,11 +11,11 @@ import torch
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.trace import Phase, TimelineEntry
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 
-KINDS = ("F", "B", "data", "tensor", "weights")
+KINDS: tuple[Kind | str, ...] = (Kind.FORWARD, Kind.BACKWARD, "data", "tensor", "weights")
 NOTHING = len(KINDS)  # the rows by which a rank has fewer spans than another
-Span = tuple[str, int, int, Any, Any]
+Span = tuple[Kind | str, int, int, Any, Any]
 
 
 @dataclass
@@ -84,7 +84,7 @@ def gather_measured(
     origin = min(row[3] for table in tables for row in table)
     entries = tuple(tuple(_read_entries(index, table, origin)) for index, table in enumerate(tables))
     phases = tuple(
-        Phase(index, KINDS[int(row[0])], row[3] - origin, row[4] - origin)
+        Phase(index, str(KINDS[int(row[0])]), row[3] - origin, row[4] - origin)
         for index, table in enumerate(tables)
         for row in table
         if row[0] >= KINDS.index("data")
@@ -94,6 +94,6 @@ def gather_measured(
 
 def _read_entries(index: int, table: Sequence[Sequence[float]], origin: float) -> Iterator[TimelineEntry]:
     for kind, stage, microbatch, begin, end in table:
-        if kind < KINDS.index("data"):
-            action = Action(int(stage), "B" if kind else "F", int(microbatch))
+        if isinstance(known := KINDS[int(kind)], Kind):
+            action = Action(int(stage), known, int(microbatch))
             yield TimelineEntry(index, action, begin - origin, end - origin)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 
-WORDS = {
-    "F": "forward",
-    "B": "backward",
+WORDS: Mapping[Kind | str, str] = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
     "data": "sums of gradients",
     "optimizer": "optimizer",
     "tensor": "all-reduce over the tensor ranks",
@@ -105,10 +105,7 @@ def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterato
 
 def _thread(entry: TimelineEntry, num_ranks: int) -> int:
     """0 for what computes; a message is on its channel's, 1 + the rank it goes to: those of one channel queue."""
-    kind = entry.action.kind
-    if not kind.startswith("SEND"):
-        return 0
-    return 1 + (entry.action.stage + (1 if kind == "SEND_F" else -1)) % num_ranks
+    return 1 + entry.action.counterpart.stage % num_ranks if entry.action.kind.sends else 0
 
 
 def _span(

@@ -24,10 +24,9 @@ from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer
 from autoptd.runtime.engine.gradient_aliasing import separate_gradients
 from autoptd.runtime.program.manifest import Manifest, StageInterface
-from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
-FORWARD_KINDS = ("F", "SEND_F", "RECV_F")
 
 # What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
 Step = tuple[Callable[[], None], Action, int | None, int | None]
@@ -108,7 +107,7 @@ class StageRun:
             # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
             edges = [get_gradient_edge(outputs[i]) if outputs[i].requires_grad else None for i in roots]
             self._kept[microbatch] = [received[i] for i in self._leaves], edges
-        self._measured.add(Action(self._index, "F", microbatch), begin)
+        self._measured.add(Action(self._index, Kind.FORWARD, microbatch), begin)
 
     def backward(self, microbatch: int) -> None:
         """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
@@ -133,7 +132,7 @@ class StageRun:
             self._separated = True
         if self.gradient_departure is not None:
             self.gradient_departure.put(microbatch, departing)
-        self._measured.add(Action(self._index, "B", microbatch), begin)
+        self._measured.add(Action(self._index, Kind.BACKWARD, microbatch), begin)
 
 
 class Executor:
@@ -172,7 +171,7 @@ class Executor:
                 arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
         actions = schedule[here]
         self._steps = list(self._steps_of(actions))
-        self._forward_steps = list(self._steps_of([a for a in actions if a.kind in FORWARD_KINDS]))
+        self._forward_steps = list(self._steps_of([a for a in actions if a.kind.compute is Kind.FORWARD]))
 
     def _join(self, boundary: int) -> None:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their buffers."""
@@ -207,35 +206,35 @@ class Executor:
         stage = self.stages.get(action.stage)
         if stage is None:
             return None
-        buffers: Mapping[str, Buffer | None] = {
-            "SEND_F": stage.departure,
-            "RECV_F": stage.arrival,
-            "SEND_B": stage.gradient_departure,
-            "RECV_B": stage.gradient_arrival,
+        buffers: Mapping[Kind, Buffer | None] = {
+            Kind.SEND_OUTPUT: stage.departure,
+            Kind.RECEIVE_INPUT: stage.arrival,
+            Kind.SEND_GRADIENT: stage.gradient_departure,
+            Kind.RECEIVE_GRADIENT: stage.gradient_arrival,
         }
         return buffers.get(action.kind)
 
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
-        """What each of `actions` does, and the stage that begins before it or has its last backward in it."""
-        ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
+        """Yield each action as a `Step`."""
+        ends = last_gradients(actions)
         begun = set()
         for position, action in enumerate(actions):
-            begins = action.kind == "F" and action.stage not in begun
-            if begins:
-                begun.add(action.stage)
-            ends_here = ends.get(action.stage) == position
             stage = action.stage
+            begins = action.kind is Kind.FORWARD and stage not in begun
+            if begins:
+                begun.add(stage)
+            ends_here = ends.get(stage) == position
             yield self._step(action), action, stage if begins else None, stage if ends_here else None
 
     def _step(self, action: Action) -> Callable[[], None]:
-        """What `action` does, with everything looked up."""
+        """Return the call that runs `action`, with everything looked up."""
         stage, buffer = self.stages.get(action.stage), self._buffer(action)
         run: Callable[[int], None] | None = None
-        if stage is not None and action.kind in ("F", "B"):
-            run = stage.forward if action.kind == "F" else stage.backward
-        elif isinstance(buffer, SendBuffer) and action.kind.startswith("SEND"):
+        if stage is not None and action.kind.computes:
+            run = stage.forward if action.kind is Kind.FORWARD else stage.backward
+        elif isinstance(buffer, SendBuffer):
             run = buffer.send
-        elif isinstance(buffer, RecvBuffer) and action.kind.startswith("RECV"):
+        elif isinstance(buffer, RecvBuffer):
             run = buffer.post
         if run is None:
             here = self._connection.rank.coordinates.pipeline

@@ -11,6 +11,7 @@ import torch
 
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.schedule import Kind
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def read_last_step(
     marks = [mark for span in measured.spans for mark in span[3:]]
     begin, end, *times = measured.stopwatch.read([measured.begin, measured.end, *marks])
     spans = list(zip(kinds, times[::2], times[1::2], strict=True))
-    work = _sum_spans(spans, "F", "B")
-    computed_last = max(stop for kind, _, stop in spans if kind in ("F", "B"))
+    work = _sum_spans(spans, Kind.FORWARD, Kind.BACKWARD)
+    computed_last = max(stop for kind, _, stop in spans if isinstance(kind, Kind))
     sums = _sum_spans(spans, "tensor") - _sum_spans(spans, "weights")
     tokens = count_tokens(manifest)
     return LastStep(
@@ -68,7 +69,7 @@ def read_last_step(
     )
 
 
-def _sum_spans(spans: Sequence[tuple[str, float, float]], *kinds: str) -> float:
+def _sum_spans(spans: Sequence[tuple[Kind | str, float, float]], *kinds: Kind | str) -> float:
     """The seconds of all spans (kind, begin, end) of these `kinds`."""
     return sum(end - begin for kind, begin, end in spans if kind in kinds)
 

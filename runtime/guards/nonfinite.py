@@ -20,7 +20,7 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 
 PROGRAM = re.compile(r"program_\d+\.py")
 COMMUNICATION = {module.__file__ for module in (point_to_point, groups)}
@@ -58,7 +58,9 @@ class Inspector(TorchDispatchMode):
     def _is_mean_of_none(self, action: Action, result: object) -> bool:
         if action.stage != self._last_stage or action.microbatch not in self._unlabelled:
             return False
-        return action.kind == "B" or not any(x.dim() for x in tree_leaves(result) if isinstance(x, Tensor))
+        return action.kind is Kind.BACKWARD or not any(
+            x.dim() for x in tree_leaves(result) if isinstance(x, Tensor)
+        )
 
 
 def explain_nonfinite(
@@ -105,7 +107,7 @@ def _judge(
     """What this rank has found, and its place in the order of causes."""
     if inspector.found is not None:
         (stage, kind, microbatch), number, where = inspector.found
-        forward = kind == "F"
+        forward = kind is Kind.FORWARD
         judged = stage == len(manifest.stages) - 1 and microbatch not in unlabelled
         ignored = find_ignored(manifest, batch, microbatch) if judged else ""
         order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]

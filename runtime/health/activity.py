@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic_ns
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from autoptd.runtime.program.schedule import Action, Kind
 
-KINDS = get_args(Kind)
+KINDS = tuple(str(kind.value) for kind in Kind)
 PHASES = (
     "begin",
     "loss",
@@ -85,7 +85,7 @@ class Position:
         """This action begins. Called for every one: takes well under a microsecond."""
         stage, kind, microbatch = action
         slots = self.slots
-        slots[ACTIVITY] = stage << 32 | microbatch << 5 | _NUMBERS[kind]
+        slots[ACTIVITY] = stage << 32 | microbatch << 5 | _NUMBERS[kind.value]
         slots[SINCE] = monotonic_ns()
 
     def phase(self, name: str) -> None:

@@ -16,7 +16,7 @@ from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets, split_rows, sum_over
 from autoptd.runtime.optimizer.zero1 import Shard
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, last_gradients
 
 Leaves = Mapping[int, Mapping[str, Tensor]]
 
@@ -33,7 +33,7 @@ class Completion:
 
     @classmethod
     def of(cls, manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Completion:
-        ends = {action.stage: position for position, action in enumerate(actions) if action.kind == "B"}
+        ends = last_gradients(actions)
         after: dict[int, list[str]] = {}
         late: dict[tuple[int, ...], list[str]] = {}
         for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):

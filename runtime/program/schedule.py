@@ -1,7 +1,8 @@
 """Schedules: the order in which each pipeline rank runs its stages, as data.
 
 A schedule is one row of `Action`s per pipeline rank, a pure function of its name and of p pipeline ranks, m
-microbatches and v model chunks (stages per rank). Stage k lives on pipeline rank k mod p (SC21 §2.2).
+microbatches and v model chunks (stages per rank). Stage k lives on pipeline rank k mod p (SC21 §2.2). A named schedule
+only orders what a rank computes; transfers, peaks in flight and completion are derived from the actions.
 """
 
 from __future__ import annotations
@@ -9,24 +10,59 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import chain
-from typing import Literal, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate, islice, zip_longest
+from typing import NamedTuple
 
-Kind = Literal["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 Schedule = tuple[tuple["Action", ...], ...]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 
-_TOKEN = re.compile(r"(\d+)(F|B|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
 
-# What waits at the other end of a channel, and how many stages away.
-_COUNTERPART: dict[Kind, tuple[int, Kind]] = {
-    "SEND_F": (1, "RECV_F"),
-    "RECV_F": (-1, "SEND_F"),
-    "SEND_B": (-1, "RECV_B"),
-    "RECV_B": (1, "SEND_B"),
-}
+class Kind(Enum):
+    """The kind of an action; its value is its word in a token.
+
+    An action either `computes`, `sends` or `receives`. Its `direction` is 1 where values go to the next stage, -1 where
+    gradients go to the previous one. One that `produces_gradients` adds to those of the stage's parameters.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_OUTPUT = "SEND_F"
+    RECEIVE_INPUT = "RECV_F"
+    SEND_GRADIENT = "SEND_B"
+    RECEIVE_GRADIENT = "RECV_B"
+
+    def __init__(self, word: str) -> None:
+        self.sends = word.startswith("SEND")
+        self.receives = word.startswith("RECV")
+        self.computes = not self.sends and not self.receives
+        self.direction = 1 if word[-1] == "F" else -1
+        self.produces_gradients = word == "B"
+
+    __hash__ = object.__hash__  # in C: sets of actions are large
+
+    @cached_property
+    def compute(self) -> Kind:
+        """The kind that computes what is sent, or with what is received."""
+        return Kind(self.value[-1])
+
+    @cached_property
+    def send(self) -> Kind:
+        """The kind that sends what this one computes or receives."""
+        return Kind(f"SEND_{self.value[-1]}")
+
+    @cached_property
+    def receive(self) -> Kind:
+        """The kind that receives what this one sends or computes with."""
+        return Kind(f"RECV_{self.value[-1]}")
+
+
+COMPUTING = tuple(kind for kind in Kind if kind.computes)
+_KINDS = {str(kind.value): kind for kind in Kind}
+_TOKEN = re.compile(rf"(\d+)({'|'.join(_KINDS)})(\d+)")
 
 
 class Action(NamedTuple):
@@ -35,7 +71,7 @@ class Action(NamedTuple):
     `F` and `B` compute a stage forward and backward on a microbatch. `SEND_F` sends the stage's output to
     the next stage's rank, `RECV_F` posts the receive of the stage's input; `SEND_B` sends the gradient of
     the stage's input to the previous stage's rank, `RECV_B` posts the receive of the gradient of the stage's
-    output. Sends never wait; a receive is waited for by the `F` or `B` that needs it.
+    output. Sends never wait; the `F` or `B` that needs a received value waits for it.
     """
 
     stage: int
@@ -43,7 +79,7 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
 
     @classmethod
     def parse(cls, token: str) -> Action:
@@ -51,25 +87,41 @@ class Action(NamedTuple):
         match = _TOKEN.fullmatch(token)
         if match is None:
             raise ValueError(
-                f"{token!r} is no action: expected a stage, one of F B SEND_F RECV_F SEND_B RECV_B, "
-                "and a microbatch, as in 2F0 or 1SEND_F3"
+                f"{token!r} is no action: expected a stage, one of {' '.join(_KINDS)}, and a microbatch, as in 2F0 "
+                "or 1SEND_F3"
             )
-        stage, kind, microbatch = match.groups()
-        return cls(int(stage), cast(Kind, kind), int(microbatch))
+        return cls(int(match[1]), _KINDS[match[2]], int(match[3]))
+
+    @property
+    def compute(self) -> Action:
+        """The forward or backward that makes what is sent, or needs what is received."""
+        return Action(self.stage, self.kind.compute, self.microbatch)
+
+    @property
+    def send(self) -> Action:
+        """The send of what this forward or backward makes."""
+        return Action(self.stage, self.kind.send, self.microbatch)
+
+    @property
+    def receive(self) -> Action:
+        """The receive of what this forward or backward needs."""
+        return Action(self.stage, self.kind.receive, self.microbatch)
 
     @property
     def counterpart(self) -> Action:
         """The action at the other end of the channel; its rank is ``counterpart.stage % p``."""
-        if self.kind not in _COUNTERPART:
+        kind = self.kind
+        if kind.computes:
             raise ValueError(f"{self} computes: only a send or a receive has a counterpart")
-        distance, kind = _COUNTERPART[self.kind]
-        return Action(self.stage + distance, kind, self.microbatch)
+        if kind.sends:
+            return Action(self.stage + kind.direction, kind.receive, self.microbatch)
+        return Action(self.stage - kind.direction, kind.send, self.microbatch)
 
 
 def make_schedule(
     name: str, num_pipeline_ranks: int, num_microbatches: int, num_model_chunks: int = 1
 ) -> Schedule:
-    """Give each pipeline rank its actions, sends and receives included.
+    """Return each pipeline rank's actions, sends and receives included.
 
     "gpipe": all forwards, then all backwards, chunk by chunk. "1f1b": p - rank - 1 warm-up forwards, then
     one forward and one backward in turn; any number of microbatches. "interleaved_1f1b": the same in groups
@@ -79,23 +131,47 @@ def make_schedule(
     """
     p, m, v = num_pipeline_ranks, num_microbatches, num_model_chunks
     _check_shape(name, p, m, v)
-    if name == "gpipe":
-        orders = [_all_forward_all_backward(rank, p, m, v) for rank in range(p)]
-    else:
-        orders = [_one_forward_one_backward(rank, p, m, v) for rank in range(p)]
-    return _add_transfers(orders, p, p * v - 1)
+    return _add_transfers([list(compute_order(name, rank, p, m, v)) for rank in range(p)], p * v - 1)
 
 
-def peak_in_flight(actions: Sequence[Action]) -> int:
-    """Count the most (stage, microbatch) pairs alive at once: forward begun, backward not ended."""
-    alive = peak = 0
-    for action in actions:
-        if action.kind == "F":
-            alive += 1
-            peak = max(peak, alive)
-        elif action.kind == "B":
-            alive -= 1
-    return peak
+def compute_order(name: str, rank: int, p: int, m: int, v: int) -> Iterator[Action]:
+    """Yield the forwards and backwards of one pipeline rank under a named schedule."""
+    stages = range(rank, p * v, p)
+    # Chunks take turns after as many microbatches; under GPipe a later chunk finds its input waiting.
+    group = p if v > 1 and name != "gpipe" else m
+    groups = [range(first, first + group) for first in range(0, m, group)]
+    forwards = (Action(k, Kind.FORWARD, i) for numbers in groups for k in stages for i in numbers)
+    backwards = (Action(k, Kind.BACKWARD, i) for numbers in groups for k in reversed(stages) for i in numbers)
+    # With several chunks the first gradient comes back later: two steps for each rank behind this one.
+    warm_up = p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p
+    yield from islice(forwards, m * v if name == "gpipe" else warm_up)
+    for forward in forwards:
+        yield forward
+        yield next(backwards)
+    yield from backwards
+
+
+def find_in_flight(actions: Iterable[Action]) -> Iterator[dict[int, int]]:
+    """Yield the microbatches that each stage holds whenever a backward follows a forward.
+
+    A stage holds a microbatch from the begin of its forward to the end of its backward, so a rank holds most then.
+    """
+    computing = [action for action in actions if action.kind.computes]
+    held: dict[int, int] = defaultdict(int)
+    for action, following in zip_longest(computing, computing[1:]):
+        held[action.stage] += action.kind.direction
+        if action.kind is Kind.FORWARD and (following is None or following.kind is Kind.BACKWARD):
+            yield dict(held)
+
+
+def peak_in_flight(actions: Iterable[Action]) -> int:
+    """Count the most (stage, microbatch) pairs that are in flight at once."""
+    return max((sum(held.values()) for held in find_in_flight(actions)), default=0)
+
+
+def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
+    """Return, by stage, the position of the action after which the stage's gradients are complete."""
+    return {action.stage: i for i, action in enumerate(actions) if action.kind.produces_gradients}
 
 
 def _check_shape(name: str, p: int, m: int, v: int) -> None:
@@ -122,80 +198,46 @@ def _check_shape(name: str, p: int, m: int, v: int) -> None:
         )
 
 
-def _all_forward_all_backward(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """GPipe, chunk by chunk, so that a later chunk finds its input waiting."""
-    stages = range(rank, p * v, p)
-    forwards = [Action(stage, "F", microbatch) for stage in stages for microbatch in range(m)]
-    backwards = [Action(stage, "B", microbatch) for stage in reversed(stages) for microbatch in range(m)]
-    return forwards + backwards
-
-
-def _one_forward_one_backward(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """1F1B, interleaved when v > 1: warm-up, one forward and one backward in turn, cool-down."""
-    group = p if v > 1 else m
-    stages = range(rank, p * v, p)
-    groups = [range(first, first + group) for first in range(0, m, group)]
-    forwards = [Action(stage, "F", i) for microbatches in groups for stage in stages for i in microbatches]
-    backwards = [
-        Action(stage, "B", i) for microbatches in groups for stage in reversed(stages) for i in microbatches
-    ]
-    # With several chunks the first gradient comes back later: two steps for each rank behind this one.
-    warm_up = p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p
-    warm_up = min(warm_up, m * v)
-    steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
-    return [*forwards[:warm_up], *steady, *backwards[m * v - warm_up :]]
-
-
-def _add_transfers(orders: list[list[Action]], p: int, last: int) -> Schedule:
+def _add_transfers(orders: list[list[Action]], last: int) -> Schedule:
     """Put each send right after the action that makes its value, and each receive ahead of its need.
 
     One compute action ahead, so that it is already posted when the peer sends.
     """
+    p = len(orders)
     if p == 1:  # every stage hands its value over on the spot
-        return tuple(tuple(order) for order in orders)
-    posts = _receive_slots(orders, p, last)
+        return (tuple(orders[0]),)
+    posts = _receive_slots(orders, last)
     schedule: list[tuple[Action, ...]] = []
     for order, receives in zip(orders, posts, strict=True):
         actions: list[Action] = []
         for slot, action in enumerate(order):
             actions += receives.get(slot, ())
             actions.append(action)
-            stage, kind, microbatch = action
-            if kind == "F" and stage < last:
-                actions.append(Action(stage, "SEND_F", microbatch))
-            elif kind == "B" and stage > 0:
-                actions.append(Action(stage, "SEND_B", microbatch))
+            if 0 <= action.stage + action.kind.direction <= last:
+                actions.append(action.send)
         schedule.append(tuple(actions))
     return tuple(schedule)
 
 
-def _receive_slots(orders: list[list[Action]], p: int, last: int) -> list[dict[int, list[Action]]]:
+def _receive_slots(orders: list[list[Action]], last: int) -> list[dict[int, list[Action]]]:
     """Find, per rank, the receives to post before its n-th compute action.
 
     A channel (an ordered pair of ranks) is first in first out, so its receives are posted in the order its
     sender sends: one whose successor is needed sooner is posted with the successor.
     """
-    slots: dict[tuple[int, str, int], int] = {}
-    for order in orders:
-        for index, (stage, kind, microbatch) in enumerate(order):
-            slots[stage, kind, microbatch] = max(index - 1, 0)
+    p = len(orders)
+    slots: dict[tuple[int, Kind, int], int] = {}
+    slots |= {action: max(index - 1, 0) for order in orders for index, action in enumerate(order)}
     channels: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for source, order in enumerate(orders):
         for stage, kind, microbatch in order:
-            if kind == "F" and stage < last:
-                receive, consumer = Action(stage + 1, "RECV_F", microbatch), (stage + 1, "F", microbatch)
-            elif kind == "B" and stage > 0:
-                receive, consumer = Action(stage - 1, "RECV_B", microbatch), (stage - 1, "B", microbatch)
-            else:
-                continue
-            channels[source, receive.stage % p].append((slots[consumer], receive))
+            consumer = stage + kind.direction
+            if 0 <= consumer <= last:
+                message = slots[consumer, kind, microbatch], Action(consumer, kind.receive, microbatch)
+                channels[source, consumer % p].append(message)
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in orders]
     for (_, destination), messages in channels.items():
-        earliest = len(orders[destination])
-        posted: list[tuple[int, Action]] = []
-        for slot, receive in reversed(messages):
-            earliest = min(earliest, slot)
-            posted.append((earliest, receive))
-        for slot, receive in reversed(posted):
+        latest = accumulate((slot for slot, _ in reversed(messages)), min)
+        for slot, (_, receive) in reversed(list(zip(latest, reversed(messages), strict=True))):
             posts[destination][slot].append(receive)
     return posts

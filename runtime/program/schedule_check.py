@@ -1,14 +1,13 @@
-"""The static proof of a schedule: all is there, channels agree at both ends, no rank waits forever."""
+"""The static proof of a schedule: it is complete, channels agree at both ends, and no rank waits forever."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.runtime.program.schedule import COMPUTING, Action, Kind, Schedule
 
-_RECEIVES = ("RECV_F", "RECV_B")
-_COMPUTES = ("F", "B")
+Key = tuple[int, Kind, int]  # of an action: quicker to make, and equal to it
 
 
 class ScheduleError(ValueError):
@@ -20,9 +19,9 @@ def check_schedule(
 ) -> None:
     """Prove that the schedule runs p·v stages on m microbatches; ScheduleError names the first contradiction.
 
-    Each (microbatch, stage) runs once forward and once backward on its rank, in an order its values allow,
-    backwards of a stage in ascending microbatches; each receive is posted before it is needed and each value
-    sent after it is made; both ends of every channel have the same order; and no cycle of waits remains.
+    Each (microbatch, stage) runs once forward and once backward on its rank, in an order that its values allow, and
+    backwards of a stage in ascending microbatches. Each receive is posted before its value is needed, and each value
+    is sent after it is made. Both ends of every channel have the same order, and no cycle of waits remains.
     """
     p, v, m = num_pipeline_ranks, num_model_chunks, num_microbatches
     if len(schedule) != p:
@@ -39,13 +38,13 @@ def check_schedule(
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield (rank, action) of the whole schedule in an order in which every wait is already over.
 
-    Sends never wait, a compute action waits until what its rank has posted for it is sent. ScheduleError
+    Sends never wait; a compute action waits until the value that its rank posted a receive for is sent. ScheduleError
     names the cycle where the ranks wait for one another.
     """
     position = [0] * len(schedule)
-    posted: set[tuple[int, str, int]] = set()
-    sent: set[tuple[int, str, int]] = set()
-    waiting: dict[tuple[int, str, int], int] = {}
+    posted: set[Key] = set()
+    sent: set[Key] = set()
+    waiting: dict[Key, int] = {}
     ready = list(reversed(range(len(schedule))))
     while ready:
         rank = ready.pop()
@@ -53,15 +52,15 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for index in range(position[rank], len(actions)):
             action = actions[index]
             stage, kind, microbatch = action
-            if kind in _COMPUTES:
+            if kind.computes:
                 if action in posted and action not in sent:
                     waiting[action] = rank
                     position[rank] = index
                     break
-            elif kind in _RECEIVES:
-                posted.add((stage, kind[-1], microbatch))
+            elif kind.receives:
+                posted.add((stage, kind.compute, microbatch))
             else:
-                consumer = (stage + (1 if kind == "SEND_F" else -1), kind[-1], microbatch)
+                consumer = (stage + kind.direction, kind.compute, microbatch)
                 sent.add(consumer)
                 if consumer in waiting:
                     ready.append(waiting.pop(consumer))
@@ -75,7 +74,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) -> None:
     """Check one row by itself."""
     last = p * v - 1
-    done: set[tuple[int, str, int]] = set()
+    done: set[Key] = set()
     next_backward = dict.fromkeys(range(rank, p * v, p), 0)
     for action in actions:
         stage, kind, microbatch = action
@@ -86,43 +85,38 @@ def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) ->
             )
         if action in done:
             raise ScheduleError(f"rank {rank}: {action} comes twice: expected once")
-        if kind == "F":
-            if stage > 0 and _arrival(action, p) not in done:
-                _raise_too_early(rank, action, _arrival(action, p))
-        elif kind == "B":
-            if (stage, "F", microbatch) not in done:
-                _raise_too_early(rank, action, Action(stage, "F", microbatch))
-            if stage < last and _arrival(action, p) not in done:
-                _raise_too_early(rank, action, _arrival(action, p))
+        if not kind.computes:
+            _check_transfer(rank, action, p, last)
+        for needed in _needed(action, p, last):
+            if needed not in done:
+                raise ScheduleError(
+                    f"rank {rank}: {action} comes too early: expected {Action(*needed)} before it"
+                )
+        if kind is Kind.BACKWARD:
             if microbatch != next_backward[stage]:
                 raise ScheduleError(
                     f"rank {rank}: {action} is out of turn: expected {stage}B{next_backward[stage]}, since "
                     "gradients are added in ascending microbatches"
                 )
             next_backward[stage] = microbatch + 1
-        else:
-            _check_transfer(rank, action, p, last)
-            if kind not in _RECEIVES and (stage, kind[-1], microbatch) not in done:
-                _raise_too_early(rank, action, Action(stage, "F" if kind == "SEND_F" else "B", microbatch))
         done.add(action)
     for expected in _expected(rank, p, v, m):
         if expected not in done:
-            raise ScheduleError(_describe_missing(rank, expected, p, m))
+            raise ScheduleError(_describe_missing(rank, Action(*expected), p, m))
 
 
-def _arrival(action: Action, p: int) -> tuple[int, str, int]:
-    """Name what brings a compute action the neighbouring stage's value, and so comes before it."""
+def _needed(action: Action, p: int, last: int) -> list[Key]:
+    """List what has to come before an action on its rank."""
     stage, kind, microbatch = action
-    if p > 1:
-        return (stage, "RECV_F" if kind == "F" else "RECV_B", microbatch)
-    return (stage - 1 if kind == "F" else stage + 1, kind, microbatch)
-
-
-def _raise_too_early(rank: int, action: Action, needed: tuple[int, str, int]) -> None:
-    stage, kind, microbatch = needed
-    raise ScheduleError(
-        f"rank {rank}: {action} comes too early: expected {stage}{kind}{microbatch} before it"
-    )
+    if kind.sends:
+        return [(stage, kind.compute, microbatch)]
+    if kind.receives:
+        return []
+    needed: list[Key] = [(stage, Kind.FORWARD, microbatch)] if kind is Kind.BACKWARD else []
+    source = stage - kind.direction
+    if 0 <= source <= last:
+        needed.append((stage, kind.receive, microbatch) if p > 1 else (source, kind, microbatch))
+    return needed
 
 
 def _check_transfer(rank: int, action: Action, p: int, last: int) -> None:
@@ -134,32 +128,24 @@ def _check_transfer(rank: int, action: Action, p: int, last: int) -> None:
         raise ScheduleError(f"rank {rank}: {action} leads nowhere: stage {action.stage} is the {place} stage")
 
 
-def _expected(rank: int, p: int, v: int, m: int) -> Iterator[tuple[int, str, int]]:
+def _expected(rank: int, p: int, v: int, m: int) -> Iterator[Key]:
     """List all that a rank has to do, but for receives, which its compute actions have already asked for."""
-    last = p * v - 1
     for stage in range(rank, p * v, p):
-        kinds = ["F", "B"]
-        if p > 1 and stage < last:
-            kinds.append("SEND_F")
-        if p > 1 and stage > 0:
-            kinds.append("SEND_B")
-        for kind in kinds:
-            for microbatch in range(m):
-                yield stage, kind, microbatch
+        kinds = list(COMPUTING)
+        kinds += [kind.send for kind in kinds if p > 1 and 0 <= stage + kind.direction < p * v]
+        yield from ((stage, kind, microbatch) for kind in kinds for microbatch in range(m))
 
 
-def _describe_missing(rank: int, missing: tuple[int, str, int], p: int, m: int) -> str:
-    stage, kind, microbatch = missing
-    if kind in _COMPUTES:
-        direction = "forward" if kind == "F" else "backward"
+def _describe_missing(rank: int, missing: Action, p: int, m: int) -> str:
+    if missing.kind.computes:
         return (
-            f"rank {rank}: {stage}{kind}{microbatch} is missing: expected stage {stage} to run each of {m} "
-            f"microbatches once {direction}"
+            f"rank {rank}: {missing} is missing: expected stage {missing.stage} to run each of {m} "
+            f"microbatches once {missing.kind.name.lower()}"
         )
-    neighbour = stage + 1 if kind == "SEND_F" else stage - 1
+    consumer = missing.counterpart.compute
     return (
-        f"rank {rank}: {stage}{kind}{microbatch} is missing: expected it after "
-        f"{stage}{kind[-1]}{microbatch}, for {neighbour}{kind[-1]}{microbatch} on rank {neighbour % p}"
+        f"rank {rank}: {missing} is missing: expected it after {missing.compute}, for {consumer} on rank "
+        f"{consumer.stage % p}"
     )
 
 
@@ -169,11 +155,11 @@ def _check_channels(schedule: Schedule, p: int) -> None:
     receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.kind in _COMPUTES:
+            if action.kind.computes:
                 continue
             counterpart = action.counterpart
             peer = counterpart.stage % p
-            if action.kind in _RECEIVES:
+            if action.kind.receives:
                 receives[peer, rank].append(action)
             else:
                 sends[rank, peer].append(counterpart)
@@ -191,12 +177,12 @@ def _check_channels(schedule: Schedule, p: int) -> None:
 
 
 def _describe_wait(schedule: Schedule, position: Sequence[int], rank: int) -> str:
-    """Follow who waits for whom from a blocked rank, to the cycle or to a value that nobody sends."""
+    """Follow the waits from a blocked rank to the cycle, or to a value that nobody sends."""
     trail: list[int] = []
     steps: list[str] = []
     while rank not in trail:
         action = schedule[rank][position[rank]]
-        send = _awaited(action)
+        send = action.receive.counterpart
         trail.append(rank)
         steps.append(f"rank {rank} at {action} for {send}")
         rank = send.stage % len(schedule)
@@ -204,10 +190,3 @@ def _describe_wait(schedule: Schedule, position: Sequence[int], rank: int) -> st
             return f"{', '.join(steps)}, which rank {rank} never sends"
     cycle = ", ".join(steps[trail.index(rank) :])
     return f"a cycle of waits: {cycle}: expected each value to be sent before its sender waits"
-
-
-def _awaited(compute: Action) -> Action:
-    """Name the send a compute action waits for."""
-    return Action(
-        compute.stage, "RECV_F" if compute.kind == "F" else "RECV_B", compute.microbatch
-    ).counterpart

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from autoptd.runtime.program.schedule import Action, Schedule
+from autoptd.runtime.program.schedule import Action, Kind, Schedule
 from autoptd.runtime.program.schedule_check import execution_order
 
 _WIDTH = 109
@@ -62,9 +62,9 @@ class _Cycle(NamedTuple):
 def format_schedule(actions: Sequence[Action]) -> str:
     """Write one rank's actions compactly; `parse_schedule` gives exactly them back."""
     units = _split_units(actions)
-    kinds = ["".join(action.kind for action in unit if action.kind in ("F", "B")) for unit in units]
-    first_backward = kinds.index("B") if "B" in kinds else len(units)
-    last_forward = max((i for i, kind in enumerate(kinds) if kind == "F"), default=-1)
+    kinds = [[action.kind for action in unit if action.kind.computes] for unit in units]
+    first_backward = next((i for i, own in enumerate(kinds) if own == [Kind.BACKWARD]), len(units))
+    last_forward = max((i for i, own in enumerate(kinds) if own == [Kind.FORWARD]), default=-1)
     if last_forward < first_backward:
         forwards, backwards = _find_runs(units[:first_backward]), _find_runs(units[first_backward:])
         return _join_lines(("forward:", forwards), ("backward:", backwards))
@@ -135,17 +135,14 @@ def _unit_steps(schedule: Schedule) -> list[list[tuple[int, Action]]]:
     """List, per rank, (step, action) of each compute action when every one takes one step."""
     rows: list[list[tuple[int, Action]]] = [[] for _ in schedule]
     free = [0] * len(schedule)
-    arrival: dict[tuple[int, str, int], int] = {}
+    arrival: dict[Action, int] = {}
     for rank, action in execution_order(schedule):
-        stage, kind, microbatch = action
-        if kind in ("F", "B"):
+        if action.kind.computes:
             step = max(free[rank], arrival.pop(action, 0))
             rows[rank].append((step, action))
             free[rank] = step + 1
-        elif kind == "SEND_F":
-            arrival[stage + 1, "F", microbatch] = free[rank]
-        elif kind == "SEND_B":
-            arrival[stage - 1, "B", microbatch] = free[rank]
+        elif action.kind.sends:
+            arrival[action.counterpart.compute] = free[rank]
     return rows
 
 
@@ -154,14 +151,14 @@ def _split_units(actions: Sequence[Action]) -> list[tuple[Action, ...]]:
     units: list[tuple[Action, ...]] = []
     start, computed = 0, False
     for index, action in enumerate(actions):
-        if computed and action.kind not in ("SEND_F", "SEND_B"):
+        if computed and not action.kind.sends:
             units.append(tuple(actions[start:index]))
             start, computed = index, False
-        computed = computed or action.kind in ("F", "B")
+        computed = computed or action.kind.computes
     return [*units, tuple(actions[start:])] if actions else []
 
 
-def _shape(actions: Sequence[Action]) -> tuple[tuple[int, str, int], ...]:
+def _shape(actions: Sequence[Action]) -> tuple[tuple[int, Kind, int], ...]:
     """Count the actions' microbatches from the first one's."""
     first = actions[0].microbatch
     return tuple((stage, kind, microbatch - first) for stage, kind, microbatch in actions)
@@ -170,7 +167,7 @@ def _shape(actions: Sequence[Action]) -> tuple[tuple[int, str, int], ...]:
 def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
     """Join neighbouring parts that differ only by an even step in their microbatches."""
     runs: list[_Run] = []
-    previous: tuple[tuple[int, str, int], ...] = ()
+    previous: tuple[tuple[int, Kind, int], ...] = ()
     for part in parts:
         shape = _shape(part)
         run = runs[-1] if shape == previous else _Run(part, 0, 0)

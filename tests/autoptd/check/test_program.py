@@ -24,7 +24,7 @@ from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Placement, Segment
-from autoptd.runtime.program.schedule import Action, make_schedule
+from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 from autoptd.text.reader import trace_program
 from samples.gpt import GPT, GPTConfig
 from tests.passes.tensor_parallel.test_sharding import MODELS, build, prepare, tokens
@@ -523,7 +523,7 @@ def with_row(program: CompiledProgram, rank: int, change: Callable[[list[Action]
 
 def test_swapped_receives_are_named(program: CompiledProgram) -> None:
     def swap(row: list[Action]) -> None:
-        first, second = row.index(Action(1, "RECV_F", 0)), row.index(Action(1, "RECV_F", 1))
+        first, second = row.index(Action(1, Kind("RECV_F"), 0)), row.index(Action(1, Kind("RECV_F"), 1))
         row[first], row[second] = row[second], row[first]
 
     message = refusal(program, schedule=with_row(program, 1, swap))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.reports.page import LEVELS, MOMENTS, TICKS, write_page
+from autoptd.runtime.program.schedule import COMPUTING
 from samples.gpt import GPT, GPTConfig
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -112,10 +113,10 @@ def test_every_box_is_where_it_was_simulated(page: Path, program: CompiledProgra
     step, data = program.simulate("dgx-a100", "bf16"), unpack(page, "data")
     assert len({fill for fill, _ in data["colours"]}) == 2 * 2
     for rank, row in enumerate(data["rows"]):
-        entries = [entry for entry in step.timeline[rank] if entry.action.kind in "FB"]
+        entries = [entry for entry in step.timeline[rank] if entry.action.kind.computes]
         ends = list(accumulate(gap + length for gap, length in zip(row["gap"], row["length"], strict=True)))
         assert row["microbatch"] == [entry.action.microbatch for entry in entries]
-        drawn = [(2 * (code // 2) + rank, "FB"[code % 2]) for code in row["code"]]
+        drawn = [(2 * (code // 2) + rank, COMPUTING[code % 2]) for code in row["code"]]
         assert drawn == [(entry.action.stage, entry.action.kind) for entry in entries]
         wanted = [entry.end / step.step_seconds * TICKS for entry in entries]
         assert ends == pytest.approx(wanted, abs=0.51)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoptd.runtime.program.schedule import make_schedule
+from autoptd.runtime.program.schedule import Kind, make_schedule
 from autoptd.simulate.schedule import SimulatedStep, simulate_schedule
 
 TIMES = ((Fraction(1), Fraction(2)), (1, 1), (0.01, 0.02))
@@ -65,9 +65,11 @@ def test_timeline_has_every_action_of_the_schedule_in_order() -> None:
     )
     schedule = make_schedule("interleaved_1f1b", 2, 4, 2)
     for rank, (entries, actions) in enumerate(zip(result.timeline, schedule, strict=True)):
-        assert [entry.action for entry in entries] == [a for a in actions if a.kind in ("F", "B")]
+        assert [entry.action for entry in entries] == [a for a in actions if a.kind.computes]
         assert {entry.rank for entry in entries} == {rank}
-        assert all(entry.end - entry.start == (1 if entry.action.kind == "F" else 2) for entry in entries)
+        assert all(
+            entry.end - entry.start == (1 if entry.action.kind is Kind.FORWARD else 2) for entry in entries
+        )
         assert all(one.end <= other.start for one, other in pairwise(entries))
     assert result.step_seconds == max(entries[-1].end for entries in result.timeline)
 

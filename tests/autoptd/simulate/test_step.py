@@ -26,7 +26,7 @@ from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime import collectives
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.svg import box_colours, write_svg
 from samples.benchmarks.uniform_cut import uniform_cuts
@@ -110,7 +110,7 @@ def test_the_bubble_is_the_closed_form_for_even_stages(p: int, v: int, m: int) -
     take none."""
     simulated = compile_gpt((1, p, 1), num_microbatches=m, num_model_chunks=v).simulate(STILL)
     rows = simulated.timeline
-    busy = [sum(e.end - e.start for e in row if e.action.kind in ("F", "B")) for row in rows]
+    busy = [sum(e.end - e.start for e in row if e.action.kind.computes) for row in rows]
     uneven = max(busy) * p / sum(busy)
     pipelined = max(row[-1].end for row in rows)
     # Equation (1) with the mean stage is a lower bound, with the slowest rank an upper one.
@@ -122,11 +122,13 @@ def test_the_bubble_is_the_closed_form_for_even_stages(p: int, v: int, m: int) -
 def test_a_blocking_sender_waits_for_its_message() -> None:
     """Two ranks, 1F1B: either sends once a microbatch, so the period is tf + tb + the message's time."""
     m, forward, backward, message = 12, 3, 5, 2
-    messages = {(stage, kind): message for stage in (0, 1) for kind in ("SEND_F", "SEND_B")}
+    taken = dict(zip(COMPUTING, (forward, backward), strict=True)) | {
+        kind.send: message for kind in COMPUTING
+    }
     order = walking_order(make_schedule("1f1b", 2, m, 1))
 
     def step(blocking: bool) -> float:
-        times = ActionTimes([forward] * 2, [backward] * 2, messages, blocking)
+        times = ActionTimes({kind: [time] * 2 for kind, time in taken.items()}, blocking)
         return float(max(end for _, _, _, end in walk(order, 2, times)))
 
     assert step(True) == (m + 1) * (forward + backward + message)
@@ -164,7 +166,9 @@ def test_scatter_gather_sends_less() -> None:
         program = compile_gpt((4, 2, 1), scatter_gather=scatter_gather, cluster=slow)
         assert max(len(stage.sends) for stage in program.manifest.stages) == 1
         simulated = program.simulate(nodes_of_four)
-        return max(e.end - e.start for row in simulated.timeline for e in row if e.action.kind == "SEND_F")
+        return max(
+            e.end - e.start for row in simulated.timeline for e in row if e.action.kind is Kind.SEND_OUTPUT
+        )
 
     nodes_of_four = replace(SELENE, devices_per_node=4)
     # Where messages take long, stages end where one value lives.
@@ -457,7 +461,7 @@ def test_files_to_look_at(tmp_path: Path) -> None:
     spans = [event for event in trace if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == {0, 1}
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(simulated.step_seconds * 1e6)
-    names = [str(action) for row in program.schedule for action in row if action.kind in ("F", "B")]
+    names = [str(action) for row in program.schedule for action in row if action.kind.computes]
     assert sorted(e["name"] for e in spans if e["tid"] == e["pid"]) == sorted(names)
     assert sorted(e["name"] for e in spans if e["tid"] // 2 == 3) == 2 * ["optimizer"] + 2 * [
         "sums of gradients"

@@ -16,7 +16,7 @@ from autoptd.passes.cost.schedule_times import (
     walk,
     walking_order,
 )
-from autoptd.runtime.program.schedule import Schedule, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, make_schedule
 
 SHAPES = [
     *(("1f1b", p, m, 1) for p, m in ((1, 3), (4, 2), (4, 9))),
@@ -30,7 +30,7 @@ def held_bytes(schedule: Schedule, size: list[int]) -> Iterator[int]:
     for actions in schedule:
         now = most = 0
         for stage, kind, _ in actions:
-            now += {"F": size[stage], "B": -size[stage]}.get(kind, 0)
+            now += kind.computes * kind.direction * size[stage]
             most = max(most, now)
         yield most
 
@@ -59,8 +59,8 @@ def test_few_moments_are_enough() -> None:
 def draw_times(generator: random.Random, stages: int, blocking: bool) -> ActionTimes:
     """Whole numbers."""
     forward, backward = ([generator.randint(1, 50) for _ in range(stages)] for _ in "FB")
-    messages = {(k, kind): generator.randint(0, 20) for k in range(stages) for kind in ("SEND_F", "SEND_B")}
-    return ActionTimes(forward, backward, messages, blocking)
+    messages = {kind.send: [generator.randint(0, 20) for _ in range(stages)] for kind in COMPUTING}
+    return ActionTimes({Kind.FORWARD: forward, Kind.BACKWARD: backward, **messages}, blocking)
 
 
 def walk_seconds(shape: tuple[str, int, int, int], times: ActionTimes) -> tuple[int, list[int]]:
@@ -69,7 +69,7 @@ def walk_seconds(shape: tuple[str, int, int, int], times: ActionTimes) -> tuple[
     busy, step = [0] * p, 0
     for rank, action, start, end in walk(walking_order(make_schedule(*shape)), p, times):
         step = max(step, end)
-        if times.blocking or action.kind in ("F", "B"):
+        if times.blocking or action.kind.computes:
             busy[rank] += end - start
     return step, busy
 
@@ -89,8 +89,8 @@ def test_no_step_is_shorter_than_the_bound(shape: tuple[str, int, int, int], blo
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 2), (4, 9), (8, 32)])
 def test_the_bound_of_even_stages_is_their_step(p: int, m: int) -> None:
     """Equation: (m + p - 1)(tf + tb), SC21 §2.2.1."""
-    free = dict.fromkeys(((k, kind) for k in range(p) for kind in ("SEND_F", "SEND_B")), 0)
-    times = ActionTimes([3] * p, [7] * p, free)
+    taken = {Kind.FORWARD: 3, Kind.BACKWARD: 7, Kind.SEND_OUTPUT: 0, Kind.SEND_GRADIENT: 0}
+    times = ActionTimes({kind: [time] * p for kind, time in taken.items()})
     step, _ = walk_seconds(("1f1b", p, m, 1), times)
     assert step == (m + p - 1) * 10 == least_seconds(times, p, m)
 
@@ -103,12 +103,9 @@ def test_many_pipelines_at_once_are_each_as_alone() -> None:
     ahead, back = generator.integers(0, 20, (2, p * v, 7))
 
     def times(which: slice | int) -> ActionTimes:
-        messages = {
-            (k, f"SEND_{kind}"): row[which]
-            for kind, rows in (("F", ahead), ("B", back))
-            for k, row in enumerate(rows)
-        }
-        return ActionTimes([row[which] for row in forward], [row[which] for row in backward], messages)
+        kinds = (*COMPUTING, *(kind.send for kind in COMPUTING))
+        taken = zip(kinds, (forward, backward, ahead, back), strict=True)
+        return ActionTimes({kind: [row[which] for row in rows] for kind, rows in taken})
 
     together = list(walk(order, p, times(slice(None)), np.maximum))
     for number in range(7):

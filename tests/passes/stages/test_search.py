@@ -13,7 +13,7 @@ from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, w
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.partition import cut_sequence
 from autoptd.passes.stages.search import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
-from autoptd.runtime.program.schedule import make_schedule
+from autoptd.runtime.program.schedule import Kind, make_schedule
 
 
 def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
@@ -37,15 +37,17 @@ def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleave
 def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int, m: int, v: int) -> int:
     ends = (0, *positions, len(times.forward))
     spans = list(itertools.pairwise(ends))
-    messages = {(k, "SEND_F"): times.ahead[at] for k, at in enumerate(positions)}
-    messages |= {(k, "SEND_B"): times.back[at] for k, at in enumerate(positions, 1)}
     forward, backward = (
         [sum(own[a:b]) + sum(more[at] for at in (a, b) if at in positions) for a, b in spans]
         for own, more in zip((times.forward, times.backward), times.apart, strict=True)
     )
-    actions = ActionTimes(forward, backward, messages)
+    sent = {
+        Kind.SEND_OUTPUT: [times.ahead[at] for at in positions],
+        Kind.SEND_GRADIENT: [0, *(times.back[at] for at in positions)],
+    }
+    actions = ActionTimes({Kind.FORWARD: forward, Kind.BACKWARD: backward, **sent})
     order = walking_order(make_schedule(schedule, p, m, v))
-    return int(max(end for _, action, _, end in walk(order, p, actions) if action.kind in ("F", "B")))
+    return int(max(end for _, action, _, end in walk(order, p, actions) if action.kind.computes))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from autoptd.runtime.comm.groups import LocalGroup
 from autoptd.runtime.comm.point_to_point import ProcessChannel, ThreadChannel
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.transfer import RecvBuffer
-from autoptd.runtime.program.schedule import Action, Schedule, make_schedule
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule
 from autoptd.runtime.program.schedule_check import execution_order
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
@@ -32,15 +32,13 @@ def latest_used(schedule: Schedule, rank: int) -> dict[Action, Action]:
     last = p * len({action.stage for action in schedule[0]}) - 1
     used = {(peer, sender): -1 for peer in range(p) for sender in range(p)}
     for peer, action in execution_order(schedule):
-        if action.kind in ("F", "B"):
-            sender = action.stage + (-1 if action.kind == "F" else 1)
+        if action.kind.computes:
+            sender = action.stage - action.kind.direction
             if 0 <= sender <= last and sender % p != peer:
-                sent = Action(sender, "SEND_F" if action.kind == "F" else "SEND_B", action.microbatch)
+                sent = Action(sender, action.kind.send, action.microbatch)
                 place = schedule[sender % p].index(sent)
                 used[peer, sender % p] = max(used[peer, sender % p], place)
-        elif (
-            action.kind.startswith("SEND") and action.counterpart.stage % p == rank and used[peer, rank] >= 0
-        ):
+        elif action.kind.sends and action.counterpart.stage % p == rank and used[peer, rank] >= 0:
             told[action.counterpart] = schedule[rank][used[peer, rank]]
     return told
 
@@ -60,7 +58,10 @@ def test_the_last_in_the_channels_order_counts() -> None:
     )
     schedule = tuple(tuple(map(Action.parse, row)) for row in rows)
     last = Action.parse("0SEND_F1")
-    assert find_acknowledged(schedule, 0) == {Action(0, "RECV_B", 0): last, Action(0, "RECV_B", 1): last}
+    assert find_acknowledged(schedule, 0) == {
+        Action(0, Kind("RECV_B"), 0): last,
+        Action(0, Kind("RECV_B"), 1): last,
+    }
 
 
 def test_an_empty_message_proves_nothing() -> None:

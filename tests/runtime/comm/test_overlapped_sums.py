@@ -19,6 +19,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection, connect
 from autoptd.runtime.comm.timings import Span
 from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.schedule import Kind
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.comm.test_timings import read_spans
@@ -45,7 +46,7 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def find_spans(parallel: Parallel, kind: str, stage: int) -> list[Span]:
+def find_spans(parallel: Parallel, kind: Kind | str, stage: int) -> list[Span]:
     """Of the last step, as `save_trace` writes them."""
     return [span for span in parallel._runner.shape.executor.measured.spans if span[:2] == (kind, stage)]
 
@@ -85,7 +86,7 @@ def test_gradients_are_summed_before_the_last_backward_ends(tmp_path: Path) -> N
         data.post_all_reduce = watched  # type: ignore[method-assign]
         parallel(**chain.batch(rank))["loss"].backward()
         assert len(begun) == 2  # a bucket a stage
-        upper, last = find_spans(parallel, "B", 1)[-1], find_spans(parallel, "B", 0)[-1]
+        upper, last = find_spans(parallel, Kind.BACKWARD, 1)[-1], find_spans(parallel, Kind.BACKWARD, 0)[-1]
         assert upper[4] <= begun[0] < ended[0] < last[4] <= begun[1]
         parallel.save_trace(tmp_path / "step.json")
 
@@ -130,7 +131,7 @@ def test_new_weights_come_while_the_next_step_runs() -> None:
         optimizer.step()
         before = clock()
         parallel(**batch)["loss"].backward()
-        (first, *_), (upper, *_) = (find_spans(parallel, "F", stage) for stage in (0, 1))
+        (first, *_), (upper, *_) = (find_spans(parallel, Kind.FORWARD, stage) for stage in (0, 1))
         assert len(begun) == len(ended) == 2
         assert ended[1] <= upper[3]
         if rank == 0:

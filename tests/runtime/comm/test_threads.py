@@ -13,7 +13,7 @@ import torch
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.point_to_point import ThreadChannel
 from autoptd.runtime.comm.threads import ThreadWorld
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 
@@ -54,7 +54,7 @@ def test_a_rank_stops_at_its_next_action_when_another_has_failed() -> None:
 
     def body(connection: Connection) -> None:
         for number in range(1000):
-            connection.position.act(Action(0, "F", number))
+            connection.position.act(Action(0, Kind("F"), number))
             acted.append(number)
             if number == 1 and connection.world.index == 0:
                 raise ValueError("my own error")

@@ -17,7 +17,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.timings import Measured, gather_measured
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 from samples.gpt import GPT, GPTConfig
 from tests.ranks import run_ranks
 
@@ -64,7 +64,7 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     for rank, actions in enumerate(program.schedule):
         own = [s for s in spans if s["pid"] == s["tid"] == rank and s["name"] != "gradients of weights"]
         (sums,) = (span for span in spans if span["pid"] == rank and span["tid"] // 2 == 3)
-        computed = [str(action) for action in actions if action.kind in ("F", "B")]
+        computed = [str(action) for action in actions if action.kind.computes]
         assert [span["name"] for span in own] == computed
         # The sums begin when the first stage of the two has had its last backward, and end after all.
         assert sums["name"] == "sums of gradients"
@@ -163,7 +163,7 @@ def test_marks_are_read_at_once() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     measured = Measured(Once(rank.device))
     measured.start()
-    measured.add(Action(0, "F", 0), measured.stopwatch.mark())
+    measured.add(Action(0, Kind("F"), 0), measured.stopwatch.mark())
     measured.add_sums(measured.stopwatch.mark())
     measured.finish()
     ((entry,),), (phase,) = gather_measured(measured, rank.pipeline, rank.device)

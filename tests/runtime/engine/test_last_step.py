@@ -13,8 +13,9 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.stopwatch import Stopwatch
-from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.comm.timings import Measured, Span
 from autoptd.runtime.engine.last_step import LastStep, count_tokens, read_last_step
+from autoptd.runtime.program.schedule import Kind
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import alone
 
@@ -93,10 +94,10 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
 
 def test_what_is_computed_beside_sums_hides_them() -> None:
     manifest = Chain((2, 1, 1), "1f1b", 1, 2, tied=True).manifest
-    spans = [
-        ("F", 0, 0, 101.0, 105.0),
+    spans: list[Span] = [
+        (Kind.FORWARD, 0, 0, 101.0, 105.0),
         ("tensor", 0, 0, 102.0, 104.0),  # with nothing beside it
-        ("B", 0, 0, 106.0, 114.0),
+        (Kind.BACKWARD, 0, 0, 106.0, 114.0),
         ("tensor", 0, 0, 107.0, 112.0),
         ("weights", 0, 0, 107.0, 110.0),  # beside it
         ("data", 0, 0, 113.0, 119.0),

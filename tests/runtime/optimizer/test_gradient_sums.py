@@ -17,7 +17,7 @@ from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
 from autoptd.runtime.optimizer.zero1 import Shard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter, Placement, Segment
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Action, Kind
 from tests.runtime.chain import Chain
 
 
@@ -34,7 +34,7 @@ def sum_gradients(
     """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
     here = connection.rank.coordinates.pipeline
     measured = Measured(Stopwatch(connection.rank.device))
-    completion = Completion.of(manifest, here, [Action(here, "B", 0)])
+    completion = Completion.of(manifest, here, [Action(here, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, completion, shards, measured)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
     sums.start({here: leaves})
@@ -115,7 +115,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     manifest = manifest_of((1, 1, 1), Parameter("weight", (1,), torch.bfloat16))
     connection = run_threads(manifest, lambda connection: connection)[0]
     measured = Measured(Stopwatch(connection.rank.device))
-    completion = Completion.of(manifest, 0, [Action(0, "B", 0)])
+    completion = Completion.of(manifest, 0, [Action(0, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, completion, (), measured)
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     sums.start({0: {"weight": leaf}})
@@ -137,7 +137,7 @@ def test_gradients_are_whole_after_the_last_stage_that_uses_them() -> None:
         stages=(first, replace(first, index=1, parameters=("shared", "own"))),
         parameters={**manifest.parameters, "own": Parameter("own", (1,), torch.float32)},
     )
-    actions = [Action(1, "B", 0), Action(0, "B", 0)]
+    actions = [Action(1, Kind("B"), 0), Action(0, Kind("B"), 0)]
     completion = Completion.of(manifest, 0, actions)
     assert completion.after == {0: ("shared",), 1: ("own",)}
     assert completion.late == {}
@@ -153,4 +153,4 @@ def test_what_other_pipeline_ranks_own_too_is_late() -> None:
 def test_buffers_are_neither_late_nor_summed() -> None:
     """As of rotary embeddings, which every stage has."""
     manifest = manifest_of((1, 2, 1), Parameter("frequencies", (2,), torch.float32, kind="buffer"))
-    assert Completion.of(manifest, 0, [Action(0, "B", 0)]) == Completion({}, {})
+    assert Completion.of(manifest, 0, [Action(0, Kind("B"), 0)]) == Completion({}, {})

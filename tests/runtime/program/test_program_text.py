@@ -38,7 +38,7 @@ def test_reads_functions_and_actions() -> None:
     assert list(program.stages) == [0, 2]
     assert program.constants is not None
     assert program.constants({}) == {}
-    assert program.actions == (Action(0, "F", 0), Action(2, "F", 0), Action(2, "B", 0), Action(0, "B", 0))
+    assert program.actions == tuple(map(Action.parse, ("0F0", "2F0", "2B0", "0B0")))
     assert read_program(TEXT.replace("constants", "other"), "program_00.py").constants is None
 
 

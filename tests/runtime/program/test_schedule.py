@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from autoptd.runtime.program.schedule import Action, Schedule, make_schedule, peak_in_flight
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule, peak_in_flight
 
 RANKS = [*range(1, 17), 24]
 Shape = tuple[str, int, int, int]
@@ -38,15 +38,15 @@ made = cache(make_schedule)
 
 def computes(actions: tuple[Action, ...]) -> list[str]:
     """The forwards and backwards of one rank, as tokens."""
-    return [str(action) for action in actions if action.kind in ("F", "B")]
+    return [str(action) for action in actions if action.kind.computes]
 
 
 def test_action_prints_as_a_token_and_is_read_back() -> None:
-    for kind in ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"):
+    for kind in Kind:
         action = Action(12, kind, 345)
         assert Action.parse(str(action)) == action
-    assert str(Action(2, "F", 0)) == "2F0"
-    assert str(Action(1, "SEND_F", 3)) == "1SEND_F3"
+    assert str(Action(2, Kind("F"), 0)) == "2F0"
+    assert str(Action(1, Kind("SEND_F"), 3)) == "1SEND_F3"
 
 
 @pytest.mark.parametrize("token", ["", "F0", "2F", "2G0", "2F0 ", "-1F0", "2f0", "2SEND0"])
@@ -60,7 +60,7 @@ def test_counterparts_are_mutual() -> None:
         assert Action.parse(token).counterpart == Action.parse(other)
         assert Action.parse(other).counterpart == Action.parse(token)
     with pytest.raises(ValueError, match="1F0 computes: only a send or a receive has a counterpart"):
-        Action(1, "F", 0).counterpart  # noqa: B018
+        Action(1, Kind("F"), 0).counterpart  # noqa: B018
 
 
 def test_one_rank_of_1f1b_in_full() -> None:
@@ -134,11 +134,9 @@ def test_receives_are_posted_one_compute_action_ahead() -> None:
     for shape in SMALL:
         for row in made(*shape):
             for index, action in enumerate(row):
-                if action.kind not in ("RECV_F", "RECV_B"):
+                if not action.kind.receives:
                     continue
-                consumer = row.index(
-                    Action(action.stage, "F" if action.kind == "RECV_F" else "B", action.microbatch)
-                )
+                consumer = row.index(action.compute)
                 between = computes(row[index:consumer])
                 assert len(between) == 1 or (len(between) == 0 and not computes(row[:index])), (shape, action)
 
@@ -149,7 +147,7 @@ def run_in_random_order(schedule: Schedule, seed: int) -> None:
     position = [0] * p
     travelling: dict[tuple[int, int], deque[Action]] = {(a, b): deque() for a in range(p) for b in range(p)}
     posted: dict[tuple[int, int], deque[Action]] = {(a, b): deque() for a in range(p) for b in range(p)}
-    outstanding: set[tuple[int, str, int]] = set()
+    outstanding: set[Action] = set()
     while True:
         moves: list[tuple[str, Any]] = [("deliver", c) for c in travelling if travelling[c] and posted[c]]
         for rank in range(p):
@@ -161,14 +159,14 @@ def run_in_random_order(schedule: Schedule, seed: int) -> None:
         if move == "deliver":
             receive = posted[where].popleft()
             assert travelling[where].popleft() == receive.counterpart
-            outstanding.remove((receive.stage, receive.kind[-1], receive.microbatch))
+            outstanding.remove(receive.compute)
             continue
         action = schedule[where][position[where]]
         position[where] += 1
-        if action.kind in ("RECV_F", "RECV_B"):
+        if action.kind.receives:
             posted[action.counterpart.stage % p, where].append(action)
-            outstanding.add((action.stage, action.kind[-1], action.microbatch))
-        elif action.kind in ("SEND_F", "SEND_B"):
+            outstanding.add(action.compute)
+        elif action.kind.sends:
             travelling[where, action.counterpart.stage % p].append(action)
     assert position == [len(row) for row in schedule]
     assert not outstanding
@@ -183,7 +181,7 @@ def test_every_delay_ends_well() -> None:
 def test_forwards_run_alone() -> None:
     """Without gradients a rank skips its backward actions; the rest is still a schedule."""
     for seed, shape in enumerate(SMALL):
-        forwards = tuple(tuple(a for a in row if a.kind in ("F", "SEND_F", "RECV_F")) for row in made(*shape))
+        forwards = tuple(tuple(a for a in row if a.kind.compute is Kind.FORWARD) for row in made(*shape))
         run_in_random_order(forwards, seed)
 
 

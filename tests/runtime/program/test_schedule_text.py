@@ -13,7 +13,6 @@ from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 from autoptd.runtime.program.schedule_text import format_schedule, parse_schedule, schedule_grid
 
 GOLDEN = Path(__file__).parent / "golden"
-KINDS: tuple[Kind, ...] = ("F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
 SHAPES = [
     ("1f1b", 4, 8, 1),
     ("interleaved_1f1b", 2, 4, 2),
@@ -21,7 +20,7 @@ SHAPES = [
     ("gpipe", 2, 4, 2),
 ]
 
-actions = st.builds(Action, st.integers(0, 3), st.sampled_from(KINDS), st.integers(0, 9))
+actions = st.builds(Action, st.integers(0, 3), st.sampled_from(Kind), st.integers(0, 9))
 # Short patterns that come again, which is what the writer looks for.
 repeats = st.lists(
     st.builds(
@@ -104,7 +103,7 @@ def test_steady_state_of_1f1b_is_one_line() -> None:
 
 def test_a_person_may_write_it_shorter() -> None:
     assert parse_schedule("") == ()
-    assert parse_schedule("0F0 1SEND_F3") == (Action(0, "F", 0), Action(1, "SEND_F", 3))
+    assert parse_schedule("0F0 1SEND_F3") == (Action(0, Kind("F"), 0), Action(1, Kind("SEND_F"), 3))
     nested = parse_schedule("forward: ((0F0)x2 +1 1F0) x2 +10\nsteady, 2 times, microbatch +1: 0B0")
     assert " ".join(map(str, nested)) == "0F0 0F1 1F0 0F10 0F11 1F10 0B0 0B1"
 
