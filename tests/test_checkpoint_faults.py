@@ -24,7 +24,9 @@ import autoptd
 from autoptd.runtime.checkpoint import files
 from autoptd.runtime.checkpoint.files import RECORD, find_step
 from autoptd.runtime.checkpoint.loading import read_step
-from autoptd.runtime.checkpoint.safetensors_stream import check_header
+from autoptd.runtime.checkpoint.record import read_rank_record
+from autoptd.runtime.checkpoint.regions import Region
+from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.module.parallel import Parallel
 from samples.benchmarks.process_memory import begin_peak, read_memory
@@ -188,7 +190,7 @@ def damage_files(folder: Path, times: int, draw: random.Random) -> None:
     moments = {id(p): s["momentum_buffer"] for p, s in optimizer.state.items()}
     kept = {number: moment.clone() for number, moment in moments.items()}
     files = sorted(step.iterdir())
-    assert len(files) == 6
+    assert len(files) == 12
     for _ in range(times):
         file = draw.choice(files)
         whole = file.read_bytes()
@@ -238,7 +240,7 @@ def test_a_damaged_one_names_the_good_one_before_it(tmp_path: Path) -> None:
             parallel.load_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["COMMIT", RECORD, "rank_00001.json", "rank_00001.safetensors"])
+@pytest.mark.parametrize("name", ["COMMIT", RECORD, "rank_00001.json", "rank_00001_000.safetensors"])
 def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     step = save_trained(tmp_path)
     (step / name).unlink()
@@ -248,8 +250,8 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     step = save_trained(tmp_path)
-    (step / "rank_00001.safetensors").unlink()
-    os.mkfifo(step / "rank_00001.safetensors")
+    (step / "rank_00001_000.safetensors").unlink()
+    os.mkfifo(step / "rank_00001_000.safetensors")
     with pytest.raises(autoptd.CheckpointError, match="is no regular file"):
         bind()[0].load_checkpoint(step)
 
@@ -331,15 +333,28 @@ def change_text(text: bytes, draw: random.Random) -> bytes:
 
 def fuzz_headers(step: Path, times: int, draw: random.Random) -> int:
     """How many changed headers were refused."""
-    data = (step / "rank_00000.safetensors").read_bytes()
+    data = (step / "rank_00000_000.safetensors").read_bytes()
+    pieces = read_rank_record(step, 0).files[0].pieces
     length = int.from_bytes(data[:8], "little")
     refused = 0
     for _ in range(times):
+        digest = write_hostile(step / "hostile", change_text(data[8 : 8 + length], draw), data[8 + length :])
         try:
-            check_header(change_text(data[8 : 8 + length], draw), len(data) - 8 - length, "file")
+            with open_tensors(step / "hostile", digest) as reader:
+                for piece in pieces:
+                    sizes = piece.region.sizes
+                    whole = Region((0,) * len(sizes), sizes)
+                    read_region(reader, piece.key, (piece.dtype, sizes), whole)
         except autoptd.CheckpointError:
             refused += 1
     return refused
+
+
+def write_hostile(path: Path, header: bytes, data: bytes) -> str:
+    """A safetensors file with any header; its SHA-256."""
+    text = len(header).to_bytes(8, "little") + header + data
+    path.write_bytes(text)
+    return sha256(text).hexdigest()
 
 
 def fuzz_records(step: Path, times: int, draw: random.Random) -> int:
@@ -400,9 +415,9 @@ def test_a_long_text_takes_bounded_memory(unit: str, tmp_path: Path) -> None:
     """What JSON of the greatest length becomes in memory."""
     before = begin_peak()
     count = (files._TEXT_LIMIT - 2) // (len(unit) + 1)
-    text = b"[" + b",".join([unit.encode()] * count) + b"]"
-    with pytest.raises(autoptd.CheckpointError, match="expected an object"):
-        check_header(text, 10, "file")
+    (tmp_path / "rank_00000.json").write_bytes(b"[" + b",".join([unit.encode()] * count) + b"]")
+    with pytest.raises(autoptd.CheckpointError, match="its format is None"):
+        read_rank_record(tmp_path, 0)
     assert read_memory("VmHWM") - before < 800e6
 
 
@@ -420,6 +435,10 @@ def test_a_long_text_takes_bounded_memory(unit: str, tmp_path: Path) -> None:
         [],
     ],
 )
-def test_a_hostile_header_is_refused(header: Any) -> None:
-    with pytest.raises(autoptd.CheckpointError, match=r"^file"):
-        check_header(json.dumps(header).encode(), 16, "file")
+def test_a_hostile_header_is_refused(header: Any, tmp_path: Path) -> None:
+    digest = write_hostile(tmp_path / "file", json.dumps(header).encode(), bytes(16))
+    with (
+        pytest.raises(autoptd.CheckpointError, match=r"^.*file is no safetensors file of this checkpoint"),
+        open_tensors(tmp_path / "file", digest) as reader,
+    ):
+        reader.get_tensor("a")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.checkpoint import regions
+from autoptd.runtime.checkpoint import loading, regions, saving
 from autoptd.runtime.checkpoint.error import own_number
-from autoptd.runtime.checkpoint.safetensors_stream import DTYPES, PieceFile
+from autoptd.runtime.checkpoint.tensor_file import open_tensors
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import ThreadGroup
 from autoptd.runtime.module.parallel import Parallel
@@ -37,7 +37,9 @@ from tests.runtime.chain import Chain
 from tests.test_checkpoint_precision import start, step
 
 MeshShape = tuple[int, int, int]
-PIECE = 64  # elements: small pieces, so that what is read too much with them is little of these small models
+# Small pieces and files, so that what is read too much with them is little of these small models.
+PIECE = 64  # elements
+FILE_BYTES = 8 * PIECE
 
 
 @dataclass
@@ -51,17 +53,21 @@ class Bytes:
 
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Bytes of pieces read, by the thread that read them, which is a rank."""
+    """Bytes of tensors in the files read, by the thread that read them, which is a rank."""
     counts: Counter[int] = Counter()
-    read = PieceFile.read
 
-    def count(file: PieceFile, key: str, digest: str) -> Tensor:
-        tensor = read(file, key, digest)
-        counts[threading.get_ident()] += tensor.nbytes
-        return tensor
+    def count(path: Path, digest: str) -> Any:
+        counts[threading.get_ident()] += data_bytes(path)
+        return open_tensors(path, digest)
 
-    monkeypatch.setattr(PieceFile, "read", count)
+    monkeypatch.setattr(loading, "open_tensors", count)
     return counts
+
+
+def data_bytes(path: Path) -> int:
+    """Bytes of the tensors in a safetensors file."""
+    data = path.read_bytes()
+    return len(data) - 8 - int.from_bytes(data[:8], "little")
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +75,7 @@ def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of a few parameters each, whose bounds fall elsewhere on each mesh."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 20_000)
     monkeypatch.setattr(regions, "PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(saving, "FILE_BYTES", FILE_BYTES)
 
 
 def read_logical(folder: Path) -> tuple[dict[str, Tensor], Any]:
@@ -78,15 +85,17 @@ def read_logical(folder: Path) -> tuple[dict[str, Tensor], Any]:
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for file in sorted(path.glob("rank_*.json")):
-        stored = load_file(file.with_suffix(".safetensors"))
-        for piece in json.loads(file.read_text())["pieces"]:
-            key, shape = f"{piece['name']}:{piece['state']}", record["tensors"][piece["name"]]["shape"]
-            into = whole.setdefault(key, torch.zeros(shape, dtype=DTYPES[piece["dtype"]]))
-            times = seen.setdefault(key, torch.zeros(shape, dtype=torch.int))
-            box = tuple(slice(a, a + n) for a, n in zip(piece["starts"], piece["lengths"], strict=True))
-            own = f"{piece['name']}{':' * bool(piece['state'])}{piece['state']}@{','.join(map(str, piece['starts']))}"
-            into[box] = stored[own]
-            times[box] += 1
+        for number, entry in enumerate(json.loads(file.read_text())["files"]):
+            stored = load_file(file.with_name(f"{file.stem}_{number:03}.safetensors"))
+            for piece in entry["pieces"]:
+                key, shape = f"{piece['name']}:{piece['state']}", record["tensors"][piece["name"]]["shape"]
+                into = whole.setdefault(key, torch.zeros(shape, dtype=getattr(torch, piece["dtype"])))
+                times = seen.setdefault(key, torch.zeros(shape, dtype=torch.int))
+                offsets, sizes = piece["region"]["offsets"], piece["region"]["sizes"]
+                region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+                state = ":" * bool(piece["state"]) + piece["state"]
+                into[region] = stored[f"{piece['name']}{state}@{','.join(map(str, offsets))}"]
+                times[region] += 1
     assert all(bool((times == 1).all()) for times in seen.values())
     return whole, record["optimizer"]["values"]
 
@@ -106,9 +115,8 @@ def measure(
     parallel.save_checkpoint(folder, optimizer)
     before = reads[threading.get_ident()]
     parallel.load_checkpoint(folder, optimizer)
-    (file,) = folder.glob(f"step_*/rank_{own_number(connection.rank):05}.safetensors")
-    data = file.read_bytes()
-    written = len(data) - 8 - int.from_bytes(data[:8], "little")
+    files = folder.glob(f"step_*/rank_{own_number(connection.rank):05}_*.safetensors")
+    written = sum(map(data_bytes, files))
     return Bytes(own_bytes(parallel, optimizer), written, reads[threading.get_ident()] - before)
 
 

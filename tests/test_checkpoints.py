@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import resource
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.checkpoint import files, saving
-from autoptd.runtime.checkpoint.safetensors_stream import write_pieces
+from autoptd.runtime.checkpoint.tensor_file import write_tensors
 from autoptd.runtime.module.parallel import Parallel
 from tests.checkpoints import CONFIGS, assert_same, compile_config, run_mesh
 from tests.generated_models import make_batch
@@ -55,11 +56,13 @@ def test_a_folder_is_plain_data(tmp_path: Path) -> None:
         "COMMIT",
         "checkpoint.json",
         "rank_00000.json",
-        "rank_00000.safetensors",
+        "rank_00000_000.safetensors",
+        "rank_00000_001.safetensors",
+        "rank_00000_002.safetensors",
     ]
-    stored = load_file(folder / "rank_00000.safetensors")
+    stored = load_file(folder / "rank_00000_000.safetensors")
     assert torch.equal(stored["tokens.weight@0,0"], parallel.state_dict()["tokens.weight"])
-    assert "tokens.weight:exp_avg@0,0" in stored
+    assert "tokens.weight:exp_avg@0,0" in load_file(folder / "rank_00000_001.safetensors")
 
 
 def test_nothing_unpickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +86,13 @@ def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path, monkeypatch: pyte
     step(parallel, optimizer)
     before = copy_state(parallel)
     moments = {id(p): s["exp_avg"].clone() for p, s in optimizer.state.items()}
-    write = write_pieces
+    write = write_tensors
 
     def write_late(*args: Any) -> Any:
         time.sleep(0.2)
         return write(*args)
 
-    monkeypatch.setattr(saving, "write_pieces", write_late)
+    monkeypatch.setattr(saving, "write_tensors", write_late)
     parallel.save_checkpoint(tmp_path, optimizer, asynchronous=True)
     assert not list(tmp_path.glob("*/COMMIT"))
     with torch.no_grad():
@@ -309,7 +312,11 @@ def test_one_ranks_failed_write_is_every_ranks_error(
         return [*said, parallel.load_checkpoint(tmp_path)]
 
     for said in run_ranks(work, 2):
-        assert said == [f"OSError: [Errno 27] File too large (on rank {failing} of 2)", 1]
+        assert re.fullmatch(
+            rf".*/rank_0000{failing}_000.safetensors cannot be written: .*File too large .*\(on rank {failing} of 2\)",
+            said[0],
+        )
+        assert said[1:] == [1]
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
@@ -334,7 +341,7 @@ def test_a_damaged_file_on_one_rank_is_every_ranks_error(tmp_path: Path) -> None
         parallel.save_checkpoint(tmp_path, own)
 
     run_mesh("packed", (1, 2, 1), "sgd", save)
-    file = tmp_path / "step_00000000" / "rank_00001.safetensors"
+    file = tmp_path / "step_00000000" / "rank_00001_000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -349,7 +356,7 @@ def test_a_damaged_file_on_one_rank_is_every_ranks_error(tmp_path: Path) -> None
         return str(caught.value)
 
     for said in run_mesh("packed", (1, 2, 1), "sgd", load):
-        assert "rank_00001.safetensors" in str(said)
+        assert "rank_00001_000.safetensors" in str(said)
         assert str(said).endswith("(on rank 1 of 2)")
 
 

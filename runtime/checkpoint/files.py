@@ -1,8 +1,8 @@
-"""The files of checkpoints: written whole or not at all, committed last, listed, and the oldest removed.
+"""The files of checkpoints: each written whole or not at all, the commit last; finding and removing them.
 
-A folder has a folder for each step, ``step_00000042``, or ``step_00000042_2`` where the step was saved before. COMMIT
-is written into it when everything else is on disk: its number in the order of commits, the SHA-256 of checkpoint.json,
-and the SHA-256 of both. What has no COMMIT was never finished.
+A folder has a folder for each step, ``step_00000042``, or ``step_00000042_2`` if the step was saved before. COMMIT
+is written into it when all other files are on disk; it has the number of the commit in their order, the SHA-256 of
+checkpoint.json, and the SHA-256 of both. A folder without COMMIT is an unfinished save.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from autoptd.runtime.checkpoint.error import CheckpointError
 
 COMMIT, RECORD = "COMMIT", "checkpoint.json"
 _STEP = re.compile(r"step_(\d{8,18})(?:_([1-9]\d{0,8}))?", re.ASCII)
-_TEXT_LIMIT = 16 << 20  # bytes of JSON: what it becomes in memory is up to 44 times as much
+_TEXT_LIMIT = 16 << 20  # bytes of JSON, which takes up to 44 times as much once it is parsed
 
 
 @dataclass(frozen=True)
 class StepFolder:
-    """One step's folder. `number` counts the commits; None: there is none, or, with a `problem`, a damaged one."""
+    """The folder of a step. `number` counts the commits; None for no commit or, with a `problem`, a damaged one."""
 
     path: Path
     order: tuple[int, int]
@@ -35,20 +36,18 @@ class StepFolder:
     problem: str = ""
 
 
-def write_file(path: Path, blocks: Iterable[Any]) -> None:
-    """Write the `blocks` of bytes to `path`: it has all of them, on disk, or does not exist."""
+@contextmanager
+def create_file(path: Path) -> Iterator[Path]:
+    """Yield a name to write a file under, which then becomes `path`: it is whole and on disk, or does not exist."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with open(unfinished, "wb") as file:
-        for block in blocks:
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
+    yield unfinished
+    sync(unfinished)
     os.replace(unfinished, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in the folder `path` on disk."""
+def sync(path: Path) -> None:
+    """Have the contents of a file, or the names in a folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,26 +55,28 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_file(path: Path, size: int | None = None) -> BinaryIO:
-    """The regular file `path`, of `size` bytes where that is known, for reading; else CheckpointError."""
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` to the new file `path`, as `create_file` does."""
+    with create_file(path) as unfinished:
+        unfinished.write_bytes(data)
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open the regular file `path` for reading; CheckpointError if it cannot be read, or is something else."""
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # a pipe would else be waited for
+        file = os.fdopen(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
+        )  # opening a pipe would wait otherwise
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is not whole") from error
-    status = os.fstat(file.fileno())
-    problem = ""
-    if not stat.S_ISREG(status.st_mode):
-        problem = "is no regular file"
-    elif size is not None and status.st_size != size:
-        problem = f"has {status.st_size} bytes, expected {size}: the file is damaged"
-    if problem:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise CheckpointError(f"{path} {problem}")
+        raise CheckpointError(f"{path} is no regular file")
     return file
 
 
 def read_text(path: Path, digest: str | None = None) -> bytes:
-    """The bytes of a JSON file; CheckpointError where it is too large, or its SHA-256 is not `digest`."""
+    """Return the bytes of a JSON file; CheckpointError if it is too large, or its SHA-256 is not `digest`."""
     with open_file(path) as file:
         text = file.read(_TEXT_LIMIT + 1)
     check_length(text, path)
@@ -86,30 +87,30 @@ def read_text(path: Path, digest: str | None = None) -> bytes:
 
 
 def check_length(text: bytes, path: Path) -> None:
-    """CheckpointError for a JSON `text` that no reader would take."""
+    """Raise CheckpointError for a JSON `text` that is longer than readers accept."""
     if len(text) > _TEXT_LIMIT:
         raise CheckpointError(f"{path} is longer than {_TEXT_LIMIT} bytes, which no checkpoint's JSON may be")
 
 
 def make_step_folder(folder: Path, step: int) -> Path:
-    """Make and give a new folder for `step`: none that is there is touched."""
+    """Make a new folder for `step` and return it; existing ones are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     attempts = [f.order[1] for f in list_steps(folder) if f.order[0] == step]
     attempt = max(attempts, default=0) + 1
     path = folder / (f"step_{step:08}" + (f"_{attempt}" if attempt > 1 else ""))
     path.mkdir()
-    sync_folder(folder)
+    sync(folder)
     return path
 
 
 def commit_step(path: Path, record: bytes, number: int) -> None:
     """Write checkpoint.json and, when it and all other names are on disk, COMMIT."""
-    write_file(path / RECORD, [record])
-    write_file(path / COMMIT, [_write_commit(number, hashlib.sha256(record).hexdigest())])
+    write_file(path / RECORD, record)
+    write_file(path / COMMIT, _write_commit(number, hashlib.sha256(record).hexdigest()))
 
 
 def list_steps(folder: Path) -> list[StepFolder]:
-    """The step folders in `folder`, by step; others are none of ours."""
+    """Return the step folders in `folder`, by step, and ignore everything else there."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _STEP.fullmatch(path.name)
@@ -119,14 +120,14 @@ def list_steps(folder: Path) -> list[StepFolder]:
 
 
 def next_number(folder: Path) -> int:
-    """The number of the next commit in `folder`."""
+    """Return the number of the next commit in `folder`."""
     return max((step.number for step in list_steps(folder) if step.number is not None), default=0) + 1
 
 
 def find_step(folder: Path) -> StepFolder:
-    """The last committed checkpoint in `folder`, or `folder` itself where it is a step's.
+    """Return the last committed checkpoint in `folder`, or `folder` itself if it is a step's.
 
-    CheckpointError, naming the newest good one, where there is none or a COMMIT is damaged.
+    CheckpointError, which names the newest good one, if there is none or a COMMIT is damaged.
     """
     match = _STEP.fullmatch(folder.name)
     if match or (folder / COMMIT).exists():
@@ -149,7 +150,7 @@ def find_step(folder: Path) -> StepFolder:
 
 
 def name_earlier(step: StepFolder) -> str:
-    """Words for the good checkpoint before `step`, to be tried where this one is damaged; "" where there is none."""
+    """Return words that name the good checkpoint before `step`, a way out if this one is damaged; "" for none."""
     earlier = [
         s for s in _sort_committed(list_steps(step.path.parent)) if (s.number or 0) < (step.number or 0)
     ]
@@ -163,9 +164,9 @@ def remove_old(current: Path, keep: int) -> None:
     old = _sort_committed(steps)[:-keep]
     old += [s for s in steps if s.number is None and not s.problem and s.order < own.order]
     for step in old:
-        # Without its COMMIT it is no checkpoint, however far the removal comes.
+        # Without its COMMIT it is no checkpoint, even if the removal breaks off.
         (step.path / COMMIT).unlink(missing_ok=True)
-        sync_folder(step.path)
+        sync(step.path)
         shutil.rmtree(step.path)
 
 
@@ -180,7 +181,7 @@ def _read_step(path: Path, order: tuple[int, int]) -> StepFolder:
     match = re.fullmatch(rb"([1-9]\d{0,17}) ([0-9a-f]{64}) [0-9a-f]{64}\n", text)
     if match is None or text != _write_commit(int(match[1]), match[2].decode()):
         return StepFolder(
-            path, order, None, problem=f"{file} is damaged: it has not the hash of what it says"
+            path, order, None, problem=f"{file} is damaged: its hash is not that of its contents"
         )
     return StepFolder(path, order, int(match[1]), match[2].decode())
 

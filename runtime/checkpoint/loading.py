@@ -1,4 +1,4 @@
-"""Loading a checkpoint: each rank its slices, into fresh memory, checked; then, when all ranks could, taken over."""
+"""Loading a checkpoint: each rank reads and checks its slices in fresh memory; if all ranks could, they take over."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from autoptd.runtime.checkpoint.optimizer_state import (
     take_groups,
 )
 from autoptd.runtime.checkpoint.record import (
-    RankRecord,
     Record,
+    StoredFile,
     StoredGroup,
     StoredPiece,
     StoredTensor,
@@ -32,20 +32,20 @@ from autoptd.runtime.checkpoint.record import (
     read_rank_record,
     read_record,
 )
-from autoptd.runtime.checkpoint.regions import Box, Part, list_parts
-from autoptd.runtime.checkpoint.safetensors_stream import DTYPES, PieceFile
+from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
+from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
 from autoptd.runtime.optimizer.zero1 import Shard
 from autoptd.runtime.program.tagged_json import decode_value, encode_value
 from autoptd.runtime.weights.slices import compiled_in, hash_values
 
-Key = tuple[str, str]  # a tensor's name, and a state's or ""
+Key = tuple[str, str]  # the name of a tensor, and of an optimizer state or ""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint as this rank will have it, in memory of its own: slices, or what its replica has of them in rows."""
+    """The part of a checkpoint for this rank, in fresh memory: slices, or the flat ranges of them that it steps."""
 
     record: Record | None
     tensors: Mapping[str, Tensor]
@@ -57,16 +57,17 @@ class Loaded:
 
 
 class Copy(NamedTuple):
-    """Of the piece, `source` goes to `target`, memory of this rank's own."""
+    """A region of a stored piece, and the memory to copy it to."""
 
-    source: Box
+    stored: StoredPiece
+    region: Region
     target: Tensor
 
 
 def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
-    """Take the last committed checkpoint of `folder` over; give its data. Every rank must call it.
+    """Load the last committed checkpoint in `folder` and return its data. Every rank must call it.
 
-    CheckpointError on every rank, and nothing changed on any, where one cannot.
+    CheckpointError on every rank, with nothing changed on any, if one cannot.
     """
     rank, name = training.rank, ""
     error: Exception | None = None
@@ -115,14 +116,14 @@ def _read_good(training: Training, path: Path) -> Loaded:
 
 
 def read_step(training: Training, step: StepFolder) -> Loaded:
-    """This rank's part of a committed step, every byte of it verified; changes nothing. CheckpointError."""
+    """Return this rank's part of a committed step, every byte of it verified. CheckpointError; changes nothing."""
     record = read_record(step)
     place = str(step.path / RECORD)
     _check_model(training, record, place)
     groups = _match_groups(training, record, place) if training.optimizer is not None else []
     trained = {name for group in groups for name in group.params}
     wanted = {
-        (name, state): DTYPES[dtype]
+        (name, state): dtype
         for name in training.slices
         if name in record.tensors
         for state, dtype in _list_states(record.tensors[name], name in trained)
@@ -130,13 +131,13 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
     found = _assemble(training, record, step.path, wanted)
     tensors = {name: tensor for (name, state), tensor in found.items() if not state}
     values = record.optimizer.values if record.optimizer else {}
-    # No piece is of a tensor without elements: an optimizer makes states of it anew.
+    # A tensor without elements has no pieces: an optimizer makes its states anew.
     held = {name: values.get(name, {}) for name in trained if training.slices[name].numel()}
     states = {name: _decode(held.get(name, {}), f"{place}: {name}") for name in trained}
     for (name, state), tensor in found.items():
         if state:
             states[name][state] = tensor
-    del found  # states are freed where they are joined
+    del found  # `join_shards` frees states one by one
     return Loaded(
         record,
         tensors,
@@ -158,7 +159,7 @@ def _check_proved(training: Training, tensors: Mapping[str, Tensor], folder: Pat
 
 def _take_over(training: Training, loaded: Loaded) -> None:
     with torch.no_grad():
-        for name in loaded.tensors.keys() - training.runs.keys():
+        for name in loaded.tensors.keys() - training.flats.keys():
             training.slices[name].copy_(loaded.tensors[name])
         for shard in training.shards:
             shard.restore(loaded.tensors).wait()
@@ -198,10 +199,10 @@ def _check_model(training: Training, record: Record, place: str) -> None:
                 f"{expected[0]} of shape {list(expected[1])}"
             )
         here = dtypes.get(name)
-        if here is not None and stored.dtype and DTYPES[stored.dtype] is not here:
+        if here is not None and stored.dtype is not None and stored.dtype is not here:
             raise CheckpointError(
-                f"{place}: {name} is {DTYPES[stored.dtype]}, and the model's {here}: nothing is converted "
-                f"in silence; compile the model with that tensor in {DTYPES[stored.dtype]}"
+                f"{place}: {name} is {stored.dtype}, and the model's {here}: loading converts nothing; compile the "
+                f"model with that tensor in {stored.dtype}"
             )
 
 
@@ -257,104 +258,81 @@ def _match_schedulers(training: Training, record: Record, place: str) -> dict[st
     return states
 
 
-def _list_states(stored: StoredTensor, trained: bool) -> list[tuple[str, Any]]:
-    """A stored tensor's own dtype under "", and, where it is `trained`, those of its states."""
-    own = [("", stored.dtype)] if stored.dtype else []
+def _list_states(stored: StoredTensor, trained: bool) -> list[tuple[str, torch.dtype]]:
+    """Return the dtype of a stored tensor under "" and, if it is `trained`, those of its optimizer states."""
+    own = [("", stored.dtype)] if stored.dtype is not None else []
     return [*own, *(stored.states.items() if trained else ())]
 
 
 def _assemble(
     training: Training, record: Record, folder: Path, wanted: Mapping[Key, torch.dtype]
 ) -> dict[Key, Tensor]:
-    """What this rank has of the `wanted` tensors: zeros where they are padded, every other element from a piece."""
-    names, runs = {name for name, _ in wanted}, training.runs
-    parts = {name: list_parts(training.manifest, training.rank, name, runs.get(name)) for name in names}
+    """Return this rank's parts of the `wanted` tensors: zeros for padding, every other element from a piece."""
+    names, flats = {name for name, _ in wanted}, training.flats
+    pieces = {name: list_pieces(training.manifest, training.rank, name, flats.get(name)) for name in names}
     fresh = {
-        key: torch.zeros((run.end - run.first,) if run else training.slices[key[0]].shape, dtype=dtype)
-        for key, dtype in wanted.items()
-        for run in [runs.get(key[0])]
+        (name, state): torch.zeros(
+            training.slices[name].shape if (flat := flats.get(name)) is None else (flat.end - flat.first,),
+            dtype=dtype,
+        )
+        for (name, state), dtype in wanted.items()
     }
-    covered: dict[Key, list[Box]] = {key: [] for key in wanted}
-    copies: dict[int, list[tuple[StoredPiece, list[Copy]]]] = {}
-    ranks: dict[int, RankRecord] = {}
-    for number in sorted({number for name in names for number in record.tensors[name].ranks}):
-        ranks[number] = read_rank_record(folder, number, record.ranks[number])
-        copies[number] = []
-        for piece in ranks[number].pieces:
-            key = piece.name, piece.state
-            if key not in wanted:
-                continue
-            box = _check_piece(piece, record.tensors[piece.name], rank_file(folder, number, "json"))
-            own = []
-            for part in parts[piece.name]:
-                if (overlap := part.box.meet(box)) is not None:
-                    covered[key].append(overlap)
-                    target, run = overlap.moved(part.box.starts, part.local), runs.get(piece.name)
-                    view = fresh[key][target.slices] if run is None else run.view(fresh[key], target)
-                    own.append(Copy(overlap.moved(box.starts, (0,) * len(box.starts)), view))
-            if own:
-                copies[number].append((piece, own))
-    for key, boxes in covered.items():
-        _check_cover(key, parts[key[0]], boxes, folder)
-    for number, own_copies in copies.items():
-        if own_copies:
-            _copy_pieces(folder, ranks[number], own_copies)
+    covered: dict[Key, list[Region]] = {key: [] for key in wanted}
+    for rank in sorted({rank for name in names for rank in record.tensors[name].ranks}):
+        for number, file in enumerate(read_rank_record(folder, rank, record.ranks[rank]).files):
+            path, copies = rank_file(folder, rank, number), []
+            for stored in file.pieces:
+                if (key := (stored.name, stored.state)) not in wanted:
+                    continue
+                _check_piece(stored, record.tensors[stored.name], rank_file(folder, rank))
+                for piece in pieces[stored.name]:
+                    if (region := piece.region.intersect(stored.region)) is not None:
+                        covered[key].append(region)
+                        target = piece.crop(region).view(fresh[key], flats.get(stored.name))
+                        copies.append(Copy(stored, region.relative_to(stored.region), target))
+            if copies:
+                _copy_regions(path, file, copies)
+    for key, regions in covered.items():
+        _check_cover(key, pieces[key[0]], regions, folder)
     return fresh
 
 
-def _check_piece(piece: StoredPiece, stored: StoredTensor, path: Path) -> Box:
-    """The piece's box, which must lie in its tensor."""
-    box = Box(piece.starts, piece.lengths)
-    dtype = stored.states.get(piece.state) if piece.state else stored.dtype
-    inside = len(box.starts) == len(stored.shape) and all(
-        start + length <= size
-        for start, length, size in zip(box.starts, box.lengths, stored.shape, strict=True)
-    )
+def _check_piece(piece: StoredPiece, tensor: StoredTensor, path: Path) -> None:
+    """Raise CheckpointError unless the piece lies inside its tensor and has its dtype."""
+    dtype = tensor.states.get(piece.state) if piece.state else tensor.dtype
+    ends = [part.stop for part in piece.region.slices]
+    inside = len(ends) == len(tensor.shape) and all(map(int.__le__, ends, tensor.shape))
     if not inside or piece.dtype != dtype:
         raise CheckpointError(
-            f"{path}: {piece.key} is {piece.dtype} from {box.starts}, {box.lengths} long, and its tensor {dtype} of "
-            f"shape {list(stored.shape)}"
+            f"{path}: {piece.key} is {piece.dtype} and ends at {ends}, and its tensor is {dtype} of shape "
+            f"{list(tensor.shape)}"
         )
-    return box
 
 
-def _check_cover(key: Key, parts: Sequence[Part], boxes: Sequence[Box], folder: Path) -> None:
-    """Every element of the `parts` must be in exactly one of the `boxes`."""
-    for part in parts:
-        seen = torch.zeros(part.box.lengths, dtype=torch.bool)
-        for box in boxes:
-            if (own := box.meet(part.box)) is not None:
-                view = seen[own.moved(part.box.starts, (0,) * len(own.starts)).slices]
+def _check_cover(key: Key, pieces: Sequence[Piece], regions: Sequence[Region], folder: Path) -> None:
+    """Raise CheckpointError unless every element of the `pieces` is in exactly one of the `regions`."""
+    for piece in pieces:
+        seen = torch.zeros(piece.region.sizes, dtype=torch.bool)
+        for region in regions:
+            if (own := region.intersect(piece.region)) is not None:
+                view = seen[own.relative_to(piece.region).slices]
                 if view.any():
-                    raise CheckpointError(f"{folder}: two pieces of {':'.join(key)} overlap at {own.starts}")
+                    raise CheckpointError(
+                        f"{folder}: two pieces of {':'.join(key)} overlap at {own.offsets}: the checkpoint is damaged"
+                    )
                 view.fill_(True)
         if not seen.all():
             raise CheckpointError(
-                f"{folder}: elements of {':'.join(key)} from {part.box.starts} on are missing"
+                f"{folder}: elements of {':'.join(key)} from {piece.region.offsets} on are missing: the checkpoint "
+                "is damaged"
             )
 
 
-def _copy_pieces(
-    folder: Path,
-    record: RankRecord,
-    copies: Sequence[tuple[StoredPiece, Sequence[Copy]]],
-) -> None:
-    path = rank_file(folder, record.rank, "safetensors")
-    with PieceFile(path, record.size, record.header) as file:
-        if set(file.entries) != {piece.key for piece in record.pieces}:
-            raise CheckpointError(
-                f"{path} has other tensors than {rank_file(folder, record.rank, 'json').name} says"
-            )
-        for piece, own in sorted(copies, key=lambda item: file.entries[item[0].key].begin):
-            entry = file.entries[piece.key]
-            if (entry.dtype, entry.shape) != (piece.dtype, piece.lengths):
-                raise CheckpointError(
-                    f"{path}: {piece.key} is {entry.dtype}{list(entry.shape)}, expected {piece.dtype}"
-                    f"{list(piece.lengths)}"
-                )
-            tensor = file.read(piece.key, piece.sha256)
-            for source, target in own:
-                target.copy_(tensor[source.slices])
+def _copy_regions(path: Path, file: StoredFile, copies: Sequence[Copy]) -> None:
+    with open_tensors(path, file.sha256) as reader:
+        for stored, region, target in copies:
+            like = stored.dtype, stored.region.sizes
+            target.copy_(read_region(reader, stored.key, like, region))
 
 
 def _decode(value: Any, place: str) -> Any:

@@ -1,8 +1,7 @@
-"""What the JSON files of a checkpoint say: one of each rank, of its pieces, and one of the whole."""
+"""The JSON files of a checkpoint: one of each rank, which lists its pieces, and one of the whole."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,38 +9,47 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.checkpoint.files import RECORD, StepFolder, check_length, read_text
-from autoptd.runtime.checkpoint.safetensors_stream import TypeName
+from autoptd.runtime.checkpoint.regions import Region
+from autoptd.runtime.checkpoint.tensor_file import check_dtype
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.manifest_json import decode, encode, write_fields
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.tagged_json import read_json
 
-FORMAT = "autoptd checkpoint 2"
+FORMAT = "autoptd checkpoint 3"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A box of the tensor `name`, or with `state` of this state of its optimizer; `sha256` of its bytes."""
+    """A region of the tensor `name`, or of the `state` that an optimizer keeps of it."""
 
     name: str
     state: str
-    dtype: TypeName
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    sha256: str
+    dtype: torch.dtype
+    region: Region
 
     @property
     def key(self) -> str:
-        """What the piece is called in its file."""
-        return piece_key(self.name, self.state, self.starts)
+        """The name in the file: ``wte.weight@0,0``, or of an optimizer's state ``wte.weight:exp_avg@0,0``."""
+        return f"{self.name}{':' * bool(self.state)}{self.state}@{','.join(map(str, self.region.offsets))}"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A safetensors file, by its SHA-256, and the pieces in it."""
+
+    sha256: str
+    pieces: tuple[StoredPiece, ...]
 
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group of an optimizer: the parameters in it, and its hyperparameters (tagged)."""
+    """A parameter group of an optimizer: the names of its parameters, and its hyperparameters (tagged)."""
 
     params: tuple[str, ...]
     options: Mapping[str, Any]
@@ -49,7 +57,7 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """An optimizer but for its tensors; `values` (tagged) by the parameter's name, then the state's."""
+    """An optimizer without its tensors; `values` (tagged) by the parameter's name, then the state's."""
 
     kind: str
     groups: tuple[StoredGroup, ...]
@@ -58,7 +66,7 @@ class StoredOptimizer:
 
 @dataclass(frozen=True)
 class StoredSchedulers:
-    """States (tagged) of one rank's schedulers by their names, and the parameters of each group they schedule."""
+    """The states (tagged) of one rank's schedulers by name, and the parameters of each group that they schedule."""
 
     groups: tuple[tuple[str, ...], ...]
     states: Mapping[str, Any]
@@ -66,7 +74,7 @@ class StoredSchedulers:
 
 @dataclass(frozen=True)
 class StoredScale:
-    """The factor of a float16 loss, and how many steps went well in a row."""
+    """The scale of a float16 loss, and the number of finite steps since it last changed."""
 
     value: float
     finite_steps: int
@@ -74,27 +82,25 @@ class StoredScale:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """rank_00003.json: what rank 3 wrote. `size` and `header` (a SHA-256) are those of rank_00003.safetensors.
+    """rank_00003.json: the `files` of rank 3, rank_00003_000.safetensors and so on.
 
-    One rank of each pipeline rank's says what its optimizer and `schedulers` hold beside tensors.
+    One rank of each pipeline stage also stores the values of its `optimizer` and `schedulers` that are no tensors.
     """
 
     rank: int
-    size: int
-    header: str
-    pieces: tuple[StoredPiece, ...]
+    files: tuple[StoredFile, ...]
     optimizer: StoredOptimizer | None = None
     schedulers: StoredSchedulers | None = None
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the model: `states` are the dtypes of its optimizer's, `ranks` those who wrote pieces of either."""
+    """A tensor of the model: `states` has the dtypes of its optimizer states, `ranks` the ranks that wrote pieces."""
 
     shape: tuple[int, ...]
     kind: Literal["parameter", "buffer"]
-    dtype: TypeName | None
-    states: Mapping[str, TypeName]
+    dtype: torch.dtype | None
+    states: Mapping[str, torch.dtype]
     ranks: tuple[int, ...]
 
 
@@ -102,7 +108,7 @@ class StoredTensor:
 class Record:
     """checkpoint.json: the whole checkpoint. `ranks` has the SHA-256 of each rank's JSON file.
 
-    `seed` and `call` are what dropout depends on, `schedulers` those of each pipeline rank, and `data` (tagged) is the
+    `seed` and `call` determine dropout, `schedulers` has those of each pipeline rank, and `data` (tagged) is the
     user's.
     """
 
@@ -119,29 +125,26 @@ class Record:
     data: Any
 
 
-def piece_key(name: str, state: str, starts: Sequence[int]) -> str:
-    """``wte.weight@0,0`` of the model's tensor, ``wte.weight:exp_avg@0,0`` of its optimizer's state."""
-    return f"{name}{':' * bool(state)}{state}@{','.join(map(str, starts))}"
-
-
-def rank_file(folder: Path, rank: int, suffix: str) -> Path:
-    """A rank's file in a step's folder; `suffix` "json" or "safetensors"."""
-    return folder / f"rank_{rank:05}.{suffix}"
+def rank_file(folder: Path, rank: int, number: int | None = None) -> Path:
+    """Return the path of a rank's JSON file in a step's folder, or of its safetensors file `number`."""
+    return folder / (f"rank_{rank:05}" + (".json" if number is None else f"_{number:03}.safetensors"))
 
 
 def write_record(record: Record | RankRecord, path: Path) -> bytes:
-    """The JSON text of a file."""
+    """Return `record` as the JSON text of the file `path`."""
     text = write_fields({"format": FORMAT, **encode(record)}).encode()
     check_length(text, path)
     return text
 
 
 def read_record(step: StepFolder) -> Record:
-    """The checkpoint in a committed step's folder; CheckpointError where it is damaged."""
+    """Return the record in a committed step's folder; CheckpointError if it is damaged."""
     path = step.path / RECORD
     record = _decode(Record, read_text(path, step.digest), path)
     if record.number != step.number:
-        raise CheckpointError(f"{path} is of commit {record.number}, and COMMIT of {step.number}")
+        raise CheckpointError(
+            f"{path} belongs to commit {record.number}, and COMMIT to {step.number}: files of two checkpoints are mixed"
+        )
     scale = record.loss_scale
     if scale is not None and not (0 < scale.value < inf and 0 <= scale.finite_steps < 1 << 63):
         raise CheckpointError(f"{path} has the loss scale {scale.value} after {scale.finite_steps} steps")
@@ -149,45 +152,45 @@ def read_record(step: StepFolder) -> Record:
     if record.mesh.size != len(record.ranks) or not counted:
         raise CheckpointError(
             f"{path} has {len(record.ranks)} ranks on {record.mesh}, {record.call} calls and the seed {record.seed}: "
-            "it is none of ours"
+            "autoptd did not write it"
         )
     for name, tensor in record.tensors.items():
         sizes = (*tensor.shape, *tensor.ranks)
         if min(sizes, default=0) < 0 or max(tensor.ranks, default=0) >= len(record.ranks):
             raise CheckpointError(f"{path}: {name} has shape {tensor.shape} on ranks {tensor.ranks}")
+        for dtype in (*tensor.states.values(), *(() if tensor.dtype is None else (tensor.dtype,))):
+            check_dtype(dtype, f"{path}: {name}")
     return record
 
 
 def read_rank_record(folder: Path, rank: int, digest: str | None = None) -> RankRecord:
-    """What `rank` wrote; CheckpointError where that is damaged."""
-    path = rank_file(folder, rank, "json")
+    """Return the record of `rank`; CheckpointError if it is damaged."""
+    path = rank_file(folder, rank)
     found = _decode(RankRecord, read_text(path, digest), path)
     if found.rank != rank:
-        raise CheckpointError(f"{path} is of rank {found.rank}, expected {rank}")
-    for piece in found.pieces:
-        lengths = (*piece.starts, *piece.lengths)
-        if len(piece.starts) != len(piece.lengths) or min(lengths, default=0) < 0:
+        raise CheckpointError(f"{path} belongs to rank {found.rank}, expected {rank}")
+    for piece in (piece for file in found.files for piece in file.pieces):
+        offsets, sizes = piece.region.offsets, piece.region.sizes
+        if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
             raise CheckpointError(
-                f"{path}: a piece of {piece.name} has no box: {piece.starts}, {piece.lengths}"
+                f"{path}: a piece of {piece.name} has the offsets {offsets} and sizes {sizes}, which are no region"
             )
-        if not re.fullmatch("[0-9a-f]{64}", piece.sha256):
-            raise CheckpointError(f"{path}: a piece of {piece.name} has the SHA-256 {piece.sha256[:100]!r}")
     return found
 
 
 def join_records(manifest: Manifest, own: Record, ranks: Sequence[RankRecord]) -> Record:
-    """The whole, from `own` and what all `ranks` wrote; CheckpointError where their parts are not the whole."""
-    dtypes: dict[str, dict[str, TypeName]] = {}
+    """Complete `own` by the records of all `ranks`; CheckpointError unless their pieces are the whole model."""
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
     elements: Counter[tuple[str, str]] = Counter()
     writers: dict[str, set[int]] = {}
     for rank in ranks:
-        for piece in rank.pieces:
+        for piece in (piece for file in rank.files for piece in file.pieces):
             known = dtypes.setdefault(piece.name, {}).setdefault(piece.state, piece.dtype)
             if known != piece.dtype:
                 raise CheckpointError(
                     f"{piece.key} is {piece.dtype} on rank {rank.rank} and {known} elsewhere"
                 )
-            elements[piece.name, piece.state] += prod(piece.lengths)
+            elements[piece.name, piece.state] += piece.region.elements
             writers.setdefault(piece.name, set()).add(rank.rank)
     tensors = {}
     for name, parameter in manifest.parameters.items():

@@ -1,4 +1,4 @@
-"""Boxes: the parts of logical tensors that a rank holds, cut into pieces, each written by one of its holders."""
+"""Regions of tensors: the parts of the logical tensors that a rank holds, and those that it writes."""
 
 from __future__ import annotations
 
@@ -14,79 +14,103 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Placement
 
-# 4 MB of float32, or a row that is larger: a reader verifies it at once, also where it needs its end alone.
+# Of one piece, unless a row has more: ranks that hold the same elements divide the pieces among themselves.
 PIECE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Box:
-    """Indices `starts[i]` to ``starts[i] + lengths[i]`` of every dimension of a tensor."""
+class Region:
+    """The indices `offsets[i]` to ``offsets[i] + sizes[i]`` of every dimension of a tensor."""
 
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        return prod(self.lengths)
+        return prod(self.sizes)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(s, s + n) for s, n in zip(self.starts, self.lengths, strict=True))
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
-    def meet(self, other: Box) -> Box | None:
-        """What two boxes of one tensor share; None where that is nothing."""
-        starts = tuple(map(max, self.starts, other.starts))
-        ends = map(min, _ends(self), _ends(other))
-        lengths = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, lengths) if all(n > 0 for n in lengths) else None
+    def intersect(self, other: Region) -> Region | None:
+        """Return the indices in both regions of one tensor; None if there are none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        pairs = zip(self.slices, other.slices, offsets, strict=True)
+        sizes = tuple(min(one.stop, two.stop) - offset for one, two, offset in pairs)
+        return Region(offsets, sizes) if all(n > 0 for n in sizes) else None
 
-    def moved(self, origin: Sequence[int], to: Sequence[int]) -> Box:
-        """The box as it is where the index `origin` is called `to`."""
-        starts = tuple(s - o + t for s, o, t in zip(self.starts, origin, to, strict=True))
-        return Box(starts, self.lengths)
+    def shift(self, by: Sequence[int]) -> Region:
+        return Region(tuple(map(int.__add__, self.offsets, by)), self.sizes)
+
+    def relative_to(self, other: Region) -> Region:
+        """Return the region with its offsets counted from those of `other`."""
+        return Region(tuple(map(int.__sub__, self.offsets, other.offsets)), self.sizes)
 
 
 @dataclass(frozen=True)
-class Run:
-    """Elements `first` to `end`, row-major, of a rank's slice of `shape`: what its replica steps of it, in a row."""
+class FlatRange:
+    """Elements `first` to `end`, row-major, of a rank's slice of `shape`: the ones that its replica steps."""
 
     shape: tuple[int, ...]
     first: int
     end: int
 
-    def boxes(self) -> list[Box]:
-        """The run, in its order, as boxes of the slice: 2 n - 1 at most."""
-        return list(_cut_run(self.shape, self.first, self.end))
+    def regions(self) -> list[Region]:
+        """Return the range as regions of the slice, in order: at most 2 n - 1 of n dimensions."""
+        return list(_cut_range(self.shape, self.first, self.end))
 
-    def view(self, row: Tensor, box: Box) -> Tensor:
-        """A `box` inside the run, of a `row` [end - first] of its elements."""
+    def view(self, row: Tensor, region: Region) -> Tensor:
+        """Return a `region` inside the range, as a view of the `row` [end - first] of its elements."""
         strides = [prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        before = sum(start * stride for start, stride in zip(box.starts, strides, strict=True)) - self.first
-        return row.as_strided(box.lengths, strides, row.storage_offset() + before)
-
-
-class Part(NamedTuple):
-    """A box of the logical tensor, and where in a rank's slice it begins; `shared`: all tensor ranks hold it."""
-
-    box: Box
-    local: tuple[int, ...]
-    shared: bool
+        offset = sum(map(int.__mul__, region.offsets, strides)) - self.first
+        return row.as_strided(region.sizes, strides, row.storage_offset() + offset)
 
 
 class Piece(NamedTuple):
-    """What one rank writes of the tensor `name`: `box` of the logical tensor, `local` of the rank's slice."""
+    """A `region` of the tensor `name`, which is `local` in a rank's slice; `shared` if all tensor ranks hold it."""
 
     name: str
-    box: Box
-    local: Box
+    region: Region
+    local: Region
+    shared: bool
+
+    def view(self, tensor: Tensor, flat: FlatRange | None) -> Tensor:
+        """Return the piece as a view of the rank's slice, or of the row of a `flat` range of the slice."""
+        return tensor[self.local.slices] if flat is None else flat.view(tensor, self.local)
+
+    def crop(self, region: Region) -> Piece:
+        """Return the part of the piece in `region`, a part of its own region."""
+        return self._replace(region=region, local=region.relative_to(self.region).shift(self.local.offsets))
 
 
-def local_parts(shape: Sequence[int], placement: Placement, size: int, index: int) -> list[Part]:
-    """The boxes of a tensor of `shape` that tensor rank `index` of `size` holds; none for padding or no elements."""
+def list_pieces(manifest: Manifest, rank: Rank, name: str, flat: FlatRange | None) -> list[Piece]:
+    """Return the pieces of the tensor `name` that this rank holds: of its slice, or of a `flat` range of the slice."""
+    parameter, at = manifest.parameters[name], rank.coordinates
+    regions = list_regions(parameter.shape, parameter.placement, manifest.mesh.tensor, at.tensor)
+    pieces = [Piece(name, *entry) for entry in regions]
+    if flat is None:
+        return pieces
+    return [
+        piece.crop(own.relative_to(piece.local).shift(piece.region.offsets))
+        for piece in pieces
+        for held in flat.regions()
+        if (own := held.intersect(piece.local)) is not None
+    ]
+
+
+def list_regions(
+    shape: Sequence[int], placement: Placement, size: int, index: int
+) -> list[tuple[Region, Region, bool]]:
+    """Return the regions of a tensor of `shape` that tensor rank `index` of `size` holds, without padding.
+
+    Each comes with its region in the rank's slice, and whether all tensor ranks hold it.
+    """
     dim, origin = placement.dim, (0,) * len(shape)
     if dim is None:
-        return [Part(Box(origin, tuple(shape)), origin, True)] if prod(shape) else []
-    parts = []
+        whole = Region(origin, tuple(shape))
+        return [(whole, whole, True)] if prod(shape) else []
+    found = []
     row = local = 0
     for segment in placement.segments:
         if segment.divided:
@@ -95,92 +119,77 @@ def local_parts(shape: Sequence[int], placement: Placement, size: int, index: in
         else:
             runs = [(row, segment.rows)]
         for start, rows in runs:
-            box = Box(_put(origin, dim, start), _put(shape, dim, max(0, min(rows, shape[dim] - start))))
-            if box.elements:
-                parts.append(Part(box, _put(origin, dim, local), not segment.divided))
+            sizes = _put(shape, dim, max(0, min(rows, shape[dim] - start)))
+            if prod(sizes):
+                region, own = (Region(_put(origin, dim, offset), sizes) for offset in (start, local))
+                found.append((region, own, not segment.divided))
             local += rows
         row += segment.rows
-    return parts
+    return found
 
 
-def list_parts(manifest: Manifest, rank: Rank, name: str, run: Run | None) -> list[Part]:
-    """The boxes of the tensor `name` that this rank has: of its slice, or of the `run` of that."""
-    parameter = manifest.parameters[name]
-    parts = local_parts(parameter.shape, parameter.placement, manifest.mesh.tensor, rank.coordinates.tensor)
-    if run is None:
-        return parts
-    return [
-        Part(own.moved(local, box.starts), own.starts, shared)
-        for box, local, shared in parts
-        for held in run.boxes()
-        if (own := held.meet(Box(local, box.lengths))) is not None
-    ]
+def assign_pieces(manifest: Manifest, rank: Rank, flats: Mapping[str, FlatRange]) -> list[Piece]:
+    """Return the pieces of the saved tensors that this rank writes: all ranks together write each element once.
 
-
-def own_pieces(manifest: Manifest, rank: Rank, runs: Mapping[str, Run]) -> list[Piece]:
-    """What this rank writes of the saved tensors: together the ranks write each element once.
-
-    Of a tensor that has one of the `runs` each replica writes that, on the first pipeline rank that keeps it. A part
-    that several ranks hold alike goes to them in even runs, by elements; they know that of each other.
+    Each replica writes its range of a tensor in `flats`, on the first pipeline rank that has the tensor. A piece that
+    several ranks hold is written by one of them; all compute the same even division, by elements.
     """
     at, mesh = rank.coordinates, manifest.mesh
     totals: Counter[tuple[tuple[int, ...], bool, bool]] = Counter()
     pieces = []
     for name in manifest.parameters:
-        run = runs.get(name)
-        homes = manifest.homes(name)[: None if run is None else 1]
+        flat = flats.get(name)
+        homes = manifest.homes(name)[: None if flat is None else 1]
         if at.pipeline not in homes or not manifest.is_saved(name):
             continue
-        for part in list_parts(manifest, rank, name, run):
-            for box in _cut(part.box):
-                key = homes, part.shared, run is None
-                local = box.moved(part.box.starts, part.local)
-                pieces.append((key, totals[key], Piece(name, box, local)))
-                totals[key] += box.elements
+        for held in list_pieces(manifest, rank, name, flat):
+            for piece in _cut_rows(held):
+                key = homes, piece.shared, flat is None
+                pieces.append((key, totals[key], piece))
+                totals[key] += piece.region.elements
     own = []
     for key, before, piece in pieces:
-        homes, shared, in_all = key  # replicas
+        homes, shared, in_all_replicas = key
         peers = mesh.tensor if shared else 1
-        place = (at.data * in_all * len(homes) + homes.index(at.pipeline)) * peers + at.tensor * shared
-        writers = (mesh.data if in_all else 1) * len(homes) * peers
-        if (2 * before + piece.box.elements) * writers // (2 * totals[key]) == place:
+        place = (
+            at.data * in_all_replicas * len(homes) + homes.index(at.pipeline)
+        ) * peers + at.tensor * shared
+        writers = (mesh.data if in_all_replicas else 1) * len(homes) * peers
+        if (2 * before + piece.region.elements) * writers // (2 * totals[key]) == place:
             own.append(piece)
     return own
 
 
-def _cut(box: Box) -> Iterator[Box]:
-    """The box in runs of dimension 0, of PIECE_ELEMENTS or one row."""
-    if not box.lengths:
-        yield box
+def _cut_rows(piece: Piece) -> Iterator[Piece]:
+    """Cut a piece along dimension 0 into pieces of PIECE_ELEMENTS, or of one row."""
+    offsets, sizes = piece.region.offsets, piece.region.sizes
+    if not sizes:
+        yield piece
         return
-    rows = max(1, PIECE_ELEMENTS // prod(box.lengths[1:]))
-    for first in range(0, box.lengths[0], rows):
-        starts = _put(box.starts, 0, box.starts[0] + first)
-        yield Box(starts, _put(box.lengths, 0, min(rows, box.lengths[0] - first)))
+    rows = max(1, PIECE_ELEMENTS // prod(sizes[1:]))
+    for first in range(0, sizes[0], rows):
+        part = _put(offsets, 0, offsets[0] + first), _put(sizes, 0, min(rows, sizes[0] - first))
+        yield piece.crop(Region(*part))
 
 
-def _cut_run(shape: Sequence[int], first: int, end: int) -> Iterator[Box]:
-    """Elements `first` to `end` of a tensor of `shape`: the end of a row, whole rows, and the begin of one."""
+def _cut_range(shape: Sequence[int], first: int, end: int) -> Iterator[Region]:
+    """Cut elements `first` to `end` of a tensor of `shape` into the end of a row, whole rows and the start of a row."""
     if first == end or not shape:
-        yield from [Box((), ())] * (end - first)
+        yield from [Region((), ())] * (end - first)
         return
     width = prod(shape[1:])
     (row, low), (last, high) = divmod(first, width), divmod(end, width)
     if low or row == last:
-        yield from _in_row(row, _cut_run(shape[1:], low, high if row == last else width))
+        yield from _in_row(row, _cut_range(shape[1:], low, high if row == last else width))
         row += 1
     if row < last:
-        yield Box((row, *(0 for _ in shape[1:])), (last - row, *shape[1:]))
+        yield Region((row, *(0 for _ in shape[1:])), (last - row, *shape[1:]))
     if row <= last:
-        yield from _in_row(last, _cut_run(shape[1:], 0, high))
+        yield from _in_row(last, _cut_range(shape[1:], 0, high))
 
 
-def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
-    return (Box((row, *box.starts), (1, *box.lengths)) for box in boxes)
-
-
-def _ends(box: Box) -> Iterator[int]:
-    return (s + n for s, n in zip(box.starts, box.lengths, strict=True))
+def _in_row(row: int, regions: Iterator[Region]) -> Iterator[Region]:
+    return (Region((row, *region.offsets), (1, *region.sizes)) for region in regions)
 
 
 def _put(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:

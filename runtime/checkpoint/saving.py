@@ -1,4 +1,4 @@
-"""Saving a checkpoint: each rank its own pieces, in a thread, then rank 0 what makes them one."""
+"""Saving a checkpoint: each rank writes its pieces in a thread, then rank 0 commits them as one checkpoint."""
 
 from __future__ import annotations
 
@@ -27,28 +27,32 @@ from autoptd.runtime.checkpoint.optimizer_state import States, name_kind, take_g
 from autoptd.runtime.checkpoint.record import (
     RankRecord,
     Record,
+    StoredFile,
     StoredGroup,
     StoredOptimizer,
     StoredPiece,
     StoredScale,
     StoredSchedulers,
     join_records,
-    piece_key,
     rank_file,
     read_rank_record,
     write_record,
 )
-from autoptd.runtime.checkpoint.regions import Piece, Run, own_pieces
-from autoptd.runtime.checkpoint.safetensors_stream import name_dtype, write_pieces
+from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces
+from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.optimizer.loss_scale import LossScale
 from autoptd.runtime.optimizer.zero1 import Shard, is_shaped
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.tagged_json import encode_value
 
+# A loader reads whole files: of one file of this size too much at each end of what it needs. A GPU's tensors are copied
+# to the CPU a file at a time.
+FILE_BYTES = 1 << 26
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25  # between looks for another rank's file
-# After the program's end, rank 0 waits for the others' files for as long as these still grow.
+# At the end of the program, rank 0 waits for the files of other ranks for as long as these still grow.
 _LAST_WAIT_SECONDS = 30.0
+TensorsOfFile = list[tuple[StoredPiece, Tensor]]
 
 
 class Stateful(Protocol):
@@ -64,9 +68,9 @@ Schedulers = Stateful | Sequence[Stateful] | Mapping[str, Stateful] | None
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint is of, as one rank has it: `slices` by the user's names, and what trains them.
+    """The training state of one rank: `slices` by the user's names, and the objects that train them.
 
-    `shards` are replicas' parts of slices, which the optimizer steps in their place.
+    `shards` are the replicas' parts of slices, which a sharded optimizer steps in place of the slices.
     """
 
     manifest: Manifest
@@ -79,41 +83,41 @@ class Training:
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters of each group of the optimizer, in its order; none without one."""
+        """The names of the parameters of each group of the optimizer, in its order; none without an optimizer."""
         if self.optimizer is None:
             return ()
         return tuple(group.params for group in take_groups(self.slices, self.optimizer, self.shards))
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What each slice is stored in: the type that it is stepped in."""
+        """The type in which each slice is stored, which is the one it is stepped in."""
         stepped = {name: shard.own.dtype for shard in self.shards for name in shard.names}
         return {name: stepped.get(name, x.dtype) for name, x in self.slices.items()}
 
     @property
-    def runs(self) -> dict[str, Run]:
-        """What this replica has of each slice that shards divide."""
-        runs = {}
+    def flats(self) -> dict[str, FlatRange]:
+        """The range that this replica has of each slice that shards divide."""
+        flats = {}
         for shard in self.shards:
             held = shard.ranges()
             for name, shape in zip(shard.names, shard.shapes, strict=True):
                 part = held[name][1] if name in held else slice(0, 0)
-                runs[name] = Run(tuple(shape), part.start, part.stop)
-        return runs
+                flats[name] = FlatRange(tuple(shape), part.start, part.stop)
+        return flats
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What one rank writes: tensors by what they are pieces of, and all else as JSON."""
+    """The data that one rank writes: pieces of tensors, by file, and everything else as JSON."""
 
-    tensors: Mapping[tuple[Piece, str], Tensor]
+    files: Sequence[TensorsOfFile]
     optimizer: StoredOptimizer | None
     schedulers: StoredSchedulers | None
     whole: Record
 
 
 def name_schedulers(given: Schedulers) -> dict[str, Stateful]:
-    """Schedulers by name: those of a mapping, else "0", "1", …; TypeError for what has no state."""
+    """Return schedulers by name: the keys of a mapping, else "0", "1", …; TypeError for objects without a state."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -132,7 +136,7 @@ def name_schedulers(given: Schedulers) -> dict[str, Stateful]:
 
 
 def make_record(training: Training, data: Any, keep: int | None) -> Record:
-    """What is the same on all ranks; CheckpointError or TypeError for what cannot be stored."""
+    """Return the part that is the same on all ranks; CheckpointError or TypeError for values that cannot be stored."""
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(
             f"keep is {keep!r}, expected a number of checkpoints from 1 on, or None for all"
@@ -159,8 +163,8 @@ def make_record(training: Training, data: Any, keep: int | None) -> Record:
 
 
 def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
-    """What this rank writes; with `asynchronous`, of copies on the CPU."""
-    rank, runs = training.rank, training.runs
+    """Collect the data that this rank writes; with `asynchronous`, in copies on the CPU."""
+    rank, flats = training.rank, training.flats
     states: States = {}
     optimizer = None
     if training.optimizer is not None:
@@ -169,23 +173,26 @@ def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
     weights = dict(training.slices)
     for shard in training.shards:
         weights |= shard.split_own(shard.own)  # the slices may be rounded
-    tensors = {}
-    for piece in own_pieces(training.manifest, rank, runs):
+    # In files of their own: each state, and pieces that several ranks hold, so that nobody must read others with them.
+    groups: dict[tuple[str, bool, bool], TensorsOfFile] = {}
+    for piece in assign_pieces(training.manifest, rank, flats):
+        flat = flats.get(piece.name)
         sources = {"": weights[piece.name], **_shaped(states.get(piece.name, {}))}
-        run = runs.get(piece.name)
         for state, source in sources.items():
-            own = source.detach()
-            view = own[piece.local.slices] if run is None else run.view(own, piece.local)
-            name_dtype(view.dtype, piece.name)
-            tensors[piece, state] = view.to("cpu", copy=True) if asynchronous else view
-    # One rank of each pipeline rank's: the others' are the same.
+            check_dtype(source.dtype, f"{state or 'the tensor'} of {piece.name}")
+            view = piece.view(source.detach(), flat)
+            stored = StoredPiece(piece.name, state, view.dtype, piece.region)
+            kept = view.to("cpu", copy=True) if asynchronous else view
+            groups.setdefault((state, piece.shared, flat is None), []).append((stored, kept))
+    files = [file for group in groups.values() for file in _fill_files(group)]
+    # On the other ranks of this stage they are the same.
     speaks = rank.coordinates.tensor == rank.coordinates.data == 0
     schedulers = next(iter(whole.schedulers), None)
-    return Draft(tensors, optimizer if speaks else None, schedulers if speaks else None, whole)
+    return Draft(files, optimizer if speaks else None, schedulers if speaks else None, whole)
 
 
 def save_step(training: Training, folder: Path, data: Any, keep: int | None, asynchronous: bool) -> Saving:
-    """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all where one cannot."""
+    """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all ranks if one fails."""
     error: Exception | None = None
     try:
         draft = make_draft(training, make_record(training, data, keep), asynchronous)
@@ -196,13 +203,13 @@ def save_step(training: Training, folder: Path, data: Any, keep: int | None, asy
 
 
 class Saving:
-    """A save under way: a thread writes this rank's part, and on rank 0, when all have written theirs, commits."""
+    """A running save: a thread writes this rank's files and, on rank 0, commits when all ranks have written theirs."""
 
     def __init__(self, training: Training, folder: Path, draft: Draft, keep: int | None) -> None:
-        """Begin it. Every rank must call it; CheckpointError on all where rank 0 cannot make the step's folder."""
+        """Begin to save. Every rank must call it; CheckpointError on all if rank 0 cannot make the step's folder."""
         self._manifest, self._rank = training.manifest, training.rank
         self._optimizer, self._schedulers, self._whole = draft.optimizer, draft.schedulers, draft.whole
-        self._tensors, self._keep = draft.tensors, keep
+        self._files, self._keep = draft.files, keep
         self._number = own_number(self._rank)
         self._written, self._given_up = threading.Event(), threading.Event()
         self._write_error: Exception | None = None
@@ -215,18 +222,18 @@ class Saving:
             error = failure
         agree(self._rank, error)
         self.path = folder / share(self._rank, name)
-        # No daemon: at the program's end the interpreter waits for it.
+        # Not a daemon, so that the interpreter waits for it at the program's end.
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {self.path.name}")
         atexit.register(self._raise_at_exit)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the commit. Every rank must call it; CheckpointError on all where one failed."""
+        """Wait for the commit. Every rank must call it; CheckpointError on all if one failed."""
         atexit.unregister(self._raise_at_exit)
         self._written.wait()
         try:
             agree(self._rank, self._write_error)
-        except BaseException:  # of a lost peer too: its file will not come
+        except BaseException:  # also if a peer is lost, whose file will not come
             self._given_up.set()
             raise
         finally:
@@ -239,7 +246,7 @@ class Saving:
         except Exception as error:
             self._write_error = error
         finally:
-            self._tensors = {}  # copies may be large, and the next save far away
+            self._files = ()  # frees the copies of an asynchronous save
             self._written.set()
         if self._number == 0 and self._write_error is None:
             try:
@@ -253,33 +260,17 @@ class Saving:
             raise CheckpointError(f"{self.path} was not saved: {error}") from error
 
     def _write(self) -> None:
-        tensors = self._tensors
-        keys = {item: piece_key(item[0].name, item[1], item[0].box.starts) for item in tensors}
-        if len(set(keys.values())) < len(keys):
-            raise CheckpointError(
-                "two tensors would have one name in the file: rename a parameter that has ':'"
-            )
-        file = rank_file(self.path, self._number, "safetensors")
-        written = write_pieces(file, {keys[item]: tensor for item, tensor in tensors.items()})
-        pieces = tuple(
-            StoredPiece(
-                piece.name,
-                state,
-                name_dtype(tensor.dtype, piece.name),
-                piece.box.starts,
-                piece.box.lengths,
-                written.digests[keys[piece, state]],
-            )
-            for (piece, state), tensor in tensors.items()
-        )
-        record = RankRecord(
-            self._number, written.size, written.header, pieces, self._optimizer, self._schedulers
-        )
-        path = rank_file(self.path, self._number, "json")
-        write_file(path, [write_record(record, path)])
+        files = []
+        for number, tensors in enumerate(self._files):
+            path = rank_file(self.path, self._number, number)
+            digest = write_tensors(path, {piece.key: tensor for piece, tensor in tensors})
+            files.append(StoredFile(digest, tuple(piece for piece, _ in tensors)))
+        record = RankRecord(self._number, tuple(files), self._optimizer, self._schedulers)
+        path = rank_file(self.path, self._number)
+        write_file(path, write_record(record, path))
 
     def _commit(self) -> None:
-        paths = [rank_file(self.path, rank, "json") for rank in range(self._manifest.mesh.size)]
+        paths = [rank_file(self.path, rank) for rank in range(self._manifest.mesh.size)]
         for path in paths:
             self._await(path)
         if self._given_up.is_set():
@@ -294,7 +285,7 @@ class Saving:
             remove_old(self.path, self._keep)
 
     def _await(self, path: Path) -> None:
-        """Wait for a file of another rank; there are no collectives in a thread."""
+        """Wait for a file of another rank, since a thread cannot call collectives."""
         seen: object = None
         since, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         while not path.exists():
@@ -306,7 +297,7 @@ class Saving:
             elif seen != (now := _list_sizes(self.path)):
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > _LAST_WAIT_SECONDS:
-                raise CheckpointError(f"{path} did not come: its rank has ended without it")
+                raise CheckpointError(f"{path} is missing: its rank has ended without writing it")
 
 
 def _describe(training: Training, states: States) -> StoredOptimizer:
@@ -324,6 +315,18 @@ def _describe(training: Training, states: States) -> StoredOptimizer:
         for group in take_groups(training.slices, training.optimizer, training.shards)
     )
     return StoredOptimizer(name_kind(training.optimizer), groups, values)
+
+
+def _fill_files(tensors: TensorsOfFile) -> list[TensorsOfFile]:
+    files: list[TensorsOfFile] = []
+    room = 0
+    for piece, tensor in tensors:
+        if not files or tensor.nbytes > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append((piece, tensor))
+        room -= tensor.nbytes
+    return files
 
 
 def _shaped(states: Mapping[str, Any]) -> dict[str, Tensor]:

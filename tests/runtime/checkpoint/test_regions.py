@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoptd.runtime.checkpoint import regions
-from autoptd.runtime.checkpoint.regions import Box, Run, local_parts, own_pieces
+from autoptd.runtime.checkpoint.regions import FlatRange, Region, assign_pieces, list_regions
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
@@ -36,63 +36,62 @@ def make_manifest(mesh: Mesh) -> Manifest:
     return Manifest(mesh, "1f1b", 1, 1, 1, False, 0, (), tuple(stages), PARAMETERS, {}, Output("tensor"))
 
 
-def divide_runs(manifest: Manifest, rank: Rank) -> dict[str, Run]:
-    """What this replica has of a stage's parameters where these, in a row with their padding, are divided evenly."""
+def divide_flat(manifest: Manifest, rank: Rank) -> dict[str, FlatRange]:
+    """The ranges of this replica if a stage's parameters, in a row with their padding, are divided evenly."""
     at, mesh = rank.coordinates, manifest.mesh
     names = [n for n in PARAMETERS if at.pipeline in manifest.owners(n) and n != "constant"]
     shapes = [PARAMETERS[n].placement.local_shape(PARAMETERS[n].shape, mesh.tensor) for n in names]
     width = -(-sum(prod(shape) for shape in shapes) // mesh.data)
-    runs, begin = {}, 0
+    flats, begin = {}, 0
     for name, shape in zip(names, shapes, strict=True):
         low, high = (min(max(k * width - begin, 0), prod(shape)) for k in (at.data, at.data + 1))
-        runs[name] = Run(shape, low, high)
+        flats[name] = FlatRange(shape, low, high)
         begin += prod(shape)
-    return runs
+    return flats
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (2, 3, 2), (1, 2, 3)])
-@pytest.mark.parametrize("piece", [1 << 24, 20])
+@pytest.mark.parametrize("elements", [1 << 24, 20])
 @pytest.mark.parametrize("divided", [False, True])
-def test_pieces_are_every_element_once(shape: tuple[int, int, int], piece: int, divided: bool) -> None:
+def test_pieces_are_every_element_once(shape: tuple[int, int, int], elements: int, divided: bool) -> None:
     mesh = Mesh(*shape)
     manifest = make_manifest(mesh)
     logical = {n: torch.arange(torch.Size(p.shape).numel()).reshape(p.shape) for n, p in PARAMETERS.items()}
     seen = {name: torch.zeros(p.shape, dtype=torch.int) for name, p in PARAMETERS.items()}
     written = [0] * mesh.size
-    with mock.patch.object(regions, "PIECE_ELEMENTS", piece):
+    with mock.patch.object(regions, "PIECE_ELEMENTS", elements):
         for number in range(mesh.size):
             rank = Rank.local(mesh, mesh.coordinates(number))
-            runs = divide_runs(manifest, rank) if divided else {}
-            for name, box, local in own_pieces(manifest, rank, runs):
+            flats = divide_flat(manifest, rank) if divided else {}
+            for piece in assign_pieces(manifest, rank, flats):
+                name, region = piece.name, piece.region
                 own = PARAMETERS[name].placement.take(logical[name], mesh.tensor, rank.coordinates.tensor)
-                found = own[local.slices]
                 if divided:
-                    run = runs[name]
-                    found = run.view(own.reshape(-1)[run.first : run.end], local)
-                assert torch.equal(found, logical[name][box.slices])
-                seen[name][box.slices] += 1
-                written[number] += box.elements
+                    own = own.reshape(-1)[flats[name].first : flats[name].end]
+                assert torch.equal(piece.view(own, flats.get(name)), logical[name][region.slices])
+                seen[name][region.slices] += 1
+                written[number] += region.elements
     for name, counts in seen.items():
         assert bool((counts == (name != "constant")).all()), name
-    if piece == 20 and mesh.pipeline == 1:
+    if elements == 20 and mesh.pipeline == 1:
         assert max(written) <= 2 * sum(written) / mesh.size  # of what is divided and what is not
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (3, 1, 4), (2, 3, 2, 2), (0, 4)])
-def test_a_run_is_a_few_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+def test_a_flat_range_is_a_few_regions_in_order(shape: tuple[int, ...]) -> None:
     whole = torch.arange(prod(shape)).reshape(shape)
     for first in range(whole.numel() + 1):
         for end in range(first, whole.numel() + 1):
-            row, run = whole.reshape(-1)[first:end], Run(shape, first, end)
-            regions = run.boxes()
+            row, flat = whole.reshape(-1)[first:end], FlatRange(shape, first, end)
+            regions = flat.regions()
             assert len(regions) <= max(1, 2 * len(shape) - 1)
-            assert torch.equal(torch.cat([row[:0], *(whole[b.slices].reshape(-1) for b in regions)]), row)
-            assert all(torch.equal(run.view(row, box), whole[box.slices]) for box in regions)
+            assert torch.equal(torch.cat([row[:0], *(whole[r.slices].reshape(-1) for r in regions)]), row)
+            assert all(torch.equal(flat.view(row, r), whole[r.slices]) for r in regions)
 
 
-def test_a_divided_tensor_has_a_box_for_each_run() -> None:
-    found = local_parts((82, 3), PACKED, 2, 1)
-    assert [(part.box.starts[0], part.box.lengths[0], part.local[0], part.shared) for part in found] == [
+def test_a_divided_tensor_has_a_region_for_each_run() -> None:
+    found = list_regions((82, 3), PACKED, 2, 1)
+    assert [(r.offsets[0], r.sizes[0], own.offsets[0], shared) for r, own, shared in found] == [
         (10, 10, 0, False),
         (30, 10, 10, False),
         (50, 10, 20, False),
@@ -101,12 +100,12 @@ def test_a_divided_tensor_has_a_box_for_each_run() -> None:
     ]
 
 
-def test_padding_is_no_part() -> None:
-    assert [part.box.lengths for part in local_parts((53, 2), PADDED, 4, 3)] == [(11, 2)]
-    assert local_parts((13,), Placement(0, (Segment(1, 16, 1, True),), padding=3), 8, 7) == []
+def test_padding_is_in_no_region() -> None:
+    assert [region.sizes for region, _, _ in list_regions((53, 2), PADDED, 4, 3)] == [(11, 2)]
+    assert list_regions((13,), Placement(0, (Segment(1, 16, 1, True),), padding=3), 8, 7) == []
 
 
-def test_boxes_meet() -> None:
-    assert Box((0, 2), (4, 4)).meet(Box((3, 0), (4, 3))) == Box((3, 2), (1, 1))
-    assert Box((0,), (4,)).meet(Box((4,), (2,))) is None
-    assert Box((), ()).meet(Box((), ())) == Box((), ())
+def test_regions_intersect() -> None:
+    assert Region((0, 2), (4, 4)).intersect(Region((3, 0), (4, 3))) == Region((3, 2), (1, 1))
+    assert Region((0,), (4,)).intersect(Region((4,), (2,))) is None
+    assert Region((), ()).intersect(Region((), ())) == Region((), ())
