@@ -34,7 +34,7 @@ INTERVAL = 0.5  # seconds between looks
 SILENT = 2.0  # without a heartbeat: the process is stopped
 ENDED = "its process ended without a word (killed, or out of memory?)"
 # Files in which messages are sent and awaited: what is raised there may be of a peer's end.
-MESSAGES = re.compile(r'[^"]*/(torch/distributed/|runtime/(channel|communicator|shared_))')
+MESSAGES = re.compile(r'[^"]*/(torch/distributed/|runtime/comm/(point_to_point|groups)\.py)')
 GRACE = 2.0  # for the main thread to fail of itself, or for what runs at exit
 COMPUTING = 0.05  # of its time: a rank that does not only wait
 PATIENCE = 10  # times the limit, while a stage is compiled or a peer is in the user's own code
