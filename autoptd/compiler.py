@@ -44,6 +44,7 @@ from autoptd.options import (
 from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
 from autoptd.passes.stages.cut import Found, boundaries, cut_at, find_cut
@@ -368,7 +369,7 @@ def _interfaces(program: Program) -> tuple[StageInterface, ...]:
             index,
             received[index],
             received[index + 1] if index + 1 < len(received) else (),
-            tuple(str(n.target) for n in stage.graph.nodes if n.meta.get("role") == "input"),
+            tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input"),
             tuple(stage.parameters),
         )
         for index, stage in enumerate(program.stages)
@@ -388,10 +389,8 @@ def _is_float16(node: fx.Node) -> bool:
 
 def _proofs(program: Program, parameters: Mapping[str, Parameter]) -> tuple[Proved, ...]:
     """The buffers that the program was proved of, each with the hash of its values."""
-    return tuple(
-        Proved(name, hash_values(program.buffers[name], parameters[name].dtype))
-        for name in sorted(program.proved)
-    )
+    buffers = ((name, program.buffers[name], parameters[name].dtype) for name in sorted(program.proved))
+    return tuple(Proved(name, hash_values(values, dtype)) for name, values, dtype in buffers)
 
 
 def _title(name: str, parameters: Mapping[str, Parameter]) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from autoptd.passes.attention.recognition import recognize_attention
+from autoptd.passes.ir.node_info import require_info
 from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.layout.sequence_first import rewrite_layout
 from autoptd.passes.normal_form.constants import fold_constants
@@ -19,10 +20,15 @@ from autoptd.progress import Watch
 def run_passes(
     passes: Passes, program: Program, watch: Watch, keep: Callable[[Program, str], None] | None = None
 ) -> Program:
-    """Walk the corridor: each pass makes the next program, which `keep` is given with the pass's name."""
+    """Walk the corridor: each pass makes the next program, which `keep` is given with the pass's name.
+
+    Raises ValueError where a pass leaves a node undescribed.
+    """
     for name, step in passes:
         watch.say(name)
         program = step(program)
+        for stage in program.stages:
+            require_info(stage.graph, f'after the pass "{name}"')
         if keep is not None:
             keep(program, name)
     return program

@@ -1,6 +1,6 @@
 """Activation recomputation: which calls run again in the backward, instead of their results being kept (SC21 §3.5).
 
-A group is a run of neighbouring calls with one label in ``meta["recompute"]``; the label is the name of the
+A group is a run of neighbouring calls with one label (`NodeInfo.recompute`); the label is the name of the
 function that they become in the program text. Of a group only what it takes from outside is kept, beside the
 parameters. This pass comes before operators are fused: a kernel that joins the end of one layer with the begin
 of the next leaves no place at which one value would do.
@@ -20,6 +20,7 @@ from autoptd.passes.cost.product_work import find_factors
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.names import find_containers, short_path
+from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.nodes import operator_name, values_taken, walk
 from autoptd.passes.ir.program import Program
 from autoptd.passes.structure.layers import Layer, find_stacks
@@ -51,7 +52,7 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     ledgers = [Ledger(stage, program.mesh) for stage in program.stages]
     found, entry = _find_groups(program, recompute, ledgers)
     suffix = "_core" if recompute == "selective" else ""
-    containers = find_containers(node.meta.get("path", "") for ledger in ledgers for node in ledger.nodes)
+    containers = find_containers(info(node).path for ledger in ledgers for node in ledger.nodes)
     groups = [list(_name_groups(own, containers, suffix)) for own in found]
     stages = tuple(
         replace(stage, graph=_mark(stage.graph, own))
@@ -213,7 +214,7 @@ def _name_groups(groups: Iterable[Parts], containers: tuple[str, ...], suffix: s
 
 def _common_path(nodes: Sequence[fx.Node]) -> str:
     """The module path that all of `nodes` are under; where that is a list's, the path of its owner."""
-    paths = [path.split(".") for node in nodes if (path := node.meta.get("path", ""))]
+    paths = [path.split(".") for node in nodes if (path := info(node).path)]
     levels = list(zip(*paths, strict=False))
     depth = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
     if depth < len(levels) and all(name.isdigit() for name in levels[depth]):
@@ -233,7 +234,7 @@ def _mark(graph: fx.Graph, groups: Sequence[Group]) -> fx.Graph:
     for node in order:
         values[node] = copy.node_copy(node, values.__getitem__)
         if node in labels:
-            values[node].meta["recompute"] = labels[node]
+            change_info(values[node], recompute=labels[node])
     return copy
 
 

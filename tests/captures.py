@@ -26,6 +26,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.capture.export import capture
+from autoptd.passes.ir.node_info import NodeInfo
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.mesh import Mesh
 
@@ -114,6 +115,8 @@ def describe_value(value: Any) -> Any:
         return value.dtype, value.size(), value.stride()
     if isinstance(value, fx.Graph):
         return str(value)
+    if isinstance(value, NodeInfo):
+        return describe_value(vars(value))
     if isinstance(value, Mapping):
         return {key: describe_value(part) for key, part in value.items()}
     if isinstance(value, tuple | list):

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import NodeInfo, Role, describe
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Output
@@ -45,9 +46,9 @@ class GraphWriter:
             total = self.call(
                 aten.add.Tensor, total, self.call(aten.sum.default, self.random.choice(self.values))
             )
-        self.graph.output(total)
+        describe(self.graph.output(total), None, NodeInfo())
         empty = fx.Graph()
-        empty.output({})
+        describe(empty.output({}), None, NodeInfo())
         return Program(
             Mesh(1, 1, 1), (Stage(self.graph, self.parameters, empty),), (), Output("tensor"), {}, (), {}
         )
@@ -55,27 +56,21 @@ class GraphWriter:
     def meta(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
-    def placeholder(self, name: str, role: str, val: Any) -> fx.Node:
+    def placeholder(self, name: str, role: Role, val: Any) -> fx.Node:
         node = self.graph.placeholder(name)
-        node.meta = {"val": val, "path": "", "line": "", "role": role, "divided": None, "partial": False}
+        describe(node, val, NodeInfo(role=role))
         return node
 
     def weight(self, *shape: int, trained: bool = True) -> fx.Node:
         name = f"w{len(self.parameters)}"
         self.parameters[name] = Parameter(name, shape, self.dtype, requires_grad=trained)
         node = self.graph.get_attr(name)
-        node.meta = {"val": self.meta(*shape), "path": "", "line": "", "divided": None, "partial": False}
+        describe(node, self.meta(*shape), NodeInfo())
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta = {
-            "val": self.propagation.run(node),
-            "path": "",
-            "line": "",
-            "divided": None,
-            "partial": False,
-        }
+        describe(node, self.propagation.run(node), NodeInfo())
         return node
 
     def two(self, target: Any, one: Any, other: Any) -> fx.Node:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture.export import capture
 from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.stages.fused_order import passes_from_the_cut
 from autoptd.progress import Watch
 from autoptd.runtime.program.mesh import Mesh
@@ -121,6 +122,6 @@ def test_a_changed_capture_is_found() -> None:
     program = captures.capture(GPT(CONFIG), mesh=MESH)
     node = next(node for node in program.stages[0].graph.nodes if isinstance(node.meta["val"], Tensor))
     assert isinstance(node, fx.Node)
-    node.meta["path"] = "elsewhere"
+    change_info(node, path="elsewhere")
     with pytest.raises(AssertionError, match="a test changed a shared capture: capture GPT"):
         captures.check()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import NodeInfo, Role, change_info, describe
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
@@ -32,14 +33,12 @@ class GraphMaker:
         self._tensor = mesh.tensor
 
     def argument(
-        self, name: str, role: str, shape: tuple[int, ...] = (), dtype: torch.dtype = F32
+        self, name: str, role: Role, shape: tuple[int, ...] = (), dtype: torch.dtype = F32
     ) -> fx.Node:
         node = self.graph.placeholder(name)
         rank = self._propagation.rank
-        node.meta = {
-            "role": role,
-            "val": rank if role == "rank" else torch.empty(shape, dtype=dtype, device=META),
-        }
+        val = rank if role == "rank" else torch.empty(shape, dtype=dtype, device=META)
+        describe(node, val, NodeInfo(role=role))
         return node
 
     def parameter(self, name: str) -> fx.Node:
@@ -47,7 +46,7 @@ class GraphMaker:
             parameter = self.parameters[name]
             node = self.used[name] = self.graph.create_node("get_attr", name)
             shape = parameter.placement.local_shape(parameter.shape, self._tensor)
-            node.meta = {"val": torch.empty(shape, dtype=parameter.dtype, device=META)}
+            describe(node, torch.empty(shape, dtype=parameter.dtype, device=META), NodeInfo())
         return self.used[name]
 
     def call(
@@ -63,8 +62,8 @@ class GraphMaker:
     ) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         where = f"gpt.py:{line}" if line else ""
-        node.meta = {"path": path, "line": where, "divided": divided, "partial": partial}
-        node.meta["val"] = self._propagation.run(node)
+        about = NodeInfo(path, where, divided=divided, partial=partial)
+        describe(node, self._propagation.run(node), about)
         return node
 
 
@@ -130,7 +129,7 @@ def _constants(mesh: Mesh) -> fx.Graph:
     zeros = maker.call("zeros", aten.zeros.default, [LENGTH, LENGTH], path=path, line=40, device=META)
     hidden = maker.call("hidden", aten.eq.Scalar, maker.parameter("h.0.attn.mask"), 0, path=path, line=41)
     filled = maker.call("masked_fill", aten.masked_fill.Scalar, zeros, hidden, -torch.inf, path=path, line=41)
-    maker.graph.output({"constant.bias": filled})
+    describe(maker.graph.output({"constant.bias": filled}), None, NodeInfo())
     return maker.graph
 
 
@@ -165,7 +164,7 @@ def _first_stage(maker: GraphMaker, tensor: int) -> None:
     y = call("c_proj_g", collectives.reduce_from_tensor, rank, y, path=f"{path}.c_proj", line=35)
     y = call("c_proj_biased", aten.add.Tensor, y, parameter("h.0.attn.c_proj.bias"), path=path, line=35)
     h = call("h_0", aten.add.Tensor, drop, y, path="h.0", line=61)
-    maker.graph.output((h, q))
+    describe(maker.graph.output((h, q)), None, NodeInfo())
 
 
 def _second_stage(maker: GraphMaker, tensor: int) -> None:
@@ -173,7 +172,7 @@ def _second_stage(maker: GraphMaker, tensor: int) -> None:
     rank = maker.argument("rank", "rank")
     h = maker.argument("h", "boundary", (1, LENGTH, HIDDEN))
     q = maker.argument("q", "boundary", (1, HEADS // tensor, LENGTH, HIDDEN // HEADS))
-    q.meta["divided"] = 1
+    change_info(q, divided=1)
     targets = maker.argument("targets", "input", (1, LENGTH), torch.int64)
     scale = call("mean", aten.mean.default, q, path="gate", line=70, partial=True)
     scale = call("mean_g", collectives.reduce_from_tensor, rank, scale, path="gate", line=70)
@@ -188,7 +187,7 @@ def _second_stage(maker: GraphMaker, tensor: int) -> None:
     logits = call("logits", aten.view.default, logits, [LENGTH, VOCABULARY // tensor], line=91, divided=1)
     flat = call("flat", aten.view.default, targets, [LENGTH], line=91)
     loss = call("loss", kernels.cross_entropy, rank, logits, flat, VOCABULARY, line=91)
-    maker.graph.output(loss)
+    describe(maker.graph.output(loss), None, NodeInfo())
 
 
 def _stage(maker: GraphMaker, constants: fx.Graph) -> Stage:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.export import capture
 from autoptd.pass_list import passes_to_the_division
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
@@ -68,7 +69,7 @@ def _list_dropouts(program: Program) -> dict[int, fx.Node]:
     """Return the dropouts of values that do not depend on the batch, by operator number."""
     varying, found = set[fx.Node](), dict[int, fx.Node]()
     for node in program.stages[0].graph.nodes:
-        if node.meta.get("role") == "input" or not varying.isdisjoint(node.all_input_nodes):
+        if info(node).role == "input" or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
         elif node.target is kernels.dropout:
             found[int(argument(node, 3, "operator"))] = node

@@ -26,6 +26,7 @@ from autoptd.capture.module_state import keeping_attributes
 from autoptd.capture.objective import DataDependentError, LossError, Objective
 from autoptd.capture.side_effects import SideEffectError, refuse_hooks
 from autoptd.capture.source_lines import short_line, user_line
+from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
@@ -270,27 +271,26 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
     own = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     for placeholder, name in names.items():
         values[own[placeholder]] = new = graph.placeholder(name)
-        new.meta = {**_meta(own[placeholder]), "role": "input"}
+        _describe_node(new, own[placeholder], role="input")
 
     def value_of(node: fx.Node) -> fx.Node:
         if node not in values:
             target = tensors.placeholders[node.name]
             if target not in attributes:
                 attributes[target] = graph.create_node("get_attr", target)
-                attributes[target].meta = _meta(node)
+                _describe_node(attributes[target], node)
             values[node] = attributes[target]
         return values[node]
 
     for node in exported.graph.nodes:
         if node.op == "output":
             result = value_of(node.args[0][0])
-            graph.output(result).meta = {"val": result.meta["val"], "path": "", "line": ""}
+            describe(graph.output(result), result.meta["val"], NodeInfo())
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
-            values[node].meta = _meta(node)
+            region = _region(exported.graph_module, node) if node.op == "get_attr" else None
+            _describe_node(values[node], node, region=region)
             _check_value(values[node])
-            if node.op == "get_attr":
-                values[node].meta["region"] = _region(exported.graph_module, node)
     return graph
 
 
@@ -308,19 +308,20 @@ def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
     region = getattr(owner, str(node.target))
     for inner in region.graph.nodes:
         nested = _region(region, inner) if inner.op == "get_attr" else None
-        inner.meta = {**_meta(inner), "region": nested}
+        _describe_node(inner, inner, region=nested)
     graph: fx.Graph = region.graph
     return graph
 
 
-def _meta(node: fx.Node) -> dict[str, Any]:
+def _describe_node(new: fx.Node, node: fx.Node, **facts: Any) -> None:
+    """Describe `new` by what torch.export says of `node`, and `facts`."""
     stack = node.meta.get("nn_module_stack")
     path = re.sub(r"@\d+", "", list(stack.values())[-1][0]) if stack else ""
-    return {
-        "val": fx.node.map_aggregate(node.meta.get("val"), _plain),
-        "path": path.removeprefix("captured").removeprefix("."),
-        "line": short_line(node.meta.get("stack_trace") or ""),
-    }
+    path, line = (
+        path.removeprefix("captured").removeprefix("."),
+        short_line(node.meta.get("stack_trace") or ""),
+    )
+    describe(new, fx.node.map_aggregate(node.meta.get("val"), _plain), NodeInfo(path, line, **facts))
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import fx
 from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import place, prove_tensor_parallel
 from autoptd.options import AXES, check_counts, check_modes, check_seed
+from autoptd.passes.ir.node_info import info, require_info
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.program.placement import Parameter
@@ -81,6 +82,7 @@ def check_program(
         _check_placement(parameter, manifest.mesh.tensor)
     _check_aliases(manifest)
     for stage, interface in zip(stages, manifest.stages, strict=True):
+        require_info(stage.graph, f"stage {interface.index}")
         _check_arguments(stage, interface, manifest)
         _check_parameters(stage, interface, manifest)
         _check_results(stage, interface, manifest)
@@ -209,7 +211,7 @@ def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest
     first, *placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
     expected: list[Boundary | Input] = [*interface.receives, *(inputs[name] for name in interface.inputs)]
     found = [str(node.target) for node in placeholders]
-    if first.meta.get("role") != "rank" or found != [value.name for value in expected]:
+    if info(first).role != "rank" or found != [value.name for value in expected]:
         names = ", ".join(["rank", *(value.name for value in expected)])
         raise ProgramError(
             f"{at} takes ({', '.join([str(first), *found])}), the manifest says ({names}), in this order"

@@ -18,6 +18,7 @@ from torch import fx
 
 from autoptd.check.share_rules import share_after
 from autoptd.check.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, has_gradients
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten, collectives, kernels
@@ -52,7 +53,7 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
 
 def place(node: fx.Node) -> str:
     """Where a node is: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
-    path, line = node.meta.get("path"), node.meta.get("line")
+    path, line = info(node).path, info(node).line
     return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
 
 
@@ -117,7 +118,7 @@ class StageWalk:
                     self.differentiable.add(node)
             elif node.op == "placeholder":
                 self.shares[node] = WHOLE
-                if node.meta.get("role") == "boundary":
+                if info(node).role == "boundary":
                     value = next(received)
                     self.shares[node] = value.share
                     if value.differentiable:
@@ -185,7 +186,7 @@ class StageWalk:
                 if gradient is not None:
                     self.gradients[node] = gradient
                     self._check_gradient(node, gradient)
-        arrived = [n for n in self.stage.graph.nodes if n.meta.get("role") == "boundary"]
+        arrived = [n for n in self.stage.graph.nodes if info(n).role == "boundary"]
         for node, boundary in zip(arrived, receives, strict=True):
             if self.gradients.get(node) == "partial" and not boundary.divided:
                 self._refuse(node, f"{node}, which goes back to the stage before")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import aten, kernels
@@ -150,7 +151,7 @@ def read_loss(node: fx.Node) -> Loss | None:
 
 def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     """Return the names and nodes of the inputs that `target` is computed from."""
-    return ((str(node.target), node) for node in walk([target]) if node.meta.get("role") == "input")
+    return ((str(node.target), node) for node in walk([target]) if info(node).role == "input")
 
 
 def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | None:

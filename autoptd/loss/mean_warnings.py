@@ -22,6 +22,7 @@ from autoptd.loss.labels import (
 )
 from autoptd.passes.cost import product_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import aten_name, walk
 from autoptd.passes.ir.program import Program
 from autoptd.passes.tensor_parallel.symbols import letter
@@ -103,6 +104,6 @@ def _may_count(number: float, sizes: Collection[int]) -> bool:
 
 def _has_batch(node: fx.Node) -> bool:
     """Return whether a dimension of the value, or of the first of several, is made of the batch."""
-    sizes = node.meta.get("sizes") or ()
+    sizes = info(node).sizes or ()
     sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
     return any(letter("b") in getattr(size, "free_symbols", ()) for size in sizes)

@@ -15,6 +15,7 @@ import numpy as np
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import recomputed_groups, tensor_bytes
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import Found, make_boundary, name_held
@@ -79,11 +80,11 @@ class CostRow:
         index, item_of, scale = 0, self._row.position, self.precision.scale
         amounts = np.zeros((len(self._row.items), 4))
         for node, work in divide_work(uncut.stage, uncut.ledger).items():
-            index = node.meta["items"][0] if node.meta["items"] else index
+            index = info(node).items[0] if info(node).items else index
             amounts[index, :2] += work.kept * scale, work.flops
             amounts[index, 2] = max(amounts[index, 2], work.working * scale)
         for group in recomputed_groups(uncut.stage.graph):
-            own = sorted({i for node in group for i in node.meta["items"]})
+            own = sorted({i for node in group for i in info(node).items})
             for place in (i for i in own[1:] if uncut.fit[i]):
                 taken = {s for i in own if i >= place for s in self._row.items[i].all_input_nodes}
                 live = (tensor_bytes(s.meta["val"]) for s in taken if item_of.get(s, place) < place)
@@ -94,7 +95,7 @@ class CostRow:
         """Where the second layer's items begin and end: it has one like it behind."""
         starts: dict[int, int] = {}
         for index, node in enumerate(self._row.items):
-            label = node.meta.get("layer")
+            label = info(node).layer
             if label is not None:
                 starts.setdefault(label[1], index)
         one, other = (slice(starts.get(i, 0), starts.get(i + 1, 0)) for i in (1, 2))
@@ -133,7 +134,7 @@ class CostRow:
     @cached_property
     def layers(self) -> int:
         """How many repeated layers there are; 0 where none are found."""
-        labels = {label for node in self._row.items if (label := node.meta.get("layer")) is not None}
+        labels = {label for node in self._row.items if (label := info(node).layer) is not None}
         return len(labels) + int(self._copy.max(initial=0)) if labels else 0
 
     @cached_property

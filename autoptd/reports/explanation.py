@@ -15,6 +15,7 @@ from autoptd.passes.cost.saved_tensors import find_repeated
 from autoptd.passes.cost.schedule_times import walk, walking_order
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.stages.cut import make_boundary
 from autoptd.planning.estimator import Candidate, Estimator
@@ -217,7 +218,7 @@ def _list_places(stage: Stage, *, first: bool) -> Iterator[tuple[list[fx.Node], 
     """What a stage gives away where it begins later, or (not `first`) ends earlier, and what crosses there: whole
     tensors, none still to be summed over the tensor ranks."""
     nodes = [node for node in stage.graph.nodes if node.op == "call_function"]
-    carried = [node for node in stage.graph.nodes if node.meta.get("role") == "boundary"]
+    carried = [node for node in stage.graph.nodes if info(node).role == "boundary"]
     rooted = {*carried, *(node for node in stage.graph.nodes if node.op == "get_attr")}
     for node in nodes:
         if not rooted.isdisjoint(node.all_input_nodes):
@@ -227,9 +228,7 @@ def _list_places(stage: Stage, *, first: bool) -> Iterator[tuple[list[fx.Node], 
         ahead, behind = nodes[:count], {*nodes[count:], stage.graph.output_node()}
         live = [n for n in carried if n not in behind and not behind.isdisjoint(n.users)]
         summed = any(
-            n.meta.get("partial")
-            or n.target is copy_to_tensor
-            or reduce_from_tensor in {u.target for u in n.users}
+            info(n).partial or n.target is copy_to_tensor or reduce_from_tensor in {u.target for u in n.users}
             for n in live
         )
         if live and not summed and all(isinstance(n.meta["val"], torch.Tensor) for n in live):

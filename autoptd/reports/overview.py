@@ -10,6 +10,7 @@ from torch import fx
 
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.transfer import is_scattered
@@ -167,7 +168,7 @@ def find_path(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     names = [str(taken.target) for taken in node.all_input_nodes if taken.op == "get_attr"]
-    return str(node.meta.get("path") or next((name.rpartition(".")[0] for name in names), ""))
+    return str(info(node).path or next((name.rpartition(".")[0] for name in names), ""))
 
 
 def _bytes(boundary: Boundary) -> int:

@@ -16,6 +16,7 @@ from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import values_taken
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
@@ -164,7 +165,7 @@ def _sign(stage: Stage) -> object:
         tensors = value if isinstance(value, (tuple, list)) else (value,)
         shapes = tuple((v.shape, v.stride(), v.dtype) for v in tensors if isinstance(v, torch.Tensor))
         own = stage.parameters[str(node.target)].requires_grad if node.op == "get_attr" else node.target
-        role = (node.meta.get("role"), node.meta.get("requires_grad"))
+        role = (info(node).role, info(node).requires_grad)
         arguments = (read(node.args), tuple((key, read(a)) for key, a in node.kwargs.items()))
         rows.append((node.op, own if node.op != "placeholder" else role, shapes, arguments, groups.get(node)))
     return tuple(rows)

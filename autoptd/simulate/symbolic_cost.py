@@ -19,6 +19,7 @@ from autoptd.passes.cost.quantities import Number, local_sizes
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.passes.tensor_parallel.symbols import letter
 from autoptd.runtime.collectives import copied_linears
@@ -192,12 +193,12 @@ class _Bill:
                     calls = node.users if several and name != "communicated" else (node,)
                     for call in calls:
                         share = amount / sympy.Integer(len(calls))
-                        self._count(call.meta.get("layer"), [(name, share)])
+                        self._count(info(call).layer, [(name, share)])
             elif node.op == "get_attr" and stage.parameters[str(node.target)].kind == "parameter":
-                name, label = str(node.target), node.meta.get("layer")
+                name, label = str(node.target), info(node).layer
                 self.parameters[name] = (
                     label,
-                    prod(node.meta.get("whole_sizes", stage.parameters[name].shape)),
+                    prod(info(node).whole_sizes or stage.parameters[name].shape),
                 )
                 self._count(label, [("parameters", prod(named_sizes(node)))])
         for name, parameter in stage.parameters.items():
@@ -205,7 +206,7 @@ class _Bill:
                 self.parameters[name] = None, prod(parameter.shape)
                 self._count(None, [("parameters", prod(parameter.shape))])
         for node, size in ledger.itemize(groups, named_sizes):
-            self._count(node.meta.get("layer"), [("saved", size)])
+            self._count(info(node).layer, [("saved", size)])
 
     @property
     def lines(self) -> Counter[Line]:
@@ -220,7 +221,7 @@ class _Bill:
         sources = tuple(
             (named_sizes(s), str(s.meta["val"]), s.op, s in trained)
             for s in node.all_input_nodes
-            if s.meta.get("role") != "rank"
+            if info(s).role != "rank"
         )
         given = tuple(_pattern(value) for value in (*node.args, *node.kwargs.values()))
         readers = sum(user.op == "output" or user in trained for user in node.users)
@@ -232,7 +233,7 @@ class _Bill:
 
 def named_sizes(node: fx.Node) -> Any:
     """A value's shape in letters, or in numbers where it has none."""
-    sizes = node.meta.get("sizes")
+    sizes = info(node).sizes
     return local_sizes(node) if sizes is None or None in sizes else sizes
 
 

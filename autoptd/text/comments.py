@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives
 from autoptd.runtime.collectives import COPIED
@@ -51,7 +52,7 @@ def write_bytes(count: int) -> str:
 
 def write_value_shape(node: fx.Node, tensor: int) -> str:
     """Write the shape of a node's value, or of each part; empty if it is unknown."""
-    return _shape_of(node.meta.get("val"), node.meta.get("divided"), tensor)
+    return _shape_of(node.meta.get("val"), info(node).divided, tensor)
 
 
 def write_communication(node: fx.Node, tensor: int) -> str:
@@ -103,7 +104,7 @@ class Headings:
         self._ranges: dict[str, set[int]] = {}
         self._paths: list[list[str]] = []
         for index, stage in enumerate(stages):
-            own = Counter(n.meta.get("path", "") for n in stage.graph.nodes if n.op == "call_function")
+            own = Counter(info(n).path for n in stage.graph.nodes if n.op == "call_function")
             calls += own
             self._paths.append(list(own))
             for path in own:
@@ -123,7 +124,7 @@ class Headings:
         """Return the heading over a run of `nodes` under `path`."""
         if path:
             return path
-        leaves = dict.fromkeys(node.meta.get("path", "").rpartition(".")[2] for node in nodes)
+        leaves = dict.fromkeys(info(node).path.rpartition(".")[2] for node in nodes)
         return ", ".join(leaf for leaf in leaves if leaf) or "loss" * _is_loss(nodes) or "model"
 
     def stage_range(self, index: int) -> str:

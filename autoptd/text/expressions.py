@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
+from autoptd.passes.ir.node_info import info
 from autoptd.text.call_arguments import shorten_call
 from autoptd.text.overloads import resolve_overload
 
@@ -37,7 +38,7 @@ class Names:
         """Give `node` its name: ``p["..."]`` for a parameter, ``rank`` for the rank."""
         if node.op == "get_attr":
             text = f"{self._parameters}[{quote(str(node.target))}]"
-        elif node.op == "placeholder" and node.meta.get("role") == "rank":
+        elif node.op == "placeholder" and info(node).role == "rank":
             text = "rank"
         else:
             text = self.take(node.name)
@@ -146,7 +147,7 @@ def quote(text: str) -> str:
 
 def place_of(node: fx.Node) -> str:
     """Return a node's module path and source line, as far as they are known."""
-    path, line = node.meta.get("path", ""), node.meta.get("line", "")
+    path, line = info(node).path, info(node).line
     return f"{path or 'the model'} ({line})" if line else path or "the model"
 
 

@@ -113,7 +113,7 @@ class RankProgram:
         A stage takes (rank, received values, batch inputs), as its function does without ``p``. Parameters have the
         rank's own shapes, on `device` and without values; no process group is needed. What the text recomputes is
         computed once here and kept: the same values and gradients with more memory; its calls have the name of their
-        function in ``meta["recompute"]``. Raises ValueError for a text that does not trace.
+        function in `NodeInfo.recompute`. Raises ValueError for a text that does not trace.
         """
         placed = torch.device(device)
         tensors: dict[str, Tensor] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from autoptd.check.program import check_manifest
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import Role, change_info
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.program.placement import Parameter
@@ -127,10 +128,10 @@ def _trace_stage(
     rank = recorder.placeholder("rank", "rank", "rank", propagation.rank)
     traced = []
     for name, value in zip(names[2:], values, strict=True):
-        role = "boundary" if isinstance(value, Boundary) else "input"
+        role: Role = "boundary" if isinstance(value, Boundary) else "input"
         traced.append(recorder.placeholder(name, value.name, role, _meta(value.shape, value.dtype)))
         if isinstance(value, Boundary):
-            traced[-1].node.meta["requires_grad"] = value.requires_grad
+            change_info(traced[-1].node, requires_grad=value.requires_grad)
     return recorder.record(function, rank, recorder.parameters, *traced)
 
 

@@ -16,6 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import NodeInfo, Role, describe, info
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.recomputation import recompute
@@ -108,13 +109,13 @@ class Recorder(GraphAppendingTracer):
         except Exception as error:
             line = line_of(error, self.filename)
             raise RecordingError(f"{self.filename}:{line}: in {function.__name__}: {error}") from error
-        self.graph.output(result).meta["val"] = fx.map_arg(result, _value_of)
+        describe(self.graph.output(result), fx.map_arg(result, _value_of), NodeInfo())
         return self.graph
 
-    def placeholder(self, name: str, target: str, role: str, value: Rank | Tensor) -> TracedValue:
+    def placeholder(self, name: str, target: str, role: Role, value: Rank | Tensor) -> TracedValue:
         """Add an argument of the function: `name` in its signature, `target` in the manifest."""
         node = self.graph.create_node("placeholder", target, (), {}, name)
-        node.meta |= {"role": role, "val": value, "path": "", "line": ""}
+        describe(node, value, NodeInfo(role=role))
         return self.proxy(node)
 
     def run_group(self, rank: object, function: Callable[..., Any], *values: object) -> Any:
@@ -122,7 +123,7 @@ class Recorder(GraphAppendingTracer):
 
         A function inside another is recomputed with it.
         """
-        if getattr(rank, "node", None) is None or rank.node.meta.get("role") != "rank":  # type: ignore[attr-defined]
+        if getattr(rank, "node", None) is None or info(rank.node).role != "rank":  # type: ignore[attr-defined]
             raise ValueError(f"recompute is given {rank} first; expected recompute(rank, function, *values)")
         if self._group is not None:
             return function(rank, *values)
@@ -160,11 +161,10 @@ class Recorder(GraphAppendingTracer):
             if kind == "call_function":
                 args, kwargs = spread_call(target, args, kwargs)
             node = super().create_node(kind, target, args, kwargs, name, type_expr)
-            node.meta |= {"path": "", "line": f"{self.filename}:{line}", "divided": None, "partial": False}
-            if self._group is not None and kind == "call_function":
-                node.meta["recompute"] = self._group
             given = kind == "get_attr"
-            node.meta["val"] = self.parameters.tensors[target] if given else self._propagation.run(node)
+            val = self.parameters.tensors[target] if given else self._propagation.run(node)
+            group = self._group if kind == "call_function" else None
+            describe(node, val, NodeInfo(line=f"{self.filename}:{line}", recompute=group))
         except Exception as error:  # any of torch's operators, any of their errors
             call = _describe_call(target, *fx.map_arg((args, kwargs), _value_of))
             raise RecordingError(f"{self.filename}:{line}: {call} failed: {error}") from error

@@ -9,6 +9,7 @@ from itertools import groupby
 from torch import fx
 
 from autoptd.passes.cost.saved_tensors import find_repeated
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import values_given, values_taken
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.program.mesh import Mesh
@@ -21,7 +22,7 @@ def write_body(stage: Stage, names: Names, headings: Headings, mesh: Mesh, devic
     """Return the lines between the signature and the ``return`` of a stage; `device` is how a device is written."""
     writer = _Writer(names, headings, mesh.tensor, device, find_repeated(stage, mesh))
     calls = [node for node in stage.graph.nodes if node.op == "call_function"]
-    for number, (label, run) in enumerate(groupby(calls, lambda node: node.meta.get("recompute"))):
+    for number, (label, run) in enumerate(groupby(calls, lambda node: info(node).recompute)):
         if number:
             yield ""
         nodes = list(run)
@@ -37,19 +38,19 @@ class _Writer:
     repeated: Collection[fx.Node]
 
     def write_modules(self, nodes: Sequence[fx.Node], indent: str = INDENT) -> Iterator[str]:
-        groups = groupby(nodes, lambda node: self.headings.group(node.meta.get("path", "")))
+        groups = groupby(nodes, lambda node: self.headings.group(info(node).path))
         for number, (path, run) in enumerate(groups):
             members = list(run)
             if number:
                 yield ""
-            own = next((n for n in members if path and n.meta.get("path", "") == path), members[0])
-            yield write_heading(self.headings.heading(path, members), own.meta.get("line", ""), indent)
+            own = next((n for n in members if path and info(n).path == path), members[0])
+            yield write_heading(self.headings.heading(path, members), info(own).line, indent)
             yield from write_calls(members, self.names, self.tensor, self.device, indent, self.repeated)
 
     def write_group(self, label: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
         """Write a function and its call: it takes ``rank`` and values, and reads ``p`` from outside."""
         function = self.names.take(label)
-        paths = dict.fromkeys(path for node in nodes if (path := node.meta.get("path", "")))
+        paths = dict.fromkeys(path for node in nodes if (path := info(node).path))
         title = next(iter(paths)) if len(paths) == 1 else self.headings.path_range(paths) or function
         taken = [self.names[node] for node in values_taken(nodes)]
         given = values_given(nodes)

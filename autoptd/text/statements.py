@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.text.comments import write_communication, write_hidden, write_value_shape
 from autoptd.text.expressions import Names, is_index, write_call, write_index
 
@@ -79,7 +80,7 @@ def align(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
     """Write the shape of a call's value, and a note: a partial sum, or what the call sends."""
-    if node.meta.get("partial"):
+    if info(node).partial:
         return write_value_shape(node, tensor), "partial"
     sent = write_communication(node, tensor)
     if sent and getattr(node.target, "__name__", "") in _SHAPE_KEPT:

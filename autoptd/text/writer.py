@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import walk
 from autoptd.passes.ir.program import Program, Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
@@ -137,8 +138,8 @@ def _write_signature(
 ) -> list[str]:
     received, tensor = len(interface.receives), program.mesh.tensor
     values = placeholders[1:]
-    if len(values) != received + len(interface.inputs) or placeholders[0].meta.get("role") != "rank":
-        found = ", ".join(f"{n.name} ({n.meta.get('role')})" for n in placeholders)
+    if len(values) != received + len(interface.inputs) or info(placeholders[0]).role != "rank":
+        found = ", ".join(f"{n.name} ({info(n).role})" for n in placeholders)
         raise ValueError(
             f"stage {interface.index} takes {found}; its interface is rank, then {received} received values "
             f"and the inputs {', '.join(interface.inputs) or '(none)'}"
@@ -212,11 +213,9 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
         members = [node for node in stage.constants.nodes if node in needed]
         for node in members:
             names.add(node)
-        for path, run in groupby(
-            (n for n in members if n.op == "call_function"), lambda n: n.meta.get("path", "")
-        ):
+        for path, run in groupby((n for n in members if n.op == "call_function"), lambda n: info(n).path):
             calls = list(run)
-            lines += ["", write_heading(path or "model", calls[0].meta.get("line", ""))]
+            lines += ["", write_heading(path or "model", info(calls[0]).line)]
             lines += write_calls(calls, names, 1, None)
         result.update({name: write_value(node, names, None) for name, node in wanted.items()})
     if not result:

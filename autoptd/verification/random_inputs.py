@@ -8,6 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, fx, nn
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import walk
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import aten, kernels
@@ -177,4 +178,4 @@ def _count_rows(table: object, manifest: Manifest) -> int | None:
 def _sources(node: fx.Node) -> Iterator[str]:
     """Return the batch inputs that a value of whole numbers is computed from."""
     calls = walk([node], lambda node: node.all_input_nodes if node.op == "call_function" else [])
-    return (str(call.target) for call in calls if call.meta.get("role") == "input")
+    return (str(call.target) for call in calls if info(call).role == "input")

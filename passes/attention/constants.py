@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.names import live_nodes, operator_word
+from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import is_lifted
 from autoptd.passes.ir.program import Stage, copy_graph
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
@@ -101,7 +102,7 @@ class Constants:
             node = self.graph.create_node("call_function", target, args, name=operator_word(target))
             val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
             first: Any = args[0]
-            node.meta = {**first.meta, "val": val}
+            describe(node, val, info(first))
             self.made[key] = node
         found: fx.Node = self.made[key]
         return found

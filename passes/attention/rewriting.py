@@ -17,6 +17,7 @@ from autoptd.passes.attention.masks import Mask, Masks
 from autoptd.passes.attention.products import Factor, Step
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import live_nodes
+from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, kernels
@@ -34,7 +35,7 @@ class Rewriter:
         self.constants = constants
         self.masks = Masks(constants)
         self.propagation = Propagation(program.mesh)
-        self.rank = next(n for n in graph.nodes if n.meta.get("role") == "rank")
+        self.rank = next(n for n in graph.nodes if info(n).role == "rank")
         self.loads = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
         self.names: dict[fx.Node, str] = {}
         self.changed = False
@@ -227,8 +228,7 @@ class Rewriter:
         """Write a call in front of `before`, under its place in the user's model."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = {**before.meta}
-        node.meta["val"] = self.propagation.run(node)
+        describe(node, self.propagation.run(node), info(before))
         self.changed = True
         return node
 

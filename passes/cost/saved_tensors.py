@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage, fx
 
 from autoptd.passes.cost.quantities import Number, Sizes, tensor_arguments
-from autoptd.passes.ir.nodes import has_gradients, values_taken
+from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import values_taken, wants_gradient
 from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
@@ -45,16 +46,16 @@ class Ledger:
 
     def _give(self, node: fx.Node, stage: Stage) -> Any:
         """A value from outside, with a storage of its own."""
-        if node.meta.get("role") == "rank":
+        if info(node).role == "rank":
             return self._rank
-        value, boundary = node.meta["val"], node.meta.get("role") == "boundary"
+        value, boundary = node.meta["val"], info(node).role == "boundary"
         received = boundary and self._rank.mesh.pipeline > 1  # packed
         strides = torch.empty(value.shape, device=META).stride() if received else value.stride()
         given = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=META)
         if node.op == "get_attr":
             given.requires_grad_(stage.parameters[str(node.target)].requires_grad)
         elif boundary:
-            given.requires_grad_(bool(node.meta.get("requires_grad", has_gradients(value))))
+            given.requires_grad_(wants_gradient(node))
             return given
         self._held.add(given.untyped_storage())
         return given

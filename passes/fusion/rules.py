@@ -44,6 +44,7 @@ from autoptd.passes.fusion.patterns import (
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import operator_word, rename_nodes
+from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, kernels
@@ -79,7 +80,8 @@ def _fuse(stage: Stage, propagation: Propagation, counts: Counter[str]) -> fx.Gr
             if _keeps_gradients(match, trained):
                 _replace(graph, match, propagation)
     for node in graph.nodes:
-        if node.meta.pop("fused", False):
+        if info(node).fused:
+            change_info(node, fused=False)
             counts[operator_word(node.target)] += 1
     return rename_nodes(graph)
 
@@ -95,7 +97,7 @@ def _is_near(match: Match, products: Mapping[fx.Node, int]) -> bool:
 
 def _is_one_region(match: Match) -> bool:
     """Return whether the chain lies in one region of recomputation, or in none."""
-    return len({node.meta.get("recompute") for node in (*match.members, *match.results)}) == 1
+    return len({info(node).recompute for node in (*match.members, *match.results)}) == 1
 
 
 def _keeps_gradients(match: Match, trained: set[fx.Node]) -> bool:
@@ -109,8 +111,9 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
     made = _write(graph, match.call, first, propagation)
     values = [made]
     if len(match.results) > 1:
-        made.meta |= {"name": f"{_name(match.results[-1])}_pair", "divided": (None,) * len(match.results)}
-        made.meta["sizes"] = tuple(old.meta.get("sizes") for old in match.results)
+        several = tuple(info(old).sizes for old in match.results)
+        name = f"{_name(match.results[-1])}_pair"
+        change_info(made, name=name, divided=(None,) * len(match.results), sizes=several)
         with graph.inserting_before(first):
             values = [graph.call_function(operator.getitem, (made, i)) for i in range(len(match.results))]
     for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
@@ -119,16 +122,14 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
             raise ValueError(
                 f"{operator_name(made.target)} gives {val} for {old}, expected {old.meta['val']}"
             )
-        place = {key: made.meta.get(key, "") for key in ("path", "line")}  # one heading for all results
-        new.meta = {**old.meta, **place, "name": _name(old), "val": val, "fused": False}
+        describe(new, val, info(old).at(info(made)), name=_name(old), fused=False)
         old.replace_all_uses_with(new)
-    made.meta["fused"] = match.call.target not in RESHAPES
     items: set[int] = set()
     for node in sorted({*match.members, *match.results, *values}, reverse=True):
         if not node.users:
-            items.update(node.meta.get("items", ()))
+            items.update(info(node).items)
             graph.erase_node(node)
-    made.meta["items"] = tuple(sorted(items))
+    change_info(made, fused=match.call.target not in RESHAPES, items=tuple(sorted(items)))
 
 
 def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation) -> fx.Node:
@@ -139,9 +140,10 @@ def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation
             place.prepend(node)
     with graph.inserting_before(place):
         made = graph.call_function(call.target, args, dict(call.kwargs))
-    made.meta = {**call.like.meta, "name": _name(call.like), "val": propagation.run(made), "value": None}
-    alike_made = (n for n in (call.like, *made.all_input_nodes) if _is_shaped(n, made.meta["val"]))
-    made.meta["sizes"] = next((n.meta.get("sizes") for n in alike_made), None)
+    val = propagation.run(made)
+    alike_made = (n for n in (call.like, *made.all_input_nodes) if _is_shaped(n, val))
+    sizes = next((info(n).sizes for n in alike_made), None)
+    describe(made, val, info(call.like), name=_name(call.like), value=None, sizes=sizes)
     return made
 
 
@@ -152,8 +154,7 @@ def _is_shaped(node: fx.Node, value: Any) -> bool:
 
 def _name(node: fx.Node) -> str:
     """Name a node after the one that it replaces."""
-    name: str = node.meta.get("name", node.name)
-    return name
+    return info(node).name or node.name
 
 
 # Rules

@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import has_gradients, walk
+from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import has_gradients, walk, wants_gradient
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten
 
@@ -41,5 +42,5 @@ def may_be_trained(node: fx.Node) -> bool:
     if not has_gradients(node.meta.get("val")):
         return False
     if node.op == "placeholder":
-        return node.meta.get("role") == "boundary" and bool(node.meta.get("requires_grad", True))
+        return info(node).role == "boundary" and wants_gradient(node)
     return node.target is not aten.detach.default

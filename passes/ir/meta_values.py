@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.mesh import Mesh
 
@@ -43,7 +44,7 @@ class Propagation:
         return self.known[key]
 
     def _value(self, node: fx.Node) -> Any:
-        return self.rank if node.meta.get("role") == "rank" else node.meta["val"]
+        return self.rank if info(node).role == "rank" else node.meta["val"]
 
     def _key(self, value: Any) -> Key:
         if isinstance(value, fx.Node):

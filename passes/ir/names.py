@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.ir.node_info import describe, info
+
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
 
 
@@ -23,7 +25,7 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
     list ("transformer", "model") are left out. Equal graphs get equal names.
     """
     live = live_nodes(graph)
-    containers = find_containers(node.meta.get("path", "") for node in live)
+    containers = find_containers(info(node).path for node in live)
     heads = _module_results(live)
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -37,15 +39,15 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:
-    """A copy in which what was rewritten has the name of what it stands for: ``meta["name"]``."""
+    """A copy in which what was rewritten has the name of what it stands for: ``info(node).name``."""
     copy = fx.Graph()
     copy.set_codegen(graph._codegen)
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        name = node.meta.pop("name", node.name)
+        name = info(node).name or node.name
         values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
-        made.meta = node.meta
+        describe(made, node.meta["val"], info(node), name="")
     return copy
 
 
@@ -99,12 +101,10 @@ def find_containers(paths: Iterable[str]) -> tuple[str, ...]:
 
 def _module_results(nodes: list[fx.Node]) -> set[fx.Node]:
     """The last node of each call of a module that calls no other and gives one result."""
-    inner = {path[:dot] for path in {node.meta.get("path", "") for node in nodes} for dot in _dots(path)} | {
-        ""
-    }
+    inner = {path[:dot] for path in {info(node).path for node in nodes} for dot in _dots(path)} | {""}
     results: set[fx.Node] = set()
     calls = [node for node in nodes if node.op == "call_function"]
-    for path, run in itertools.groupby(calls, key=lambda node: node.meta.get("path", "")):
+    for path, run in itertools.groupby(calls, key=lambda node: info(node).path):
         if path not in inner:
             *others, last = run
             members = {*others, last}
@@ -126,7 +126,7 @@ def _candidate(
         return short_path(str(node.target), containers)
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return f"{values[node.args[0]].name}_{node.args[1]}"
-    path = short_path(node.meta.get("path", ""), containers)
+    path = short_path(info(node).path, containers)
     word = operator_word(node.target)
     name = path if result else f"{path}_{word}" if path else word
     return name if name.isidentifier() else f"x_{name}"

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from autoptd.passes.ir.node_info import info
 from autoptd.runtime import kernels
 
 
@@ -67,9 +68,15 @@ def has_gradients(value: object) -> bool:
     return isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
 
 
+def wants_gradient(node: fx.Node) -> bool:
+    """Return whether the gradient of a boundary's value goes back to the stage before."""
+    wanted = info(node).requires_grad
+    return has_gradients(node.meta["val"]) if wanted is None else wanted
+
+
 def where(node: fx.Node) -> str:
     """The node's place as the user knows it: "h.0.attn.c_attn (gpt.py:52)"."""
-    path, line = node.meta.get("path") or node.name, node.meta.get("line")
+    path, line = info(node).path or node.name, info(node).line
     return f"{path} ({line})" if line else str(path)
 
 
@@ -114,7 +121,7 @@ def operator_name(target: Any) -> str:
 
 def called(node: fx.Node) -> str:
     """The call as messages name it, alike in all layers: "aten.cumsum (gpt.py:52)"."""
-    line = node.meta.get("line")
+    line = info(node).line
     return operator_name(node.target) + (f" ({line})" if line else "")
 
 
@@ -122,7 +129,7 @@ def values_taken(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """What a group of calls takes from outside, beside parameters and the rank, in the order of use."""
     inside = set(nodes)
     sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    return [s for s in sources if s not in inside and s.op != "get_attr" and s.meta.get("role") != "rank"]
+    return [s for s in sources if s not in inside and s.op != "get_attr" and info(s).role != "rank"]
 
 
 def values_given(nodes: Sequence[fx.Node]) -> list[fx.Node]:

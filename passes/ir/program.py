@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
+from autoptd.passes.ir.node_info import info
 from autoptd.runtime.program.manifest import Fixed, Input, Output
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -20,15 +21,8 @@ class Stage:
 
     `graph`: placeholder ``rank`` first, then the boundary values it receives, then batch inputs; ``get_attr`` nodes
     name entries of `parameters`. `constants`: a graph without placeholders whose output is a dict from the name of
-    each constant to its node; it runs once, at bind. Every node's ``meta`` holds
-
-    - ``val``: a meta tensor (or tuple of them) with the shape ONE rank holds;
-    - ``path``: the module path the user knows ("h.0.attn"), ``line``: "gpt.py:52" (either may be "");
-    - ``divided``: the dimension divided over the tensor ranks, or None; ``partial``: True for a partial sum;
-    - ``sizes``: the shape of ``val`` in letters (see `letters`), as sympy expressions, where they are known;
-      of a parameter ``whole_sizes`` that of all ranks;
-    - ``layer``: the stack of layers that a call is of, and which layer of it, where it is of one;
-    - ``recompute``: the label of the group that the backward computes again; not there for what is kept.
+    each constant to its node; it runs once, at bind. Every node's ``meta["val"]`` is a meta tensor (or tuple
+    of them) with the shape ONE rank holds, and every node has a `NodeInfo`.
     """
 
     graph: fx.Graph
@@ -82,12 +76,12 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    """What the backward computes again: groups of neighbouring calls with one label in ``meta["recompute"]``."""
+    """What the backward computes again: groups of neighbouring calls with one label."""
     groups: list[list[fx.Node]] = []
     previous = None
     for node in graph.nodes:
         if node.op == "call_function":
-            label = node.meta.get("recompute")
+            label = info(node).recompute
             if label is not None and label == previous:
                 groups[-1].append(node)
             elif label is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import operator_name
 from autoptd.passes.ir.program import tensor_bytes
 from autoptd.runtime import aten
@@ -72,7 +73,7 @@ class Strides(Propagation):
         return value
 
     def _value(self, node: fx.Node) -> Any:
-        return self.rank if node.meta.get("role") == "rank" else self.values[node]
+        return self.rank if info(node).role == "rank" else self.values[node]
 
     def _attention_output(self, node: fx.Node, value: Tensor) -> Tensor:
         """The fused kernels write their result in the order of the queries' memory; meta tensors do not know that."""

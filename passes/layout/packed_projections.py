@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import argument, operator_name, shape_of
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.mesh import Mesh
@@ -109,5 +110,4 @@ def _unpack(
 
 
 def _describe(node: fx.Node, like: fx.Node, propagation: Propagation) -> None:
-    node.meta = dict(like.meta)
-    node.meta["val"] = propagation.run(node)
+    describe(node, propagation.run(node), info(like))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import called
 from autoptd.passes.layout.batch_sequence import Form
 from autoptd.passes.layout.copies import Strides
@@ -122,8 +123,7 @@ class LayoutWriter:
     def add(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         """A further operator in front of, or behind, the one that is being rewritten."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
-        new.meta = {key: self.current.meta.get(key, "") for key in ("path", "line")}
-        new.meta["val"] = None
+        describe(new, None, info(self.current).place)
         new.meta["val"] = self.strides.visit(new)
         return new
 

@@ -17,6 +17,7 @@ from torch import fx
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.gradients import find_reached
 from autoptd.passes.ir.names import name_nodes
+from autoptd.passes.ir.node_info import NodeInfo, describe, info
 from autoptd.passes.ir.nodes import has_gradients, refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import Casts, describe_result, enter_region
@@ -81,7 +82,7 @@ class Normalizer:
         self.trained: set[fx.Node] = set()
         self.dropouts = 0
         self.rank = self.graph.placeholder("rank")
-        self.rank.meta = {"val": None, "path": "", "line": "", "role": "rank"}
+        describe(self.rank, None, NodeInfo(role="rank"))
         self.storage = Storage(self)
         self.casts = Casts(self)
         self._detached: dict[fx.Node, fx.Node] = {}
@@ -109,14 +110,14 @@ class Normalizer:
         if node.op == "output":
             result = fx.map_arg(node.args[0], lambda n: self.storage.read(values[n]))
             self.graph.output(result).meta = dict(node.meta)
-        elif node.op == "placeholder" or (node.op == "get_attr" and node.meta.get("region") is None):
+        elif node.op == "placeholder" or (node.op == "get_attr" and info(node).region is None):
             copied = self.graph.node_copy(node)
             copied.meta = node.meta
             if node.op == "get_attr" and self.parameters[str(node.target)].requires_grad:
                 self.trained.add(copied)
             values[node] = Cell(copied, owner=str(node.target) if node.op == "get_attr" else "")
         elif node.op == "get_attr":
-            values[node] = node.meta["region"]
+            values[node] = info(node).region
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             self._inline(node, values, scope)
         elif node.target is operator.getitem and isinstance(values[node.args[0]], tuple):

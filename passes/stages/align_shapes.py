@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Program
 from autoptd.passes.structure.linear_order import Row
@@ -34,6 +35,6 @@ def align_cut(program: Program, first: Program, positions: Sequence[int]) -> tup
 
 def _match(first: Row, own: Row) -> list[tuple[int, int]]:
     """Positions of items that are the same call, in both orders ascending."""
-    one, other = ([(node.meta.get("path"), node.target) for node in row.items] for row in (first, own))
+    one, other = ([(info(node).path, node.target) for node in row.items] for row in (first, own))
     blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
     return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]

@@ -15,7 +15,8 @@ from torch import fx
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
-from autoptd.passes.ir.nodes import has_gradients, walk
+from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import walk, wants_gradient
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.fused_order import Uncut
@@ -131,7 +132,7 @@ def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
 def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
     """What each stage receives from the one before it, in the order of its arguments."""
     return tuple(
-        tuple(make_boundary(node) for node in stage.graph.nodes if node.meta.get("role") == "boundary")
+        tuple(make_boundary(node) for node in stage.graph.nodes if info(node).role == "boundary")
         for stage in program.stages
     )
 
@@ -192,9 +193,9 @@ def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
 
 def make_boundary(node: fx.Node) -> Boundary:
     value = node.meta["val"]
-    gradient = bool(node.meta.get("requires_grad", has_gradients(value)))
+    gradient = wants_gradient(node)
     return Boundary(
-        str(node.target), tuple(value.shape), value.dtype, gradient, node.meta.get("divided") is not None
+        str(node.target), tuple(value.shape), value.dtype, gradient, info(node).divided is not None
     )
 
 

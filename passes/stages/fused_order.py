@@ -22,6 +22,7 @@ from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, recomputed_groups
 from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.stages.search import ItemTimes
@@ -36,7 +37,7 @@ Measured = tuple[tuple[int, ...], Floats]
 class Uncut:
     """The one stage of a program as a `row` of items, and as the finished `stage` that they would become.
 
-    Each call of that says in ``meta["items"]`` which positions of the row it stands for, and in ``meta["value"]`` the
+    Each call of that says in ``info(node).items`` which positions of the row it stands for, and in ``.value`` the
     one whose value it gives. `fit` says where a cut may stand: where values live that some kernel gives, so that no
     kernel is parted within its arithmetic, and all cuts round alike.
     """
@@ -46,14 +47,14 @@ class Uncut:
         self.row = Row(stage)
         graph = copy_graph(stage.graph)
         for old, node in zip(stage.graph.nodes, graph.nodes, strict=True):
-            node.meta["value"] = self.row.position.get(old)
-            node.meta["items"] = () if node.meta["value"] is None else (node.meta["value"],)
+            place = self.row.position.get(old)
+            change_info(node, value=place, items=() if place is None else (place,))
         (_, mark), *self._passes = passes_from_the_cut(recompute, fuse)
         self.program = mark(program.replace_stages((Stage(graph, stage.parameters, stage.constants),), ""))
         self._marked = Row(self.program.stages[0])
-        self._order = sorted(self._marked.items, key=lambda node: node.meta["items"])
+        self._order = sorted(self._marked.items, key=lambda node: info(node).items)
         self.stage = self._finish(self._marked.stage)
-        given = {node.meta.get("value") for node in self.stage.graph.nodes}
+        given = {info(node).value for node in self.stage.graph.nodes}
         self.fit = self.row.allowed()
         for item, node in enumerate(self.row.items):
             if item not in given:
@@ -177,7 +178,7 @@ def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Ite
             forward, backward = (
                 np.array(measure(w)) for w in (forward_work(node), backward_work(node, trained))
             )
-            yield node.meta["items"], np.array([forward, backward, forward * (node in again)])
+            yield info(node).items, np.array([forward, backward, forward * (node in again)])
 
 
 def _join(groups: Iterable[Sequence[int]], count: int) -> list[list[int]]:

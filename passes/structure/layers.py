@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Program, Stage, copy_graph, tensor_bytes
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.collectives import copy_to_tensor
@@ -57,11 +58,11 @@ def label_layers(program: Program) -> Program:
     for number, stack in enumerate(find_stacks(program)):
         for index, layer in enumerate(stack):
             for node in (node for calls in layer for node in calls):
-                node.meta["layer"] = number, index
+                change_info(node, layer=(number, index))
     for node in (node for stage in program.stages for node in stage.graph.nodes if node.op == "get_attr"):
-        readers = {user.meta.get("layer") for user in node.users}
+        readers = {info(user).layer for user in node.users}
         if len(readers) == 1:
-            node.meta["layer"] = readers.pop()
+            change_info(node, layer=readers.pop())
     return program
 
 
@@ -75,7 +76,7 @@ def _join_stages(program: Program) -> tuple[Stage, Mapping[fx.Node, tuple[int, f
         values: dict[fx.Node, fx.Node] = {}
         received = iter(sent)
         for node in stage.graph.nodes:
-            if node.meta.get("role") == "boundary":
+            if info(node).role == "boundary":
                 values[node] = next(received)
             elif node.op == "output":
                 result = fx.map_arg(node.args[0], values.__getitem__)
@@ -182,7 +183,7 @@ class _Search:
 
 def _sign(node: fx.Node) -> Any:
     """What a call has in common with its repeats: operator and shapes. Numbers may differ by layer."""
-    sources = (source for source in node.all_input_nodes if source.meta.get("role") != "rank")
+    sources = (source for source in node.all_input_nodes if info(source).role != "rank")
     return node.target, _shapes(node.meta["val"]), tuple(_shapes(source.meta["val"]) for source in sources)
 
 

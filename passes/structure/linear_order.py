@@ -13,6 +13,7 @@ from torch import UntypedStorage, fx
 from autoptd.passes.cost.durations import Durations
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
+from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import values_taken, walk
 from autoptd.passes.ir.program import Stage, tensor_bytes
 
@@ -76,7 +77,7 @@ class Row:
         live, unfit = [0] * (count + 2), [0] * (count + 2)
         for defined, node in enumerate(self.items):
             first, behind = defined + 1, self.last_use[node] + 1
-            partial = node.meta.get("partial") or node.meta.get("partial_gradient")
+            partial = info(node).partial or info(node).partial_gradient
             value = node.meta["val"]
             whole = isinstance(value, torch.Tensor) and not value.is_complex() and not partial
             for changes in (live,) if whole else (live, unfit):
@@ -93,7 +94,7 @@ class Row:
         for defined, node in enumerate(self.items):
             value = node.meta["val"]
             if self.last_use[node] > defined and isinstance(value, torch.Tensor):
-                time = durations.of_transfer(value, divided=node.meta.get("divided") is not None)
+                time = durations.of_transfer(value, divided=info(node).divided is not None)
                 for changes in (ahead, back) if node in self.trained else (ahead,):
                     changes[defined + 1] += time
                     changes[self.last_use[node] + 1] -= time
@@ -130,11 +131,17 @@ class Row:
         values: dict[fx.Node, fx.Node] = {}
         placeholders = [node for node in self.order if node.op == "placeholder"]
         for node in placeholders:
-            if node.meta.get("role") == "rank":
+            if info(node).role == "rank":
                 values[node] = graph.node_copy(node)
         for node in receives:
             values[node] = graph.create_node("placeholder", node.name, name=node.name)
-            values[node].meta = {**node.meta, "role": "boundary", "requires_grad": node in self.trained}
+            describe(
+                values[node],
+                node.meta["val"],
+                info(node),
+                role="boundary",
+                requires_grad=node in self.trained,
+            )
         for node in placeholders:
             if node in needed and node not in values:
                 values[node] = graph.node_copy(node)

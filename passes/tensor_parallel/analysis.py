@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import operator_name, shape_of, where
 from autoptd.passes.tensor_parallel import axes as ax
 from autoptd.passes.tensor_parallel.axes import Axis
@@ -58,7 +59,7 @@ def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
 def _visit(axes: AxisMap, node: fx.Node) -> None:
     if node.op == "output":
         return
-    if node.op == "placeholder" and node.meta.get("role") == "rank":
+    if node.op == "placeholder" and info(node).role == "rank":
         axes.rank = node
         return
     if node.op in ("placeholder", "get_attr"):

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives, kernels
@@ -37,7 +38,7 @@ def place_copies(
 ) -> tuple[dict[str, Parameter], int]:
     """Insert f into `graph` (in place, while it is still the caller's own) and mark parameters.
 
-    Activations whose gradient is partial get ``meta["partial_gradient"]``: no stage boundary may cross them, for
+    Activations whose gradient is partial are marked so (`NodeInfo`): no stage boundary may cross them, for
     what is scattered over the tensor ranks must be the same on all. So where a residual stream would have partial ones
     from end to end, and leave no place for a cut, it keeps whole ones if there are several `pipeline` ranks.
 
@@ -53,7 +54,7 @@ def place_copies(
             cut, before = region.cut(component, solved, stream)
         for node in component:
             if node not in before:
-                node.meta["partial_gradient"] = True
+                change_info(node, partial_gradient=True)
         for node in cut:
             partial = [n for n in region.partial_readers(node) if n not in before]
             whole = len(partial) < sum(n.op == "output" or n in region.differentiable for n in node.users)
@@ -69,10 +70,10 @@ def place_copies(
 
 def _is_local(node: fx.Node) -> bool:
     """Does the value differ between tensor ranks?"""
-    divided = node.meta.get("divided")
+    divided = info(node).divided
     if isinstance(divided, tuple):
         return any(d is not None for d in divided)
-    return divided is not None or bool(node.meta.get("partial"))
+    return divided is not None or bool(info(node).partial)
 
 
 class _Region:
@@ -81,7 +82,7 @@ class _Region:
     def __init__(self, graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
         self.graph = graph
         self.parameters = parameters
-        self.rank = next(n for n in graph.nodes if n.meta.get("role") == "rank")
+        self.rank = next(n for n in graph.nodes if info(n).role == "rank")
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.differentiable = find_trained(Stage(graph, parameters, fx.Graph()))
         self.divided = {
@@ -197,7 +198,7 @@ class _Region:
             copy = self.graph.create_node(
                 "call_function", collectives.copy_to_tensor, (self.rank, node), {}, name=f"{node.name}_f"
             )
-        copy.meta = {**node.meta, "divided": None, "partial": False, "partial_gradient": True}
+        describe(copy, node.meta["val"], info(node), divided=None, partial=False, partial_gradient=True)
         for reader in readers:
             reader.replace_input_with(node, copy)
 

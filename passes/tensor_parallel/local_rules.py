@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.nodes import argument, arguments_of, operator_name, shape_of, where
 from autoptd.passes.tensor_parallel import axes as ax
 from autoptd.passes.tensor_parallel.axes import Axes, Axis
@@ -30,7 +31,7 @@ def lower_same(low: Lowering, node: fx.Node) -> fx.Node:
     new = low.copy(node)
     if axis is not None and low.is_divided((axis,)):
         new.meta["val"] = low.propagation.run(new)
-        new.meta.update(divided=None, partial=True)
+        change_info(new, divided=None, partial=True)
     return new
 
 
@@ -69,7 +70,7 @@ def lower_add(low: Lowering, node: fx.Node) -> fx.Node:
     first, second = node.args[0], node.args[1]
     both = [low.values[a] for a in (first, second) if isinstance(a, fx.Node) and len(a.users) == 1]
     plain = len(node.args) == 2 and not node.kwargs
-    if len(both) == 2 and plain and all(v.meta.get("partial") for v in both):
+    if len(both) == 2 and plain and all(info(v).partial for v in both):
         total = low.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
         low.biases[total] = [bias for part in both for bias in low.biases.get(part, ())]
         return total
@@ -84,7 +85,7 @@ def lower_view(low: Lowering, node: fx.Node) -> fx.Node:
     if operator_name(node.target) in ("aten.flatten", "aten.unflatten"):
         target = aten.reshape.default
     alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
-    if source.meta.get("partial") and alone and not low.biases.get(source):
+    if info(source).partial and alone and not low.biases.get(source):
         return low.add(target, (source, sizes), node, name=node.name, partial=True)
     if target is node.target and sizes == list(shape_of(node)):
         return low.copy(node)
@@ -200,9 +201,9 @@ def _lower_severed(low: Lowering, node: fx.Node) -> fx.Node:
                 name=f"{tensor.name}_repeated",
             )
             whole = _with_heads(low, node, tensor, dim)
-            value.meta["sizes"] = low.letters.shape(whole, {}, value.meta["val"].shape)
+            change_info(value, sizes=low.letters.shape(whole, {}, value.meta["val"].shape))
         own[tensor] = low.add(collectives.take_own, (low.rank, value, dim), node, name=f"{tensor.name}_own")
-        own[tensor].meta["divided"] = dim
+        change_info(own[tensor], divided=dim)
         low.write_sizes(own[tensor], (_with_heads(low, node, tensor, dim),))
     args = fx.node.map_arg(node.args, lambda n: own.get(n) or low.whole(n))
     kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
+from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import filled
 from autoptd.passes.tensor_parallel import axes as ax
@@ -55,7 +56,7 @@ class Lowering:
         """The new graph, with every call as `lower` writes it."""
         for node in self.old.nodes:
             if node.op == "output":
-                self.graph.output(self.whole(node.args[0]))
+                self.graph.output(self.whole(node.args[0])).meta = dict(node.meta)
                 continue
             if node.op == "get_attr":
                 self._place_parameter(node)
@@ -65,7 +66,7 @@ class Lowering:
                 self.values[node] = self.copy(node)
             if node.op == "get_attr":
                 whole = self.letters.shape(self.axis_map.of(node), {}, node.meta["val"].shape)
-                self.values[node].meta["whole_sizes"] = whole
+                change_info(self.values[node], whole_sizes=whole)
         return self.graph
 
     # Values
@@ -75,7 +76,7 @@ class Lowering:
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]
-        if value.meta.get("partial"):
+        if info(value).partial:
             biases = self.biases.get(value, ())
             name = f"{value.name}_g"
             value = self.add(collectives.reduce_from_tensor, (self.rank, value), value, name=name)
@@ -101,7 +102,7 @@ class Lowering:
         axes = self.axis_map.all_of(node)
         changed = self.tensor > 1 and (not plain or any(divided_leaf(a, self.divided) for a in axes))
         if not changed:
-            new.meta.update(divided=None, partial=False)
+            change_info(new, divided=None, partial=False)
             self.write_sizes(new, axes)
         elif node.op == "call_function":
             new.meta["val"] = self.propagation.run(new)
@@ -116,12 +117,11 @@ class Lowering:
     ) -> fx.Node:
         """A further node, placed in the user's model where `like` is."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
-        new.meta = {"path": like.meta.get("path", ""), "line": like.meta.get("line", "")}
-        new.meta.update(divided=None, partial=partial, val=self.propagation.run(new))
+        describe(new, self.propagation.run(new), info(like).place, partial=partial)
         if like in self.axis_map.axes:
             self.write_sizes(new, self.axis_map.all_of(like))
         else:
-            new.meta["sizes"] = like.meta["sizes"]
+            change_info(new, sizes=info(like).sizes)
         return new
 
     def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
@@ -130,17 +130,18 @@ class Lowering:
             next((d for d, a in enumerate(own) if divided_leaf([a], self.divided)), None) for own in axes
         )
         several = isinstance(node.meta.get("val"), (tuple, list))
-        new.meta.update(divided=dims if several else dims[0], partial=False)
+        change_info(new, divided=dims if several else dims[0], partial=False)
         self.write_sizes(new, axes)
 
     def write_sizes(self, new: fx.Node, axes: tuple[Axes, ...]) -> None:
         """Say in letters what shape of its `axes`, one for each result, one rank holds."""
         value = new.meta.get("val")
         if isinstance(value, torch.Tensor):
-            new.meta["sizes"] = self.letters.shape(axes[0], self.divided, value.shape)
+            change_info(new, sizes=self.letters.shape(axes[0], self.divided, value.shape))
         elif value is not None:
             pairs = zip(axes, value, strict=True)
-            new.meta["sizes"] = tuple(self.letters.shape(a, self.divided, v.shape) for a, v in pairs)
+            sizes = tuple(self.letters.shape(a, self.divided, v.shape) for a, v in pairs)
+            change_info(new, sizes=sizes)
 
     def _empty(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]

@@ -20,6 +20,7 @@ from autoptd.passes.fusion.patterns import RESHAPES, alike, is_call
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
+from autoptd.passes.ir.node_info import NodeInfo, change_info, describe, info
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, collectives, kernels
@@ -105,7 +106,7 @@ class _Rewriting:
             len({r.transposed for r in found}) > 1 or any(r.kind == "split" for r in found)
         ):
             return [], f"read by linears of several kinds, {called(found[0].node)}"
-        if len({reader.node.meta.get("recompute") for reader in found}) > 1:
+        if len({info(reader.node).recompute for reader in found}) > 1:
             return [], "read inside and outside of what is recomputed"
         return found, ""
 
@@ -120,7 +121,7 @@ class _Rewriting:
         self._bring_before(first, (p for reader in readers for p in reader.parameters))
         rank = f.args[0]
         if len(readers) == 1:
-            self._replace(readers[0].node, self._write(first, *_single(rank, x, readers[0]), first.meta))
+            self._replace(readers[0].node, self._write(first, *_single(rank, x, readers[0]), info(first)))
         else:
             self._join_several(rank, x, readers)
         for node in (*f.users, f):
@@ -132,21 +133,22 @@ class _Rewriting:
         weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
         options: dict[str, Any] = {"transposed": True} if readers[0].transposed else {}
         given = [biases] if any(bias is not None for bias in biases) else []
-        meta = first.meta | {
-            "name": f"{first.name}_together",
-            "divided": tuple(reader.node.meta.get("divided") for reader in readers),
-            "sizes": tuple(reader.node.meta.get("sizes") for reader in readers),
-        }
-        together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, meta)
+        about = replace(
+            info(first),
+            name=f"{first.name}_together",
+            divided=tuple(info(reader.node).divided for reader in readers),
+            sizes=tuple(info(reader.node).sizes for reader in readers),
+        )
+        together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, about)
         parts = [
-            self._write(first, operator.getitem, (together, i), {}, r.node.meta | _place(together))
+            self._write(first, operator.getitem, (together, i), {}, info(r.node).at(about))
             for i, r in enumerate(readers)
         ]
         for reader, part in zip(readers, parts, strict=True):
             if reader.kind == "gelu":
-                part.meta["name"] = f"{reader.node.name}_linear"
+                change_info(part, name=f"{reader.node.name}_linear")
                 part = self._write(
-                    reader.node, aten.gelu.default, (part,), _approximation(reader), reader.node.meta
+                    reader.node, aten.gelu.default, (part,), _approximation(reader), info(reader.node)
                 )
             self._replace(reader.node, part)
 
@@ -156,22 +158,21 @@ class _Rewriting:
         target: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        meta: dict[str, Any],
+        about: NodeInfo,
     ) -> fx.Node:
         with self.graph.inserting_before(place):
             made = self.graph.call_function(target, args, kwargs)
-        made.meta = dict(meta)
         value = (
             self._propagation.run(made) if target is not operator.getitem else args[0].meta["val"][args[1]]
         )
-        made.meta["val"] = value
+        describe(made, value, about)
         return made
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let `new` have the place and the name of `old`."""
         if not alike(new.meta["val"], old.meta["val"]):
             raise ValueError(f"{called(new)} gives {new.meta['val']} for {old}, expected {old.meta['val']}")
-        new.meta["name"] = old.name
+        change_info(new, name=old.name)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
@@ -202,11 +203,6 @@ def _approximation(reader: Reader) -> dict[str, Any]:
     """Of a GELU, as a keyword, where it is not the default."""
     chosen = argument(reader.node, 3, "approximate", "none")
     return {} if chosen == "none" else {"approximate": chosen}
-
-
-def _place(node: fx.Node) -> dict[str, Any]:
-    """One heading for all results."""
-    return {key: node.meta.get(key, "") for key in ("path", "line")}
 
 
 def _is_of_parameters(node: fx.Node) -> bool:

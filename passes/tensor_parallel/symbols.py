@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.tensor_parallel import axes as ax
@@ -211,7 +212,7 @@ def _compute(value: Any, program: Program) -> torch.Tensor | None:
             if node.op == "get_attr":
                 name = str(node.target)
                 known[node] = run(made[name]) if name in made else program.buffers.get(name)
-            elif node.op == "call_function" and not node.meta.get("role"):
+            elif node.op == "call_function" and not info(node).role:
                 sources = {source: run(source) for source in node.all_input_nodes}
                 usable = all(isinstance(value, torch.Tensor) for value in sources.values())
                 args, kwargs = fx.map_arg((node.args, node.kwargs), sources.get)

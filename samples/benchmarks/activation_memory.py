@@ -24,6 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 
 import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.ir.node_info import info
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
@@ -222,7 +223,7 @@ def list_operators() -> dict[str, Terms]:
         for node in ledger.nodes:
             new = ledger.saved([node]) - seen
             seen |= new
-            path = str(node.meta["path"])
+            path = str(info(node).path)
             if new and path.startswith("layers.1"):
                 columns[-1][node.name.removeprefix("layers1_")] = count_bytes(new)
     return {name: solve([column[name] for column in columns]) for name in columns[0]}

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from autoptd import compiler
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.stages.cut import Found
 from autoptd.passes.stages.fused_order import Uncut
 from autoptd.passes.structure.linear_order import Row
@@ -20,7 +21,7 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     """
     starts: dict[tuple[int, int], int] = {}
     for index, node in enumerate(row.items):
-        label = node.meta.get("layer")
+        label = info(node).layer
         if label is not None:
             starts.setdefault(label, index)
     layers, fit = sorted(starts.values()), row.allowed()

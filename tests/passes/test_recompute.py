@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import values_given, values_taken
 from autoptd.passes.ir.program import Program, recomputed_groups
 from autoptd.passes.recompute import find_cores, recompute_activations
@@ -37,7 +38,7 @@ def compile_sample(recompute: str | int, layers: int = 2, mesh: Any = (1, 1, 1),
 def list_groups(program: Program | autoptd.CompiledProgram) -> list[list[str]]:
     """The labels of each stage's groups."""
     return [
-        [str(group[0].meta["recompute"]) for group in recomputed_groups(stage.graph)]
+        [str(info(group[0]).recompute) for group in recomputed_groups(stage.graph)]
         for stage in program.stages
     ]
 
@@ -77,7 +78,7 @@ def test_the_graph_means_the_same(name: str, recompute: str | int) -> None:
     for own, other in zip(*found, strict=True):
         assert (own is None and other is None) or torch.equal(own, other)
     after.stages[0].graph.lint()
-    assert not any("recompute" in node.meta for node in before.stages[0].graph.nodes)
+    assert all(info(node).recompute is None for node in before.stages[0].graph.nodes)
 
 
 def test_none_is_the_program_itself() -> None:
@@ -130,7 +131,7 @@ def test_a_stage_has_its_part_of_a_layer() -> None:
     assert sum(map(len, labels)) >= 4
     for stage in program.stages:
         ledger = Ledger(stage, program.mesh)
-        alone = [n for n in ledger.nodes if n.name.startswith("h") and "recompute" not in n.meta]
+        alone = [n for n in ledger.nodes if n.name.startswith("h") and info(n).recompute is None]
         saved, taken = ledger.saved(alone), ledger.storages(values_taken(alone))
         assert count_bytes(saved - taken) <= count_bytes(taken - saved)  # recomputed it would save nothing
 
@@ -152,7 +153,7 @@ def test_optimal_is_the_papers(layers: int, size: int) -> None:
     plain = compile_sample("none", layers=layers)
     (stage,) = plain.stages
     ledger = Ledger(stage, plain.mesh)
-    layer = [n for n in ledger.nodes if (str(n.meta["path"]) + ".").startswith("h.1.")]
+    layer = [n for n in ledger.nodes if (str(info(n).path) + ".").startswith("h.1.")]
     a_int, a_in = count_bytes(ledger.saved(layer)), 2 * LENGTH * 32 * 4
     best = min(range(1, layers + 1), key=lambda k: -(-layers // k) * a_in + k * a_int)
     assert best == size
@@ -177,7 +178,7 @@ def test_a_group_does_not_reach_from_one_stack_into_another() -> None:
     """Between T5's encoder and decoder are a norm and an embedding."""
     program = cut(t5(3), ["input_ids", "decoder_input_ids", "labels"])
     after = recompute_activations(program, recompute=2)
-    labels = [group[0].meta["recompute"] for group in recomputed_groups(after.stages[0].graph)]
+    labels = [info(group[0]).recompute for group in recomputed_groups(after.stages[0].graph)]
     assert labels == ["block0_to_block1", "block2", "block0_to_block1_again1", "block2_again1"]
     after.stages[0].graph.lint()
 
@@ -193,7 +194,7 @@ def test_the_plan_says_what_is_kept() -> None:
 
 def test_the_module_of_a_rank_is_flat() -> None:
     module = compile_sample("full").rank(0).module()
-    labels = [node.meta.get("recompute") for node in module.stage_0.graph.nodes]
+    labels = [info(node).recompute for node in module.stage_0.graph.nodes]
     assert list(dict.fromkeys(labels)) == [None, "h0", "h1"]
 
 
@@ -293,7 +294,7 @@ def test_a_saved_program_comes_back(recompute: str | int, tmp_path: Path) -> Non
     for own, other in zip(program.stages, loaded.stages, strict=True):
         calls = [[n for n in s.graph.nodes if n.op == "call_function"] for s in (own, other)]
         assert [n.target for n in calls[0]] == [n.target for n in calls[1]]
-        assert [n.meta.get("recompute") for n in calls[0]] == [n.meta.get("recompute") for n in calls[1]]
+        assert [info(n).recompute for n in calls[0]] == [info(n).recompute for n in calls[1]]
     loaded.check()
     tensors = next(line for line in str(program).splitlines() if line.startswith("tensor all-reduces"))
     assert tensors in str(loaded)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autoptd.capture.export import capture
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
@@ -102,10 +103,10 @@ def test_names_paths_and_lines() -> None:
     program = compiled(PlainGPT(dropout=0.1), example_inputs=batch("idx", "targets"))
     nodes = {node.name: node for node in program.stages[0].graph.nodes}
     assert list(nodes)[:3] == ["rank", "idx", "targets"]
-    assert [nodes[name].meta["role"] for name in ("rank", "idx", "targets")] == ["rank", "input", "input"]
+    assert [info(nodes[name]).role for name in ("rank", "idx", "targets")] == ["rank", "input", "input"]
     assert nodes["h1_attn_c_attn"].target is torch.ops.aten.linear.default
-    assert nodes["h1_attn_c_attn"].meta["path"] == "transformer.h.1.attn.c_attn"
-    assert nodes["h1_attn_c_attn"].meta["line"].startswith("plain_models.py:")
+    assert info(nodes["h1_attn_c_attn"]).path == "transformer.h.1.attn.c_attn"
+    assert info(nodes["h1_attn_c_attn"]).line.startswith("plain_models.py:")
     assert nodes["h0_attn_split_2"].args == (nodes["h0_attn_split"], 2)
     assert nodes["h1_attn_c_attn_weight"].target == "transformer.h.1.attn.c_attn.weight"
 

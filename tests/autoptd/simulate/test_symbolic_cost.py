@@ -19,6 +19,7 @@ from autoptd.passes.cost.quantities import Work
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import recomputed_groups
 from autoptd.passes.tensor_parallel.symbols import letter
 from autoptd.simulate.symbolic_cost import named_sizes
@@ -241,7 +242,7 @@ def test_a_boundary_is_kept_as_it_is_received(recompute: str) -> None:
     ]
     assert [program.cost.evaluate(stage.saved) for stage in program.cost.stages] == kept
     for stage, interface in zip(program.stages, program.manifest.stages, strict=True):
-        given = [node for node in stage.graph.nodes if node.meta.get("role") == "boundary"]
+        given = [node for node in stage.graph.nodes if info(node).role == "boundary"]
         sizes = (sum(s.nbytes() for s in Ledger(stage, program.mesh).storages([node])) for node in given)
         assert list(sizes) == [prod(own.shape) * own.dtype.itemsize for own in interface.receives]
 

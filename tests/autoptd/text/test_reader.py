@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Manifest
@@ -72,9 +73,9 @@ def test_nodes_keep_names_roles_and_lines() -> None:
     traced = trace_program(texts, manifest).stages[0].graph
     names = {node.name for node in stages[0].graph.nodes if node.op == "call_function"} - {"split"}
     assert names <= {node.name for node in traced.nodes}
-    assert [node.meta["role"] for node in traced.nodes if node.op == "placeholder"] == ["rank", "input"]
+    assert [info(node).role for node in traced.nodes if node.op == "placeholder"] == ["rank", "input"]
     (add,) = [node for node in traced.nodes if node.name == "h_0"]
-    file, line = add.meta["line"].split(":")
+    file, line = info(add).line.split(":")
     assert file == program_filename(0, 2) == "program_00.py"
     assert "h_0 = aten.add(" in texts[0].splitlines()[int(line) - 1]
 

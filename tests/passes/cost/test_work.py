@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.cost.work import Product, backward_work, forward_work
+from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.runtime import aten, collectives, kernels
 
 
@@ -28,13 +29,13 @@ def call(target: Any, *args: Any, result: Any) -> fx.Node:
         if not isinstance(value, torch.Tensor):
             return value
         node = graph.placeholder("x")
-        node.meta |= {"val": value, "role": "boundary"}
+        describe(node, value, NodeInfo(role="boundary"))
         return node
 
     rank = graph.placeholder("rank")
-    rank.meta["role"] = "rank"
+    describe(rank, None, NodeInfo(role="rank"))
     node = graph.call_function(target, tuple(rank if a is None else place(a) for a in args))
-    node.meta["val"] = result
+    describe(node, result, NodeInfo())
     return node
 
 

@@ -18,6 +18,7 @@ from autoptd.passes.cost.work import forward_work
 from autoptd.passes.fusion import rules
 from autoptd.passes.fusion.patterns import Call, Match, is_call
 from autoptd.passes.fusion.rules import fuse_operators
+from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
@@ -43,7 +44,7 @@ def run(program: Program, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     tensors = {n: draw(p.shape).requires_grad_(p.requires_grad) for n, p in stage.parameters.items()}
-    x = draw(next(n for n in stage.graph.nodes if n.meta.get("role") == "input").meta["val"].shape)
+    x = draw(next(n for n in stage.graph.nodes if info(n).role == "input").meta["val"].shape)
     x.requires_grad_()
     loss = run_stage(stage.graph, tensors, {"rank": Rank.local(Mesh(1, 1, 1)), "x": x})
     loss.backward()
@@ -416,7 +417,7 @@ def test_nothing_is_joined_across_regions_of_recomputation() -> None:
     writer.values.append(norm)
     program = writer.program(0)
     for node in (n for n in program.stages[0].graph.nodes if n.op == "call_function"):
-        node.meta["recompute"] = "second" if node is norm else "first"
+        change_info(node, recompute="second" if node is norm else "first")
     found = targets(fuse_operators(program))
     assert found[kernels.bias_gelu] == 1
     assert found[kernels.layer_norm] == 1

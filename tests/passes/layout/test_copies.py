@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.passes.layout.copies import Strides, count_copied_bytes, find_copies
 from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
@@ -22,11 +23,11 @@ def graph_of(make: Made, dtype: torch.dtype = torch.float32) -> fx.Graph:
     """A graph of [s, b, heads * size], and what `make` appends to it."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(S, B, A * SIZE, dtype=dtype, device="meta")
+    describe(x, torch.empty(S, B, A * SIZE, dtype=dtype, device="meta"), NodeInfo())
 
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        describe(node, target(*fx.map_arg(args, lambda n: n.meta["val"])), NodeInfo())
         return node
 
     graph.output(make(call, x))
@@ -120,12 +121,12 @@ def test_integers_do_not_count() -> None:
 def test_operators_without_meta_kernels_keep_what_capture_saw() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(3, device="meta")
+    describe(x, torch.empty(3, device="meta"), NodeInfo())
 
     def refuse(x: Tensor) -> Tensor:
         raise NotImplementedError("no meta kernel")
 
     node = graph.call_function(refuse, (x,))
-    node.meta["val"] = torch.empty(5, device="meta")
+    describe(node, torch.empty(5, device="meta"), NodeInfo())
     graph.output(node)
     assert count_copied_bytes(graph, Strides(ONE)) == 0

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoptd
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, count_copied_bytes, find_copies
 from autoptd.passes.layout.sequence_first import rewrite_layout
@@ -166,7 +167,7 @@ def test_emitted_programs_copy_no_more(
     inputs = tokens(2, "idx", "targets") if make is sample_gpt else tokens(2)
     program = autoptd.compile(make(dropout), mesh, example_inputs=inputs)
     copies = [node for s in program.stages for node in find_copies(s.graph, Strides(program.mesh))]
-    places = [f"{node.target}, {node.meta['path']}" for node in copies]
+    places = [f"{node.target}, {info(node).path}" for node in copies]
     layers = ("h" if make is sample_gpt else "transformer.h", range(LAYERS if dropout else 0))
     assert places == [f"aten.contiguous.default, {layers[0]}.{i}.attn" for i in layers[1]]
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoptd.capture.export import capture
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.normalize import normalize
 from autoptd.runtime import aten, kernels
@@ -263,7 +264,7 @@ def test_deterministic() -> None:
     for _ in range(2):
         inputs = {name: torch.randint(0, VOCABULARY, (2, LENGTH)) for name in ("idx", "targets")}
         program = normalize(capture(PlainGPT(dropout=0.1), mesh=Mesh(1, 1, 1), example_inputs=inputs))
-        texts.append([(n.name, str(n.target), n.args, n.meta["line"]) for n in program.stages[0].graph.nodes])
+        texts.append([(n.name, str(n.target), n.args, info(n).line) for n in program.stages[0].graph.nodes])
     assert str(texts[0]).split(" at 0x")[0] == str(texts[1]).split(" at 0x")[0]
 
 

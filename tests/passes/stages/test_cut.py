@@ -20,6 +20,7 @@ from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_pas
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.ir.node_info import NodeInfo, describe, info
 from autoptd.passes.ir.program import Program, Stage, recomputed_groups
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
@@ -64,7 +65,7 @@ def run_stages(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[
         whole = {**program.buffers, **weights}
         constants = run_stage(stage.constants, whole, {}) if len(stage.constants.nodes) else {}
         own = {name: value for name, value in {**whole, **constants}.items() if name in stage.parameters}
-        names = [str(n.target) for n in stage.graph.nodes if n.meta.get("role") == "boundary"]
+        names = [str(n.target) for n in stage.graph.nodes if info(n).role == "boundary"]
         given = {
             "rank": Rank.local(Mesh(1, 1, 1)),
             **inputs,
@@ -121,11 +122,11 @@ def test_between_tensor_ranks_only_whole_values_cross() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs, tensor=2)
     cut = cut_stages(program, num_stages=Uncut(program, "none", True).units)
-    crossing = [n for s in cut.stages for n in s.graph.nodes if n.meta.get("role") == "boundary"]
+    crossing = [n for s in cut.stages for n in s.graph.nodes if info(n).role == "boundary"]
     assert crossing
-    assert not any(n.meta.get("partial") or n.meta.get("partial_gradient") for n in crossing)
+    assert not any(info(n).partial or info(n).partial_gradient for n in crossing)
     divided = {b.name for received in boundaries(cut) for b in received if b.divided}
-    assert divided == {n.name for n in crossing if n.meta["divided"] is not None} != set()
+    assert divided == {n.name for n in crossing if info(n).divided is not None} != set()
 
 
 def test_behind_frozen_embeddings_a_residual_stream_is_cut() -> None:
@@ -163,7 +164,7 @@ def test_a_padding_mask_is_made_where_it_is_read() -> None:
     inputs = {**tokens(), "attention_mask": (torch.arange(16) < torch.tensor([[16], [11]])).long()}
     cut = check_equal(prepare(model, 4, inputs), model, inputs, 4)
     for stage in cut.stages:
-        assert "attention_mask" in [n.target for n in stage.graph.nodes if n.meta.get("role") == "input"]
+        assert "attention_mask" in [n.target for n in stage.graph.nodes if info(n).role == "input"]
     assert all(boundary.requires_grad for received in boundaries(cut) for boundary in received)
 
 
@@ -195,7 +196,7 @@ class Sketch:
         self.parameters: dict[str, Parameter] = {}
         self.known: dict[fx.Node, Any] = {}
         self.rank = self.graph.placeholder("rank")
-        self.rank.meta = {"role": "rank"}
+        describe(self.rank, None, NodeInfo(role="rank"))
         self.known[self.rank] = Rank.local(Mesh(1, 1, 1))
         torch.manual_seed(0)
 
@@ -203,7 +204,7 @@ class Sketch:
         self.known[node] = value
         val = fx.map_arg(value, lambda n: n) if isinstance(value, tuple) else value
         metas = tuple(v.to("meta") for v in val) if isinstance(val, tuple | list) else val.to("meta")
-        node.meta = {"val": metas, "path": "", "line": "", "divided": None, "partial": False, **meta}
+        describe(node, metas, NodeInfo(**meta))
         return node
 
     def input(self, name: str, value: Tensor) -> fx.Node:
@@ -226,7 +227,7 @@ class Sketch:
         return x
 
     def program(self, loss: fx.Node, pipeline: int) -> Program:
-        self.graph.output(loss)
+        describe(self.graph.output(loss), None, NodeInfo())
         self.graph.lint()
         inputs = tuple(Input(n, tuple(v.shape), v.dtype, 0) for n, v in self.inputs.items())
         stage = Stage(self.graph, self.parameters, fx.Graph())
@@ -300,9 +301,9 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
     cut = sketch.check(program, Uncut(program, "none", True).units)
     for stage in cut.stages:
         for node in stage.graph.nodes:
-            if node.meta.get("role") == "boundary":
+            if info(node).role == "boundary":
                 assert isinstance(node.meta["val"], torch.Tensor)
-                assert node.meta["partial"] is False
+                assert info(node).partial is False
     assert Uncut(program, "none", True).units == 5
     with_pieces = next(s for s in cut.stages if any(n.target is operator.getitem for n in s.graph.nodes))
     assert [n.target for n in with_pieces.graph.nodes].count(operator.getitem) == 2
@@ -319,7 +320,7 @@ def test_what_depends_on_the_batch_alone_is_never_sent() -> None:
         assert boundary.name.startswith("linear")
     copies = [sum(n.target is aten.mul.Tensor for n in stage.graph.nodes) for stage in cut.stages]
     assert copies == [1, 0, 2]
-    assert [[n.target for n in s.graph.nodes if n.meta.get("role") == "input"] for s in cut.stages] == [
+    assert [[n.target for n in s.graph.nodes if info(n).role == "input"] for s in cut.stages] == [
         ["x"],
         [],
         ["x"],

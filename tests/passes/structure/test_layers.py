@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, fx, nn
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
@@ -55,7 +56,7 @@ def find_paths(program: Program) -> list[list[str]]:
     layers = []
     for layer in find_layers(program):
         nodes = [node for part in layer for node in part]
-        paths = [".".join(str(node.meta["path"]).split(".")[:4]) for node in nodes]
+        paths = [".".join(str(info(node).path).split(".")[:4]) for node in nodes]
         layers.append(list(dict.fromkeys(paths)))
     return layers
 
@@ -95,7 +96,7 @@ def test_every_call_of_a_layer_and_no_other(name: str, tensor: int, stages: int)
         calls = [node for part in layer for node in part]
         # A gradient's all-reduce, f, stands under the module that makes the value it is put behind.
         own = [node for node in calls if not node.name.endswith("_f")]
-        outside = [n for n in own if f".{number}." not in f".{n.meta['path']}."]
+        outside = [n for n in own if f".{number}." not in f".{info(n).path}."]
         assert not outside, f"layer {number} has {outside}"
     inside = {node for layer in layers for part in layer for node in part}
     left = [
@@ -104,7 +105,7 @@ def test_every_call_of_a_layer_and_no_other(name: str, tensor: int, stages: int)
         for n in stage.graph.nodes
         if n.op == "call_function" and n not in inside
     ]
-    assert not [n for n in left if any(f".{i}.mlp" in f".{n.meta['path']}" for i in range(LAYERS))]
+    assert not [n for n in left if any(f".{i}.mlp" in f".{info(n).path}" for i in range(LAYERS))]
 
 
 def test_layers_of_stages_are_those_of_the_whole() -> None:

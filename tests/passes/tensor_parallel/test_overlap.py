@@ -17,6 +17,7 @@ from autoptd.check.program import check_program
 from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.passes.fusion.rules import fuse_operators
+from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.passes.tensor_parallel.overlap import overlap_reductions
 from autoptd.runtime import aten, collectives
@@ -183,7 +184,7 @@ def compute_weight(graph: fx.Graph, f: fx.Node) -> None:
 
 
 def recompute_one(graph: fx.Graph, f: fx.Node) -> None:
-    next(iter(f.users)).meta["recompute"] = "group"
+    change_info(next(iter(f.users)), recompute="group")
 
 
 @pytest.mark.parametrize(
