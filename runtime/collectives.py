@@ -15,7 +15,7 @@ from autoptd.runtime.overlapped_linears import Linear, SplitLinear, multiply_cop
 
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
-    """f: hand a replicated `x` to a divided region. Backward all-reduces the ranks' partial gradients."""
+    """Hand a replicated `x` to a divided region (f). Backward all-reduces the ranks' partial gradients."""
     if rank.tensor.size == 1:
         return x
     copied: Tensor = _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
@@ -23,7 +23,7 @@ def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
 
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
-    """g: sum the partial `x` of a divided region over the tensor ranks. Backward is the identity."""
+    """Sum the partial `x` of a divided region over the tensor ranks (g). Backward is the identity."""
     if rank.tensor.size == 1:
         return x
     # Summed out here: torch.compile of torch 2.11 makes each value inside a Function's forward an output of it, one
@@ -33,7 +33,7 @@ def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
 
 
 def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
-    """This tensor rank's part of a replicated `x`: the index-th of t equal, contiguous parts along `dim`.
+    """Take this tensor rank's part of a replicated `x`: the index-th of t equal, contiguous parts along `dim`.
 
     Backward gives a partial gradient, zero outside the part. Raises ValueError when t does not divide `dim`.
     """
@@ -67,7 +67,7 @@ def copied_linears(
     biases: Sequence[Tensor | None] | None = None,
     transposed: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The same of several linears of one `x`, whose gradients of it are summed before; each bias may be None.
+    """Compute several linears of one f(x), whose gradients of x are added before f's all-reduce; biases may be None.
 
     Raises ValueError where there are not as many biases as weights.
     """
@@ -88,7 +88,7 @@ def copied_linear_gelu(
     approximate: Literal["none", "tanh"] = "none",
     transposed: bool = False,
 ) -> Tensor:
-    """`kernels.linear_gelu` of f(x), in the same way."""
+    """Compute `kernels.linear_gelu` of f(x), with f's all-reduce beside the weights' gradients."""
     linear = partial(copied_linear, rank, transposed=transposed)
     return activate_linear(linear, x, weight, bias, approximate, transposed)
 
@@ -96,7 +96,7 @@ def copied_linear_gelu(
 def copied_split_linear(
     rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
 ) -> Tensor:
-    """`kernels.split_linear` of f(x), in the same way."""
+    """Compute `kernels.split_linear` of f(x), with f's all-reduce beside the weights' gradients."""
     return multiply_copied(rank, SplitLinear(sections, transposed), x, [weight], [bias])[0]
 
 
@@ -125,5 +125,5 @@ class _Reduced(torch.autograd.Function):
 
 
 def _own(x: Tensor) -> Tensor:
-    """A contiguous copy: an all-reduce may work in place, and others may still hold `x`."""
+    """Return a contiguous copy: an all-reduce may work in place, and others may still hold `x`."""
     return x.clone(memory_format=torch.contiguous_format)

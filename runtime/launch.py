@@ -1,4 +1,4 @@
-"""Put a rank under watch when a program is bound: its place, its watchdog, and its end with its launcher's."""
+"""Start a rank's watchdog when a program is bound, and end its process with its launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _watchdogs: list[Watchdog] = []  # of this process: one at most
 
 
 def read_limit() -> float:
-    """AUTOPTD_TIMEOUT in seconds, default 120. ValueError for anything but a positive number."""
+    """Read AUTOPTD_TIMEOUT in seconds, default 120. ValueError for anything but a positive number."""
     text = os.environ.get("AUTOPTD_TIMEOUT", "120")
     try:
         limit = float(text)
@@ -74,7 +74,7 @@ def join(manifest: Manifest, device: torch.device, program: str, compiles: bool)
 
 
 def _open_store(patience: timedelta) -> tuple[Any, int, int]:
-    """torch's own, of ``env://``, this rank and how many there are; where rank 0 serves it that waits for nobody yet.
+    """Return the store of ``env://``, this rank and the world size; rank 0 serves the store without waiting for others.
 
     It would wait inside torch: `gather_roster` names those that do not come.
     """
@@ -119,7 +119,7 @@ def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], ra
 
 
 def end_with_launcher() -> bool:
-    """Have Linux kill this process with the torchrun that started it, now if that is gone; whether one did."""
+    """Have Linux kill this process when the torchrun that started it ends; return whether one did start it."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if launched and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

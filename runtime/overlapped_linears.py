@@ -1,4 +1,4 @@
-"""Divided linears that read f: their backward sums the gradient of x over the ranks while it computes the weights'."""
+"""Divided linears of f(x), whose backward sums the gradient of x over the ranks while it computes the weights'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Linear:
         return functional.linear(x, weight.t() if self.transposed else weight, bias)
 
     def terms(self, gradient: Tensor, weight: Tensor) -> Terms:
-        """Matrices whose products add up to the gradient of x's rows."""
+        """Return matrices whose products add up to the gradient of x's rows."""
         return [(_rows(gradient), weight.t() if self.transposed else weight)]
 
     def differentiate_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ def multiply_copied(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """`product` of ``copy_to_tensor(rank, x)`` with each weight and its bias."""
+    """Compute `product` of ``copy_to_tensor(rank, x)`` with each weight and its bias."""
     made: tuple[Tensor, ...] = _Copied.apply(rank, product, x, *weights, *biases)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Copied(torch.autograd.Function):
-    """Saves x and the weights, as the products would; x once."""
+    """The products as one node that saves x once, and the weights."""
 
     @staticmethod
     def forward(
@@ -124,10 +124,10 @@ def _add_products(terms: Terms) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """All dimensions but the last as one."""
+    """Return `x` with all dimensions but the last as one."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _as_rows(gradient: Tensor) -> Tensor:
-    """Copied once, if its rows must be copied at all, and not by each that reads them."""
+    """Copy `gradient` once if its rows must be copied, instead of in each product that reads them."""
     return _rows(gradient).view(gradient.shape)

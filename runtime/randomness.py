@@ -1,4 +1,4 @@
-"""Dropout masks as a pure function of what an element is, never of where it is computed.
+"""Dropout masks as a pure function of an element's place in the whole tensor, never of the device that computes it.
 
 Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) in plain torch, on a CPU in
 numpy. Seven rounds are the fewest that pass their tests; drawing costs more than all else in a dropout. One
@@ -42,7 +42,7 @@ DEVICE_CHUNK = 1 << 24
 
 @dataclass
 class Randomness:
-    """Where the training stands: all that a dropout mask depends on beside its operator and element.
+    """The state of the training that a dropout mask depends on, beside its operator and element.
 
     `sample` is the global index of the current microbatch's first row: data_rank * b * m + microbatch * b.
     `call` counts the training steps and goes into checkpoints.
@@ -55,7 +55,7 @@ class Randomness:
 
 
 def philox(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """Four random words per counter: 64-bit integers in [0, 2**32), broadcast against each other."""
+    """Draw four random words per counter: 64-bit integers in [0, 2**32), broadcast against each other."""
     a, b, c, d = counter
     for turn in range(ROUNDS):
         keys = [(word + turn * step) & WORD for word, step in zip(key, KEY_STEPS, strict=True)]
@@ -83,7 +83,7 @@ def mask_key(
     size: int = 1,
     index: int = 0,
 ) -> list[int]:
-    """What a mask of this rank's `shape` depends on, as operators take it; see `draw_mask`.
+    """Return the key of a mask of this rank's `shape`, as operators take it; see `draw_mask`.
 
     [seed, call, first sample, operator, batch, inner, run, whole, start], all of them signed 64-bit: element i
     of the row-major tensor belongs to sample ``first + i // inner % batch``, is there the element
@@ -118,7 +118,7 @@ def mask_key(
 def draw_mask(
     key: Sequence[int], p: float, shape: Sequence[int], device: torch.device, causal: bool = False
 ) -> Tensor:
-    """The mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16.
+    """Draw the mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16.
 
     Where it is for `causal` scores [.., queries, keys], elements that no query sees may be left out: False.
     """
@@ -139,7 +139,7 @@ def draw_mask(
 
 
 def count_dropped(p: float) -> int:
-    """How many of the 2**16 numbers drop their element: the smallest ones."""
+    """Return how many of the 2**16 numbers drop their element: the smallest ones."""
     return round(p * LEVELS)
 
 
@@ -167,7 +167,7 @@ def _keep_runs(
     dropped: int,
     seen: Seen | None,
 ) -> Tensor:
-    """Masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run].
+    """Draw masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run].
 
     Of runs of whole matrices only the blocks that are `seen` are drawn, where they begin at their elements.
     """
@@ -227,7 +227,7 @@ def _fill_on_cpu(
     key: tuple[int, int],
     dropped: int,
 ) -> None:
-    """`_fill` in numpy, which multiplies integers in less than half torch's time.
+    """Fill `kept` as `_fill` does, in numpy, which multiplies integers in less than half torch's time.
 
     On one thread: beside OpenMP's, which spin between operators, further ones made a step slower by a third.
     """
@@ -244,7 +244,7 @@ def _fill_on_cpu(
 
 
 def _tiles(shape: Sequence[int], chunk: int) -> list[tuple[slice, slice]]:
-    """[samples, blocks, 8] in rectangles of at most `chunk` counters."""
+    """Cut [samples, blocks, 8] into rectangles of at most `chunk` counters."""
     columns = min(shape[1], chunk)
     rows = max(1, chunk // columns)
     return [

@@ -1,4 +1,4 @@
-"""Compute a part of a stage again in the backward, instead of keeping what it saves (SC21 §3.5)."""
+"""Compute a part of a stage again in the backward, instead of keeping its saved tensors (SC21 §3.5)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoptd.runtime.comm.rank import Rank
 
 
 def recompute(rank: Rank, function: Callable[..., Any], *values: Tensor) -> Any:
-    """Give ``function(rank, *values)``; for the backward keep `values` alone, and call the function once more there.
+    """Return ``function(rank, *values)``; keep only `values` for the backward, and call the function once more there.
 
     The function's rank is a copy that stays where the training stands now: dropout draws the same masks as before,
     although the schedule has moved on to other microbatches. (Setting the randomness of `rank` back for the second

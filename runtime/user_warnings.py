@@ -1,4 +1,4 @@
-"""The user's own line of code, at which warnings are shown."""
+"""Warn at the user's own line of code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call takes and gives: the batch, checked and cut; the output, rebuilt round the loss."""
+"""The inputs and the output of a call: the batch, checked and cut; the output, rebuilt around the loss."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SHOWN = 8  # microbatches
 def bind_batch(
     manifests: Sequence[Manifest], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[int, dict[str, Tensor]]:
-    """Which of `manifests`, one for each compiled shape, a call's arguments are for, and the batch by input name.
+    """Return the number of the manifest, of one per compiled shape, that a call's arguments fit, and the batch by name.
 
-    What does not fit is a TypeError or ValueError. Positions are those of the model's own forward. An argument that was
+    Raises TypeError or ValueError where none fits. Positions are those of the model's own forward. An argument that was
     not captured must be None or left out, and one that is no tensor left out, or what it was when compiling.
     """
     given = name_arguments(manifests[0], args, kwargs)
@@ -38,7 +38,7 @@ def bind_batch(
 
 
 def call_signature(manifest: Manifest) -> inspect.Signature:
-    """What a call takes, by the names of the model's own forward: those too that must be None."""
+    """Return the signature of a call, with the names of the model's own forward: those too that must be None."""
     values = dict.fromkeys((*manifest.arguments, *(value.name for value in manifest.inputs)))
     values |= {argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -49,7 +49,7 @@ def call_signature(manifest: Manifest) -> inspect.Signature:
 
 
 def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by the names of the program's inputs, each once."""
+    """Return a call's arguments by the names of the program's inputs, each once."""
     names = [i.name for i in manifest.inputs]
     known = {*names, *(argument.name for argument in manifest.fixed)}
     places = manifest.arguments or tuple(names)
@@ -108,7 +108,7 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two values of JSON are equal, True and 1 not being so."""
+    """Return whether two JSON values are equal; True and 1 are not."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_is_alike, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
@@ -117,7 +117,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
-    """The number of the compiled shape that the tensors `given` have; ValueError for one that was not compiled."""
+    """Return the number of the compiled shape that the tensors `given` have; ValueError for any other shape."""
     own = {name: list(value.shape) for name, value in given.items() if isinstance(value, Tensor)}
     for number, manifest in enumerate(manifests):
         expected = {value.name: batch_shape(manifest, value) for value in manifest.inputs}
@@ -135,7 +135,7 @@ def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
 
 
 def batch_shape(manifest: Manifest, value: Input) -> list[int]:
-    """The shape of an input in a call, which takes all microbatches of a replica."""
+    """Return the shape of an input in a call, which takes all microbatches of a replica."""
     shape = list(value.shape)
     if value.batch_dim is not None:
         shape[value.batch_dim] *= manifest.num_microbatches
@@ -143,7 +143,7 @@ def batch_shape(manifest: Manifest, value: Input) -> list[int]:
 
 
 def describe_batch(manifest: Manifest) -> str:
-    """The shapes that a call takes: "idx [8, 128], targets [8, 128]"."""
+    """Return the shapes of a call's inputs: "idx [8, 128], targets [8, 128]"."""
     return ", ".join(f"{value.name} {batch_shape(manifest, value)}" for value in manifest.inputs)
 
 
@@ -208,7 +208,7 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
 
 
 def find_unknown(expected: Input, values: Tensor) -> Tensor:
-    """Which of an input's `values` are no rows of its table, or its loss."""
+    """Return a mask of the `values` of an input that are no rows of its table, or its loss."""
     assert expected.rows is not None
     return ((values < 0) | (values >= expected.rows)) & (values != expected.exempt)
 
@@ -216,7 +216,7 @@ def find_unknown(expected: Input, values: Tensor) -> Tensor:
 def split_batch(
     manifest: Manifest, batch: Mapping[str, Tensor], names: Sequence[str]
 ) -> list[tuple[Tensor, ...]]:
-    """The inputs `names` of each microbatch, in order; contiguous, as they were captured."""
+    """Return the inputs `names` of each microbatch, in order; contiguous, as they were captured."""
     columns = []
     for name in names:
         (expected,) = (i for i in manifest.inputs if i.name == name)
@@ -235,9 +235,9 @@ def split_batch(
 
 
 def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
-    """What to warn of where microbatches with unequal counts of valid labels count alike; "" where none do.
+    """Return a warning where microbatches with unequal counts of valid labels count alike, else "".
 
-    Labels are the inputs whose loss and its ``ignore_index`` are known; of those that weigh there is nothing to say.
+    Labels are the inputs whose loss and its ``ignore_index`` are known; those that weigh the loss are right.
     """
     for labels in manifest.inputs:
         if labels.ignore_index is None or labels.batch_dim is None or labels.weighs:
@@ -254,7 +254,7 @@ def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
 
 
 def output_builder(output: Output) -> Callable[[Tensor], Any]:
-    """A function from the loss to what the model returns: the loss in its place, every other field None."""
+    """Return a function from the loss to the model's output: the loss in its place, every other field None."""
     if output.kind == "tensor":
         return lambda loss: loss
     if output.kind == "tuple":
@@ -272,7 +272,7 @@ def output_builder(output: Output) -> Callable[[Tensor], Any]:
 
 
 def find_loss(output: Output, result: Any) -> Tensor:
-    """The loss in what `output_builder` built."""
+    """Return the loss of an output that `output_builder` built."""
     if output.kind == "tensor":
         loss: Tensor = result
     elif output.kind == "tuple":

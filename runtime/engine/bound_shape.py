@@ -34,7 +34,7 @@ class ShapeProgram:
 class BoundShape:
     """A `ShapeProgram` bound to the connection that all shapes of a parallel model share.
 
-    `slices` are what it has beside the model's tensors that all shapes know: its own constants, such as a mask of its
+    `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its
     length. `sums` are made by `share_steps`, once it is known what the optimizer steps.
     """
 
@@ -50,12 +50,12 @@ class BoundShape:
         self._constants = program.constants
 
     def share_steps(self, shards: Sequence[Shard]) -> None:
-        """From now on the optimizer steps `shards`, and no parameter that is in one."""
+        """Let the optimizer step `shards` from now on, and no parameter that is in one."""
         self.sums = GradientSums(
             self.manifest, self._connection, self.completion, shards, self.executor.measured
         )
 
     def refresh(self, slices: Mapping[str, Tensor]) -> None:
-        """Buffers among the model's `slices` have new values: compute the constants anew. As `refresh_constants`."""
+        """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""
         whole = {**slices, **self.slices}
         refresh_constants(self.manifest, self._connection.rank, self._constants, whole)

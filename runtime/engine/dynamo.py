@@ -1,4 +1,4 @@
-"""What ``torch.compile`` round it runs as it is: a parallel model, whose stages are compiled one by one if at all."""
+"""Keep ``torch.compile`` out of a parallel model, whose stages are compiled one by one if at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def leave_uncompiled(function: FunctionT) -> FunctionT:
-    """Let compilers call `function`, and what it calls, as they are; give it back.
+    """Let compilers call `function`, and the functions it calls, as they are; return it.
 
-    ``torch.compiler.disable`` is for that, but imports torch._dynamo, which takes 2 s in every process, also of those
+    ``torch.compiler.disable`` is for that, but imports torch._dynamo, which takes 2 s in every process, even of those
     who compile nothing.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

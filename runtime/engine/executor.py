@@ -28,7 +28,7 @@ from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradie
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 
-# What an action does, the action, the stage whose first forward it is, and the stage whose last backward it is.
+# A function that runs an action, the action, the stage whose first forward it is, and that whose last backward it is.
 Step = tuple[Callable[[], None], Action, int | None, int | None]
 
 
@@ -86,7 +86,7 @@ class StageRun:
                 buffer.clear()
 
     def forward(self, microbatch: int) -> None:
-        """Run the stage on `microbatch`, keep the leaves and roots for its backward, and put its outputs for departure."""
+        """Run the stage on `microbatch`, keep leaves and roots for its backward, and put its outputs for departure."""
         self._randomness.sample = self._first_sample + microbatch * self._samples
         received = self.arrival.take(microbatch) if self.arrival is not None else ()
         begin = self._measured.stopwatch.mark()

@@ -1,4 +1,4 @@
-"""Whose memory a gradient is in: autograd may leave one and the same in several places."""
+"""Memory of gradients: autograd may leave the same memory in several places."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 def separate_gradients(leaves: Iterable[Tensor], others: Sequence[Tensor]) -> None:
     """Give each leaf's ``.grad`` memory that no other leaf's has, nor any of `others`, by copying those that share.
 
-    Autograd keeps what it is handed where nobody else holds it, and does not see who holds another view of it: in
+    Autograd keeps a gradient that nobody else holds, and does not see who holds another view of its memory: in
     ``p[None] + q[None]`` both have the sum's gradient, and what is added into the one is in the other.
     """
     held = [(x, None) for x in others] + [(leaf.grad, leaf) for leaf in leaves if leaf.grad is not None]

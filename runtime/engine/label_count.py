@@ -16,7 +16,7 @@ NAME = "num_items_in_batch"
 
 
 def read_items(manifest: Manifest, items: Any, device: torch.device) -> Tensor:
-    """The number that `items` is. Before a step, which counts once it has run: ValueError where it cannot be used."""
+    """Return `items` as a number, before the step that it is of; ValueError where it cannot be used."""
     if manifest.weighing_labels is None:
         raise ValueError(
             f"{NAME} is given, but of no input of the program ({', '.join(i.name for i in manifest.inputs)}) is it "
@@ -31,7 +31,7 @@ def read_items(manifest: Manifest, items: Any, device: torch.device) -> Tensor:
 
 
 def weigh_items(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor], items: Tensor) -> Tensor:
-    """What to multiply this call's loss by, a mean over its labels, where `items` of all calls are one step.
+    """Return the factor of this call's loss, a mean over its labels, where `items` of all calls are one step.
 
     `items` is a replica's number, or the same number of all replicas where the caller multiplies the loss by how many
     there are, to undo the mean that DDP takes: this is the labels of all replicas in this call over the sum of the

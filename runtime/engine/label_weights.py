@@ -1,4 +1,4 @@
-"""What a microbatch's loss counts for in the step's: as much as it has of all valid labels, or 1/m."""
+"""The weight of a microbatch's loss in the step's: its part of all valid labels, or 1/m."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoptd.runtime.program.manifest import Input, Manifest
 
 
 def count_valid(labels: Input, values: Tensor) -> Tensor:
-    """The valid ones among the label `values` of each microbatch: float64 [number of microbatches]."""
+    """Count the valid ones among the label `values` of each microbatch: float64 [number of microbatches]."""
     dim = labels.batch_dim
     assert dim is not None
     assert labels.ignore_index is not None
@@ -22,7 +22,7 @@ def count_valid(labels: Input, values: Tensor) -> Tensor:
 
 
 def find_divisors(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor]) -> Tensor:
-    """By what each microbatch's loss and gradient are divided, so that the replicas' mean is the step's: float64 [m].
+    """Return divisors of the microbatches' losses and gradients that make the replicas' mean the step's: float64 [m].
 
     Where the loss is the mean over labels that can be counted, the step's is the mean over all valid labels of all
     replicas: a microbatch without one is divided by infinity and counts nothing, and where the whole step has none

@@ -23,7 +23,7 @@ class LastStep:
     the optimizer and the data; `tokens_per_second` is of all replicas (None where no input is one of tokens).
     `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
     it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
-    `exposed_communication_seconds` is what nothing hides: the tensor ranks' all-reduces in these, less what is computed
+    `exposed_communication_seconds` is time that nothing hides: the tensor ranks' all-reduces in these, less computation
     beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast). Of stages that torch.compile
     traced, ``bind(backend=...)``, the sums of the forwards are missing.
     `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
@@ -49,7 +49,7 @@ def read_last_step(
     loss: torch.Tensor,
     norm: torch.Tensor | None,
 ) -> LastStep:
-    """What `measured` has of the last whole step; waits for the device. No collective."""
+    """Read the last whole step from `measured`; wait for the device. No collective."""
     kinds = [span[0] for span in measured.spans]
     marks = [mark for span in measured.spans for mark in span[3:]]
     begin, end, *times = measured.stopwatch.read([measured.begin, measured.end, *marks])
@@ -70,12 +70,12 @@ def read_last_step(
 
 
 def _sum_spans(spans: Sequence[tuple[Kind | str, float, float]], *kinds: Kind | str) -> float:
-    """The seconds of all spans (kind, begin, end) of these `kinds`."""
+    """Return the seconds of all spans (kind, begin, end) of these `kinds`."""
     return sum(end - begin for kind, begin, end in spans if kind in kinds)
 
 
 def count_tokens(manifest: Manifest) -> int | None:
-    """Tokens of a step of all replicas: the elements of the first input of whole numbers that the batch divides."""
+    """Count the tokens of a step of all replicas: elements of the first integer input that the batch divides."""
     for given in manifest.inputs:
         if given.batch_dim is not None and not given.dtype.is_floating_point and given.dtype != torch.bool:
             return torch.Size(given.shape).numel() * manifest.num_microbatches * manifest.mesh.data
@@ -83,7 +83,7 @@ def count_tokens(manifest: Manifest) -> int | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors at a time on a GPU, of the process on a CPU; the most so far."""
+    """Return the peak so far in bytes: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -60,7 +60,7 @@ class Step(torch.autograd.Function):
 
 
 def _is_asked_for(parameter: Tensor) -> bool:
-    """Whether torch.autograd.grad, which runs now, is to give the gradient of this `parameter`."""
+    """Return whether the torch.autograd.grad that runs now is to return the gradient of this `parameter`."""
     try:
         torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     except RuntimeError:  # torch does not answer for what is asked for: its node is not run

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` round a parallel model: each tensor that it saves would be made by a step of its own."""
+"""Refuse ``torch.utils.checkpoint`` around a parallel model: it would run a whole step to recompute a tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 
 def refuse_checkpoint() -> None:
-    """Raise ValueError in what ``torch.utils.checkpoint`` calls: backwards in a call would call the model anew."""
+    """Raise ValueError inside ``torch.utils.checkpoint``, which would call the model anew in each backward."""
     hooks = _top_saved_tensors_default_hooks(False)
     if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A precision that the surroundings of a call ask for, in vain: a program keeps the one that it was captured with."""
+"""Warn of mixed precision asked for around a call: a program keeps the precision that it was captured with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def describe_unheeded(manifest: Manifest, device: torch.device) -> str:
-    """What to warn of where autocast, or the precision that Accelerate was asked for, is not the program's; or ""."""
+    """Return a warning where autocast, or the precision given to Accelerate, is not the program's, else ""."""
     if torch.is_autocast_enabled(device.type):
         if torch.get_autocast_dtype(device.type) == manifest.autocast:
             return ""

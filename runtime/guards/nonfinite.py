@@ -1,4 +1,4 @@
-"""Where a loss or gradient that is not finite comes from: the step once more, with every operator looked at."""
+"""Find the origin of a non-finite loss or gradient: run the step once more and look at every operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes t
 
 
 class Inspector(TorchDispatchMode):
-    """Remembers the first operator that gave a NaN or an infinity, and where; -inf is what a mask is made of.
+    """A record of the first operator that gave a NaN or an infinity, and its line; -inf is right in masks.
 
     The mean loss of the last stage over none of the labels of an `unlabelled` microbatch is one by right, and so are
     its gradients, which are masked.
@@ -72,7 +72,7 @@ def explain_nonfinite(
     unlabelled: Container[int],
     repeat: Callable[[], object],
 ) -> str:
-    """Say where the first value that is not finite comes up; every rank must call it, and gets the same text.
+    """Describe the first operator that gives a non-finite value; every rank must call it, and gets the same text.
 
     `repeat` runs the schedule of the step again, forwards and backwards; its `unlabelled` microbatches have no label,
     and count nothing in a step that has some.
@@ -104,7 +104,7 @@ def _judge(
     unlabelled: Container[int],
     inspector: Inspector,
 ) -> tuple[list[int], str]:
-    """What this rank has found, and its place in the order of causes."""
+    """Return this rank's finding in words, and its place in the order of causes."""
     if inspector.found is not None:
         (stage, kind, microbatch), number, where = inspector.found
         forward = kind is Kind.FORWARD
@@ -123,7 +123,7 @@ def _judge(
 
 
 def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor], microbatch: int) -> str:
-    """What to say of a microbatch whose loss is a mean over no label; "" of one that has some."""
+    """Describe a microbatch whose loss is a mean over no label; return "" for one that has some."""
     for labels in manifest.inputs:
         known = labels.batch_dim is not None and labels.ignore_index is not None
         if known and not count_valid(labels, batch[labels.name])[microbatch]:
@@ -140,7 +140,7 @@ def _has_broken(result: object) -> bool:
 
 
 def _is_communicating() -> bool:
-    """Whether an operator is part of a message, whose values are not there yet, or are another rank's."""
+    """Return whether an operator is part of a message, whose values have not arrived yet, or are another rank's."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename not in COMMUNICATION:
         frame = frame.f_back
@@ -148,7 +148,7 @@ def _is_communicating() -> bool:
 
 
 def _source_line() -> str:
-    """The line of the rank program that is being run, with its number; "" outside of it."""
+    """Return the line of the rank program that runs now, with its number; "" outside of it."""
     frame = sys._getframe()
     while frame is not None:
         filename = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Optimizers that train nothing, or something else: made from the model that was compiled, or not made for slices."""
+"""Refuse optimizers of the model that was compiled, and those that would step slices otherwise than whole tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = frozenset(["foreach", "fused", "capturable", "differentiable"]
 
 
 class StepHooks:
-    """What is called at every optimizer's step in this process, while the parallel model that it is for lives.
+    """Hooks on every optimizer's step in this process, each for as long as its parallel model lives.
 
     torch goes through its own hooks while they run, and ends the step in a RuntimeError if one is removed meanwhile;
     the collector may free a parallel model at any time. So torch has one hook for good, which goes through a copy.
@@ -53,7 +53,7 @@ AFTER = StepHooks(register_optimizer_step_post_hook)
 
 
 def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -> None:
-    """From now on, refuse the step of an optimizer that has parameters of the `plain` model instead of `parallel`'s.
+    """Refuse from now on the step of an optimizer that has parameters of the `plain` model instead of `parallel`'s.
 
     The step raises ValueError where none of these has a gradient, and it would change nothing, while `parallel` has
     some. So whoever trains the plain model too, whose backward gives it gradients, is not disturbed.
@@ -81,10 +81,10 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
 
 
 def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
-    """From now on, note in `steps` what makes a step of parameters of `parallel`, and with which options."""
+    """Note in `steps` from now on each optimizer's step of parameters of `parallel`, and its options."""
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The step was made: what broke off may be tried again."""
+        """Note a step that was made: one that broke off may be tried again."""
         options = [key for key in optimizer.defaults if key not in IMPLEMENTATIONS]
         for group in optimizer.param_groups:
             if names := [name for p in group["params"] for name in marks.names(p)]:
@@ -94,13 +94,10 @@ def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
 
 
 def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
-    """From now on, judge each optimizer at its first step of parameters of `parallel`, which has slices of the model's.
+    """Judge each optimizer from now on at its first step of parameters of `parallel`, which are slices of the model's.
 
-    Before each step ValueError is raised where a gradient was replaced, whose norm is taken of the slice alone, and
-    where a state was loaded whose `marks` are of others.
-
-    Where it is not known to step each element by itself, it is warned of once. LBFGS, whose directions are of all
-    parameters together, is refused: its step raises ValueError.
+    An optimizer that is not known to step each element by itself is warned of once. The step raises ValueError where a
+    state was loaded whose `marks` are of other slices, and for LBFGS, whose directions are of all parameters together.
     """
     judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

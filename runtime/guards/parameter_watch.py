@@ -1,4 +1,4 @@
-"""What the program was compiled for and bound to, beside what the parallel module has when it is called."""
+"""Compare a parallel module with the parameters and modes that its program was compiled for and bound to."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ WARY = 100  # steps before which ranks compare what they train, after one that h
 
 
 class ParameterWatch:
-    """The parameters of a module as they were bound, under their names; `check` refuses a module that has others.
+    """The parameters of a module as they were bound, under their names; `check` refuses a module with others.
 
     Asked in every step: to look through the modules by torch's own means takes milliseconds.
     """
 
     def __init__(self, manifest: Manifest, module: nn.Module, sharded: Iterable[str]) -> None:
-        """With a sharded optimizer those it has, `sharded`, stay trained."""
+        """Watch `module`; the parameters of a sharded optimizer, `sharded`, must stay trained."""
         self._sharded = frozenset(sharded)
         self.hooks: frozenset[int] = frozenset()  # the runtime's own, on these
         self.parameters = dict(nn.Module.named_parameters(module))
@@ -37,7 +37,7 @@ class ParameterWatch:
         self._wary = 0  # steps before which they compare, from now on
 
     def agree(self, connection: Connection) -> frozenset[str]:
-        """What a step has gradients of: what is trained, or was when the ranks compared it last, until it is `stale`.
+        """Return the parameters that get gradients: those trained when the ranks last compared, until it is `stale`.
 
         Every rank must call it. They compare before the first step and, where some rank's changed after it, before the
         next `WARY`. ValueError on every rank where one has frozen what another trains: they would wait for each other.
@@ -64,14 +64,14 @@ class ParameterWatch:
         return trained
 
     def find_trained(self) -> frozenset[str]:
-        """The parameters that are not frozen now, by name."""
+        """Return the names of the parameters that are not frozen now."""
         return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError, naming a parameter, where one was replaced, unfrozen or hooked, or is shaped otherwise.
+        """Raise ValueError where a parameter was replaced, unfrozen or hooked, or has another shape, dtype or device.
 
-        Or of another dtype or device. And where a module below is in another mode than `module`, or DDP is round it,
-        which gives all ranks the first one's tensors, or torch's checkpoint.
+        Also where a module below is in another mode than `module`, or inside DDP, which gives all ranks the first one's
+        tensors, or inside torch's checkpoint.
         """
         refuse_checkpoint()
         if DistributedDataParallel._get_active_ddp_module() is not None:
@@ -135,7 +135,7 @@ class ParameterWatch:
                     )
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers of the module, by name."""
+        """Return the buffers of the module by name."""
         found = {f"{prefix}{key}": buffer for prefix, held in self._holders for key, buffer in held.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
@@ -147,7 +147,7 @@ class ParameterWatch:
 
 
 def _list_contents(modules: Sequence[nn.Module]) -> list[object]:
-    """Names and identities of the modules' own parameters and modules, and which have buffers."""
+    """Return names and identities of the modules' own parameters and modules, and which have buffers."""
     held: list[Mapping[str, object]] = [m._parameters for m in modules]
     held += [m._modules for m in modules]
     identities = map(id, chain.from_iterable([each.values() for each in held]))
@@ -155,7 +155,7 @@ def _list_contents(modules: Sequence[nn.Module]) -> list[object]:
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -> None:
-    """Raise ValueError where a `parameter` that a sharded optimizer steps has a hook; those of the ids `own` may be."""
+    """Raise ValueError where a `parameter` that a sharded optimizer steps has a hook other than the ids `own`."""
     hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
     if any(number not in own for number in hooks):
         raise ValueError(

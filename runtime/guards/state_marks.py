@@ -1,4 +1,4 @@
-"""What an optimizer's ``state_dict`` is of: said in it, and asked of what is loaded, which torch takes by position."""
+"""Marks in an optimizer's ``state_dict`` of the slices it belongs to: torch would load it by position alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MARK = "autoptd_slices"  # of a group in a state_dict: for each of its parameter
 
 
 class StateMarks:
-    """Which pieces of the model each tensor has that optimizers of this rank step; their states are marked with them.
+    """The pieces of the model that each tensor holds which optimizers of this rank step, and marks of them in states.
 
     A rank's coordinates would not say it: with another number of chunks it has other layers, of the same shapes.
     """
 
     def __init__(self, manifest: Manifest, rank: Rank) -> None:
-        """Nothing is held yet."""
+        """Begin with no tensors."""
         at = rank.coordinates
         self._place = f"tensor {at.tensor}, pipeline {at.pipeline}, data {at.data}"
         self._slices = {name: _describe(p, rank) for name, p in manifest.parameters.items()}
@@ -32,7 +32,7 @@ class StateMarks:
         self._names: dict[int, tuple[str, ...]] = {}
 
     def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[Shard]) -> None:
-        """From now on optimizers step these `parameters` and `shards`, which live as long as no others are held."""
+        """Take `parameters` and `shards` as the tensors that optimizers step; they live until the next call."""
         self._held = {id(p): [self._slices[name]] for name, p in parameters.items()}
         self._names = {id(p): (name,) for name, p in parameters.items()}
         for shard in shards:
@@ -44,28 +44,28 @@ class StateMarks:
             ]
 
     def holds_any(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of `tensors` has a piece of the model."""
+        """Return whether one of `tensors` has a piece of the model."""
         return not self._held.keys().isdisjoint(map(id, tensors))
 
     def find(self, tensor: Tensor) -> list[str] | None:
-        """The pieces of the model that a `tensor` has; None where it is none of this model's."""
+        """Return the pieces of the model that a `tensor` has; None where it is another's."""
         return self._held.get(id(tensor))
 
     def names(self, tensor: Tensor) -> tuple[str, ...]:
-        """The parameters of the model that are stepped with a `tensor`, on all replicas together; none of others."""
+        """Return the parameters that are stepped with a `tensor`, on all replicas together; none for another's."""
         return self._names.get(id(tensor), ())
 
     def mark(self, optimizer: Optimizer) -> None:
-        """From now on, let the ``state_dict`` of an `optimizer` say what it is of."""
+        """Mark the ``state_dict`` of an `optimizer` from now on."""
         # What is round an optimizer may have been made without torch's own hooks: the one within marks its states.
         if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
             optimizer.register_state_dict_post_hook(self._write)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise ValueError where a state was loaded into `optimizer` that says that it is of something else.
+        """Raise ValueError where a state was loaded into `optimizer` whose marks are of other slices.
 
-        It is asked once: what a group is given later has no place in what was loaded. Marks of tensors that are
-        another model's stay, for that one to ask.
+        Each mark is read once: tensors that a group gets later have no place in the state. Marks of tensors that are
+        another model's stay, for that one to read.
         """
         for number, group in enumerate(optimizer.param_groups):
             loaded = zip(group["params"], group.get(MARK, ()), strict=False)
@@ -99,7 +99,7 @@ class StateMarks:
 
 
 def _describe(parameter: Parameter, rank: Rank) -> str:
-    """The slice of a `parameter` that `rank` has."""
+    """Describe the slice of a `parameter` that `rank` has."""
     placement, at = parameter.placement, rank.tensor
     local = f"{parameter.name}{list(placement.local_shape(parameter.shape, at.size))}"
     if placement.dim is None or at.size == 1:

@@ -1,7 +1,7 @@
-"""Small reductions of a step, over all ranks: whether they agree on batch, mode and weights, and nothing is non-finite.
+"""Compare batch, mode and weights over all ranks in each step, and find non-finite values, by small reductions.
 
-After the step what is reduced are the maxima of h and of ~h for each replica, where h is a hash of its batch: they
-differ where one rank's h does. So for what else is to be alike.
+After the step the maxima of h and of ~h are reduced for each replica, where h is a hash of its batch: they
+are no complements where one rank's h differs. The same is done for mode and weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compare_ranks(
     trains: bool,
     changed: bool,
 ) -> tuple[bool, bool, bool]:
-    """Whether the `loss`, or a gradient of any rank, is not finite; any rank does not train; any has `changed`.
+    """Return whether the loss or a gradient is not finite, whether a rank lacks gradients, and whether one `changed`.
 
     The same answers on every rank.
 
@@ -83,13 +83,13 @@ def compare_ranks(
 
 
 def find_unlike(maxima: Sequence[int]) -> int | None:
-    """The first place of `maxima`, of h and of ~h in turn, where ranks had another h; None where none did."""
+    """Return the first place of `maxima`, of h and ~h in turn, where ranks had different h; None where none did."""
     pairs = enumerate(zip(maxima[::2], maxima[1::2], strict=True))
     return next((i for i, (h, inverse) in pairs if h != ~inverse and h != _LOWEST), None)
 
 
 def describe_modes(connection: Connection) -> str:
-    """Which ranks trained, or have trained, otherwise than the rest. Every rank must call it."""
+    """Describe which ranks are in another mode, or have made other steps, than the rest. Every rank must call it."""
     randomness = connection.rank.randomness
     own = torch.tensor([randomness.training, randomness.call], device=connection.rank.device)
     found = {rank: row.tolist() for rank, row in enumerate(connection.world.all_gather(own))}
@@ -131,7 +131,7 @@ def compare_shards(
     rows: Iterable[Sequence[str]],
     buckets: Iterable[Sequence[str]],
 ) -> None:
-    """Raise ValueError unless those that add up a parameter's gradients step it in the same one of their `buckets`.
+    """Raise ValueError unless the ranks that add up a parameter's gradients step it in the same one of their `buckets`.
 
     Replicas, and the owners of a tied parameter, add up the gradients of a bucket in a row, bucket by bucket for what
     is whole together, one of the `rows`: these must call it alike. A rank without parameters has no optimizer to shard.
@@ -151,7 +151,7 @@ def compare_shards(
 
 
 def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], table: Tensor) -> None:
-    """Raise ValueError unless the ranks `members` of `group` have one `table` [parameters, 3], of what both have."""
+    """Raise ValueError unless ranks `members` of `group` have equal rows of `table` [parameters, 3] for shared ones."""
     if group.size == 1:
         return
     hashes = table[:, 0]
@@ -178,7 +178,7 @@ def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], t
 
 
 def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
-    """Whether the batch has row numbers outside their table; on a CPU that was refused before the step."""
+    """Return whether the batch has row numbers outside their table; on a CPU that was refused before the step."""
     found: Tensor | bool = False
     for expected in manifest.inputs:
         values = batch[expected.name]
@@ -188,7 +188,7 @@ def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
 
 
 def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) -> str:
-    """Which ranks of `replica` were given another batch, and the first element that differs.
+    """Describe which ranks of `replica` were given another batch, and the first element that differs.
 
     Every rank of the mesh must call it.
     """
@@ -216,7 +216,7 @@ def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) ->
 
 
 def _find_first(world: Group, words: Tensor, one: int, other: int) -> int:
-    """The first position at which the `words` of two ranks differ; a collective of all."""
+    """Return the first position at which the `words` of two ranks differ; a collective of all."""
     begin, end = 0, words.numel()
     while end - begin > 1:
         width = -(-(end - begin) // PIECES)

@@ -1,7 +1,7 @@
-"""Whether ranks have the same weights: at bind all that they were given, in a step one of what replicas have alike.
+"""Compare the weights of ranks: all of them at bind, and in each step one that replicas have alike.
 
-By a few elements of each tensor. Ranks that had not would train in silence: replicas, tensor ranks and the owners of a
-tied parameter would keep parts of different models, and drift apart where one left out a step or took another.
+A few elements of each tensor are compared. Ranks that differ would train in silence: replicas, tensor ranks and the
+owners of a tied parameter would keep parts of different models, and drift apart where one left out a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compare_weights(manifest: Manifest, connection: Connection, tensors: Stored)
 
 
 def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
-    """A hash of some elements of the tensor stored as `name`, in the program's dtype: an int64 on its device."""
+    """Return a hash of some elements of the tensor stored as `name`, in the program's dtype: an int64 on its device."""
     known = next((known for known in all_names(manifest, name) if known in tensors), None)
     if known is None or tensors.is_meta(known):
         return torch.tensor(_DRAWN)
@@ -58,7 +58,7 @@ def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
 
 
 def _sample(tensor: Tensor, shift: int = 0) -> Tensor:
-    """Some elements, evenly over the tensor, and further on by `shift`."""
+    """Return some elements, evenly over the tensor, and further on by `shift`."""
     flat = tensor.detach().reshape(-1)
     count = min(len(flat), SAMPLED)
     # The last one too: a step that divides the rows would sample one column.
@@ -67,7 +67,7 @@ def _sample(tensor: Tensor, shift: int = 0) -> Tensor:
 
 
 def _describe_difference(world: Group, name: str, own: Tensor) -> str:
-    """Which ranks have other values of the tensor `name` than the rest. Every rank must call it."""
+    """Describe which ranks have other values of the tensor `name` than the rest. Every rank must call it."""
     table = [int(fingerprint) for fingerprint in world.all_gather(own.view(1))]
     read = {rank: fingerprint for rank, fingerprint in enumerate(table) if fingerprint != _UNREAD}
     others, like = find_others(read)
@@ -80,7 +80,7 @@ def _describe_difference(world: Group, name: str, own: Tensor) -> str:
 
 
 class StepLog:
-    """What optimizers have done with this rank's parameters of one parallel model so far, as one number.
+    """The steps that optimizers have made of one parallel model's parameters on this rank, as one number.
 
     And the factors that its losses were multiplied by since they were taken last.
     """
@@ -94,33 +94,33 @@ class StepLog:
         self._value = 0
 
     def add(self, names: Sequence[str], options: Mapping[str, Any]) -> None:
-        """A step of the parameters `names` was made, with these `options`.
+        """Add a step of the parameters `names` with these `options`.
 
-        What each gives is added up: optimizers, and their groups, may step in another order on each rank.
+        The hashes of steps are added up: optimizers, and their groups, may step in another order on each rank.
         """
         step = f"{sorted(names)} {[(key, _read_option(value)) for key, value in sorted(options.items())]}"
         digest = blake2b(step.encode(), digest_size=8).digest()
         self._value = (self._value + int.from_bytes(digest, "little")) % (1 << 63)
 
     def scale(self, factor: Tensor) -> None:
-        """The gradients of a call were multiplied by `factor`, on the way back from what was made of its loss."""
+        """Note that the gradients of a call were multiplied by `factor` in its backward."""
         self._scales.append(factor.detach().clone())
 
     def take_scales(self, rank: Rank) -> Tensor:
-        """A hash of the factors since this was asked last, as an int64 on the device of `rank`."""
+        """Return a hash of the factors since the last call of this, as an int64 on the device of `rank`."""
         factors, self._scales = self._scales, []
         if not factors:
             return torch.zeros((), dtype=torch.int64, device=rank.device)
         return hash_words(read_words(torch.stack(factors).to(rank.device)))
 
     def tensor(self, rank: Rank) -> Tensor:
-        """The number as an int64 on the device of `rank`."""
+        """Return the number as an int64 on the device of `rank`."""
         # A tensor made of a number would be copied there, and on a GPU wait for all that was launched.
         return torch.full((), self._value, device=rank.device)
 
 
 def _read_option(value: Any) -> Any:
-    """The numbers of an option, as floats; none of what is in a tensor on a GPU, which would wait for it."""
+    """Return the numbers of an option as floats; None for a tensor on a GPU, which would be waited for."""
     if isinstance(value, Tensor):
         return _read_option(value.tolist()) if value.is_cpu else None
     if isinstance(value, tuple | list):
@@ -132,7 +132,7 @@ def _read_option(value: Any) -> Any:
 
 
 class Copies:
-    """The parameters of which every replica has the same slice, and tied ones; they are compared in turn, in each step.
+    """The parameters whose slices replicas have alike, and tied ones, compared in turn, one in each step.
 
     Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
     any order may give each rank other last bits. Of all ranks of a stage the optimizers' steps are compared, and of all
@@ -155,7 +155,7 @@ class Copies:
             self._columns.append((ranks, [name for name in tied if owners[name] == ranks]))
 
     def fingerprint(self) -> Tensor:
-        """For each place [h, ~h] of the parameter in turn, where this rank is not there the lowest int64.
+        """Return [h, ~h] of the parameter in turn for each place; the lowest int64 for places that this rank is not in.
 
         A place is a column of pipeline ranks that hold the same, and a tensor coordinate; then, for the steps, each
         pipeline rank; and one for the factors.
@@ -174,7 +174,7 @@ class Copies:
         return torch.cat([found.flatten(), steps.flatten(), torch.stack([self._scales, ~self._scales])])
 
     def describe(self, world: Group, place: int) -> str:
-        """Which ranks have others than the rest at `place` of the last fingerprint. Every rank must call it."""
+        """Describe which ranks differ from the rest at `place` of the last fingerprint. Every rank must call it."""
         at = list(enumerate(map(self._rank.mesh.coordinates, range(self._rank.mesh.size))))
         number, tensor = divmod(place, self._rank.mesh.tensor)
         if number < len(self._columns):
@@ -201,7 +201,7 @@ class Copies:
         )
 
     def _own(self) -> Iterator[tuple[int, Tensor]]:
-        """The columns that this rank is in, with the hash of this turn's parameter."""
+        """Yield the columns that this rank is in, with the hash of this turn's parameter."""
         for number, (ranks, names) in enumerate(self._columns):
             if self._rank.coordinates.pipeline in ranks and names:
                 name = names[self._turn % len(names)]

@@ -1,4 +1,4 @@
-"""What a rank program computes beyond torch's own operators.
+"""The operators of a rank program beyond torch's own.
 
 A kernel <name>.py holds, from the top: the function that rank programs call, which refuses what it cannot compute and
 turns a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below it the operators

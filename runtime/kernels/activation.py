@@ -1,4 +1,4 @@
-"""Activations joined with what stands beside them: a bias added before, a product taken after (SC21 §4.2)."""
+"""Activations fused with their neighbours: a bias added before, a product taken after (SC21 §4.2)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def activate_linear(
     approximate: Literal["none", "tanh"],
     transposed: bool,
 ) -> Tensor:
-    """What `linear_gelu` computes; ``linear(x, weight, bias)`` gives its product, the bias left out or not."""
+    """Compute `linear_gelu` with the product of ``linear(x, weight, bias)``, with the bias or without."""
     check_operands("linear_gelu", x, weight=weight, bias=bias)
     _check_approximation("linear_gelu", approximate)
     shape = list(weight.shape)[:: -1 if transposed else 1]
@@ -180,7 +180,7 @@ def _activate(x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVE
 def _differentiate(
     gradient: Tensor, x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI
 ) -> Tensor:
-    """`gradient` times the activation's slope at `x`."""
+    """Return `gradient` times the activation's slope at `x`."""
     if kind == "silu":
         torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=out)
     elif coefficient != SQRT_2_OVER_PI:
@@ -195,10 +195,10 @@ def _differentiate(
 
 
 def _tanh(x: Tensor, coefficient: float) -> Tensor:
-    """The tanh of coefficient (x + 0.044715 x^3), of which torch's GELU has sqrt(2 / pi) alone."""
+    """Return the tanh of coefficient (x + 0.044715 x^3); torch's GELU has the coefficient sqrt(2 / pi) alone."""
     return (x * x).mul_(0.044715 * coefficient).add_(coefficient).mul_(x).tanh_()
 
 
 def _multiply(x: Tensor, factor: Tensor) -> Tensor:
-    """``x * factor``, written over `x` where the dtype allows it."""
+    """Return ``x * factor``, written over `x` where the dtype allows it."""
     return x.mul_(factor) if torch.promote_types(x.dtype, factor.dtype) == x.dtype else x * factor

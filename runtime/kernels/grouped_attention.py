@@ -13,7 +13,7 @@ from autoptd.runtime.kernels.precision import HALF
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """torch's fused attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
+    """Compute attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
 
     On a GPU only flash attention, in half precision, takes fewer heads: there the others are repeated first, where
     torch would write the scores out. Raises ValueError where g does not divide a, and for other dtypes and
@@ -33,6 +33,6 @@ def grouped_attention(
 
 
 def _dtype(q: Tensor) -> torch.dtype:
-    """In what the attention is computed."""
+    """Return the dtype that the attention is computed in."""
     cast = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
     return torch.get_autocast_dtype(q.device.type) if cast else q.dtype

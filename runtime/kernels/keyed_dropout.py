@@ -1,4 +1,4 @@
-"""Dropout by a keyed mask, the same on every mesh, with what is added before and after it (SC21 §4.2)."""
+"""Dropout by a keyed mask, the same on every mesh, with the bias before and the residual after it (SC21 §4.2)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bias_dropout_add(
     divided: int | None = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Compute ``dropout(x + bias) + residual``, as `dropout` does; what is None is left out.
+    """Compute ``dropout(x + bias) + residual``, as `dropout` does; each of them may be None.
 
     `x` and `residual` are [..., h], `bias` is [h]. Dtypes are promoted as by ``+``, and half precision is summed
     in float32 for the bias's gradient. Under autocast a bias takes the dtype of `x`, as that of a linear does.
@@ -78,7 +78,7 @@ def bias_dropout_add_operator(
     p: float,
     key: Sequence[int],
 ) -> Tensor:
-    """Nothing is dropped where `key` is empty."""
+    """Compute `bias_dropout_add`; nothing is dropped where `key` is empty."""
     dtype = promote(x, bias, residual)
     total = x if bias is None else x + bias
     if key:
@@ -98,7 +98,7 @@ def _bias_dropout_add_backward(
     x_dtype: torch.dtype,
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and bias; where there is no bias, backward is the dropout itself."""
+    """Return the gradients of x and bias; without a bias, backward is the dropout itself."""
     of_total = bias_dropout_add_operator(gradient, None, None, p, key)
     return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
 

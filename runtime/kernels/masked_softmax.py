@@ -1,4 +1,4 @@
-"""Scale, mask, softmax and keyed dropout of attention scores in one go (SC21 §4.2): general masks and causal ones.
+"""Scale, mask, softmax and keyed dropout of attention scores in one kernel (SC21 §4.2): general masks and causal ones.
 
 Backward needs the softmax before its dropout; without dropout that is the result itself. In float32 and float64 it
 keeps the result too, as the product behind it does anyway: plain torch reads the mask off it. Kernels, and plain
@@ -73,7 +73,7 @@ def _check(scores: Tensor, mask: Tensor | None, is_causal: bool) -> None:
 def _scaled_softmax(
     scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """The dropped softmax, and the softmax itself; that is empty where nothing is dropped: they are one."""
+    """Return the dropped softmax and the softmax itself, which is empty where nothing is dropped and they are one."""
     kernels = find_kernels("softmax", scores, mask)
     if kernels is not None:
         weights, softmax = _allocate(scores, mask, is_causal, scale, p, key)
@@ -94,7 +94,7 @@ def _allocate(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """In plain torch, and in float32 for half precision."""
+    """Compute the softmax in plain torch, and in float32 for half precision."""
     scores = scores.contiguous().to(widen(scores.dtype)) * scale
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -119,7 +119,7 @@ def _scaled_softmax_backward(
     p: float,
     key: list[int],
 ) -> Tensor:
-    """The gradient of the masked scores times `scale`: with their scale it is that of the scores.
+    """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.
 
     `weights` is the softmax after its dropout; None where nothing is dropped, or in half precision.
     """

@@ -1,4 +1,4 @@
-"""What the kernels with a dropout inside share: from a rank to what its operator takes."""
+"""Masks of the kernels with a dropout inside, for a rank's tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_key(
     divided: int | None,
     shape: Sequence[int] | None,
 ) -> list[int]:
-    """The key of the mask of `x`, for arguments as those of `keyed_dropout.dropout`; empty: nothing is dropped."""
+    """Return the key of the mask of `x`, for the arguments of `keyed_dropout.dropout`; empty: nothing is dropped."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability is {p}, expected 0 to 1")
     if p == 0 or not rank.randomness.training:
@@ -41,11 +41,11 @@ def find_key(
 
 
 def apply_mask(x: Tensor, p: float, key: Sequence[int], causal: bool = False) -> Tensor:
-    """`x` times the mask of `key`, unscaled; like `x` in memory. What is `causal` has zeros above its diagonal."""
+    """Return `x` times the mask of `key`, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
     mask = draw_mask(key, p, x.shape, x.device, causal)
     return torch.empty_like(x).copy_(mask).mul_(x)
 
 
 def keep_factor(p: float) -> float:
-    """What a kept element is multiplied by; nothing is kept where p is 1."""
+    """Return the factor of a kept element; no element is kept where p is 1."""
     return 0.0 if p == 1 else 1 / (1 - p)

@@ -1,4 +1,4 @@
-"""What elementwise kernels ask of their tensors, and the sum that a bias's gradient is."""
+"""Checks of the tensors of elementwise kernels, and the sum over rows for a bias's gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One linear whose outputs are several: each lies in memory by itself, as if it had a weight of its own."""
+"""A linear with several outputs: each lies in memory by itself, as if it had a weight of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, tran
 
 
 def _multiply(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
-    """A batched product. On a CPU one after another: of a batch of three, one of two threads would get two."""
+    """Multiply in a batch, on a CPU one after another: of a batch of three, one of two threads would get two."""
     if left.device.type != "cpu":
         return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right)
     made = left.new_empty((len(left), left.shape[1], right.shape[2]))
@@ -59,7 +59,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed:
 
 
 def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
-    """The weight as [sections, in, out / sections], a view."""
+    """Return the weight as a view [sections, in, out / sections]."""
     rows, columns = weight.shape
     if transposed:
         return weight.view(rows, sections, columns // sections).transpose(0, 1)
@@ -69,13 +69,13 @@ def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
 def split_terms(
     gradient: Tensor, weight: Tensor, sections: int, transposed: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Matrices whose products add up to the gradient of x's rows, given that of the result: a pair for each section."""
+    """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
     parts = _sections(weight, sections, transposed).transpose(1, 2)
     return list(zip(gradient.reshape(sections, -1, gradient.shape[-1]), parts, strict=True))
 
 
 def differentiate_weight(gradient: Tensor, x: Tensor, sections: int, transposed: bool) -> Tensor:
-    """The gradient of the weight, laid out as the weight is, given that of the result."""
+    """Return the gradient of the weight, laid out as the weight is, from that of the result."""
     gradient = gradient.reshape(sections, -1, gradient.shape[-1])
     rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
     # What is written into cannot be differentiated again.
@@ -85,7 +85,7 @@ def differentiate_weight(gradient: Tensor, x: Tensor, sections: int, transposed:
 
 
 def differentiate_bias(gradient: Tensor, sections: int) -> Tensor:
-    """The gradient of the bias, given that of the result."""
+    """Return the gradient of the bias from that of the result."""
     return gradient.reshape(sections, -1, gradient.shape[-1]).sum(1).view(-1)
 
 
@@ -116,6 +116,6 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 @_forward.register_autocast
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool) -> tuple[Any, ...]:
-    """In the dtype of autocast, as a linear."""
+    """Compute in the dtype of autocast, as a linear does."""
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), sections, transposed

@@ -12,7 +12,7 @@ from autoptd.runtime.kernels.precision import widen
 def center_rows(
     x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm of `x` [.., h], and the mean of each row and what it was multiplied by [.., 1]."""
+    """Return the LayerNorm of `x` [.., h], and the mean and the factor of each row [.., 1]."""
     wide = widen(x.dtype)
     offset = None if norm_bias is None else norm_bias.to(wide)
     normed, mean, scale = torch.native_layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), offset, eps)
@@ -20,14 +20,14 @@ def center_rows(
 
 
 def scale_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of `x` [.., h], and what each row was multiplied by [.., 1]."""
+    """Return the RMSNorm of `x` [.., h], and the factor of each row [.., 1]."""
     wide = x.to(widen(x.dtype)).contiguous()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype), scale
 
 
 def differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows `x` [.., h] and the `weight` [h], given that of what was normed, `outer` [.., h].
+    """Return the gradients of the rows `x` [.., h] and the `weight` [h] from that of the result, `outer` [.., h].
 
     `scale` [.., 1] is what each row was multiplied by. Two tensors as large as `x` do: memory is what this waits for.
     """

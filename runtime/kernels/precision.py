@@ -1,4 +1,4 @@
-"""In what kernels compute: those that reduce rows in float32 for half precision, else in the own dtype."""
+"""The precision of kernels: those that reduce rows compute half precision in float32, others in their own dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def promote(*tensors: Tensor | None) -> torch.dtype:
 
 
 def cast_widely(*arguments: Any) -> tuple[Any, ...]:
-    """An operator's arguments as autocast gives them to torch's own norms and softmax."""
+    """Cast an operator's arguments as autocast casts those of torch's own norms and softmax."""
     return tuple(
         x.to(widen(x.dtype)) if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments
     )

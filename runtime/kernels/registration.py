@@ -1,4 +1,4 @@
-"""How a kernel becomes an operator of torch: ``torch.ops.autoptd.<name>``."""
+"""Register kernels as operators of torch: ``torch.ops.autoptd.<name>``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY = torch.library.Library("autoptd", "FRAGMENT")
 
 
 class Operator:
-    """One operator; what is registered with it is called as for ``torch.library.custom_op``."""
+    """One operator, with registrations named as those of ``torch.library.custom_op``."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class Operator:
         return self._node.apply(*arguments)
 
     def _stands_alone(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether the operator's function may be called as it is, and be differentiated by its own formula."""
+        """Return whether the operator's function may be called directly, and differentiated by its own formula."""
         if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
             return False
         modes: int = torch._C._len_torch_dispatch_stack()  # of this thread
@@ -69,7 +69,7 @@ class Operator:
         self._node = type(self.name, (torch.autograd.Function,), methods)
 
     def register_autocast(self, cast: Callable[..., tuple[Any, ...]]) -> None:
-        """Under autocast call the operator with what `cast` makes of its arguments."""
+        """Let autocast call the operator with the arguments that `cast` returns for its own."""
         operator = getattr(torch.ops.autoptd, self.name)
 
         def call(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, alone and of dropout(x + bias) + residual: the sum and its norm in one go (SC21 §4.2).
+"""LayerNorm and RMSNorm, alone and of dropout(x + bias) + residual: the sum and its norm in one kernel (SC21 §4.2).
 
 Backward needs the sum, its row statistics and the weight; nothing else is saved. Results are contiguous. A sum and its
 norm give the same bits together and apart, as they are at the end of a stage or of a recomputed layer: what lies
@@ -135,7 +135,7 @@ _EXACT = ({torch.float32}, {torch.float64})  # dtypes in which torch's own norm 
 def _layer_norm(
     x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`x` normed, and the mean and what it was multiplied by of each row [.., 1]."""
+    """Return `x` normed, and the mean and the factor of each row [.., 1]."""
     kernels = find_kernels("norm", x, weight, norm_bias)
     if kernels is None:
         return center_rows(x.contiguous(), weight, norm_bias, eps)
@@ -153,7 +153,7 @@ def _allocate_layer(
 
 @define_operator("rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x` normed and weighted, and what each row was multiplied by [.., 1]."""
+    """Return `x` normed and weighted, and the factor of each row [.., 1]."""
     kernels = find_kernels("norm", x, weight)
     if kernels is None:
         return scale_rows(x, weight, eps)
@@ -224,7 +224,7 @@ def _allocate_added_layer(
 
 
 def _add(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: list[int]) -> Tensor:
-    """What a sum gives that stands alone."""
+    """Return ``dropout(x + bias) + residual``, contiguous."""
     added: Tensor = bias_dropout_add_operator(x, bias, residual, p, key)
     return added.contiguous()
 
@@ -241,7 +241,7 @@ def _add_norm_backward(
     key: list[int],
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The gradients of the sum, x, the weight, the norm's bias and x's bias; empty where not `wanted`.
+    """Return the gradients of the sum, x, the weight, the norm's bias and x's bias; empty where not `wanted`.
 
     Those of the three vectors have the dtype of the statistics.
     """
@@ -306,7 +306,7 @@ def _differentiate(
 def _save(
     ctx: Any, names: tuple[str, ...], inputs: tuple[Any, ...], saved: tuple[Tensor | None, ...]
 ) -> None:
-    """Keep `saved`: the sum, the weight, means and scales; and what the operator's inputs were."""
+    """Keep `saved`: the sum, the weight, means and scales; and the operator's inputs that are no tensors."""
     given = dict(zip(names, inputs, strict=True))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
@@ -316,7 +316,7 @@ def _save(
 
 
 def _backward(ctx: Any, d_added: Tensor | None, d_normed: Tensor | None) -> tuple[Tensor | None, ...]:
-    """One gradient for each of the operator's inputs."""
+    """Return a gradient for each of the operator's inputs."""
     added, weight, mean, scale = ctx.saved_tensors
     if d_normed is None:
         d_normed = added.new_zeros(added.shape)

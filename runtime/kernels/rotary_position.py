@@ -38,7 +38,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 @define_operator("rotary_embedding")
 def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    """`backward` turns a gradient back: by the transposed of what forward multiplies with."""
+    """Rotate `x`; with `backward` multiply a gradient by the transposed rotation."""
     kernels = find_kernels("rotary", x, cos, sin) if x.dim() <= 4 else None
     if kernels is not None:
         result: Tensor = kernels.rotary_embedding(x, cos, sin, interleaved, backward)
@@ -80,7 +80,7 @@ _rotary_embedding.register_autograd(_differentiate, setup_context=_save)
 
 
 def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The two elements of each pair that turns."""
+    """Return the two elements of each pair that turns."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     first, second = x.chunk(2, -1)

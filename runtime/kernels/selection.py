@@ -1,4 +1,4 @@
-"""Which form of an operator runs: its Triton kernels where they can, else its meaning in plain torch."""
+"""Choose the form of an operator: its Triton kernels where they can run, else plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ kernel_devices = {"cuda"}
 
 
 def runs_plainly(x: Tensor) -> bool:
-    """Whether a chain of torch's own operators, differentiated by torch, does here what an operator of ours does.
+    """Return whether a chain of torch's own operators, differentiated by torch, may stand for an operator here.
 
     So it does where no kernel runs, no mask is drawn and autocast has no say, without the 50 microseconds that a call
     of ours takes.
@@ -28,7 +28,7 @@ def runs_plainly(x: Tensor) -> bool:
 
 
 def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
-    """The module triton/<name>.py where it takes these tensors, else None.
+    """Return the module triton/<name>.py where it takes these tensors, else None.
 
     It takes non-empty float32, float16 and bfloat16 tensors (integer and bool ones beside them) on the current
     GPU, where Triton launches; Triton is an extra and may not be installed.
@@ -43,5 +43,5 @@ def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
 
 @cache
 def _load(name: str) -> Any:
-    """None where Triton is not installed."""
+    """Return None where Triton is not installed."""
     return import_module(f"autoptd.runtime.kernels.triton.{name}") if find_spec("triton") else None

@@ -77,13 +77,13 @@ def cross_entropy(
 
 
 def leaves_to_torch(rank: Rank, logits: Tensor, vocabulary: int) -> bool:
-    """Whether torch's own loss does it: of few whole logits, and where no kernel runs."""
+    """Return whether torch's own loss is as good: for few whole logits, and where no kernel runs."""
     whole = rank.tensor.size == 1 and vocabulary == logits.shape[1]
     return whole and logits.numel() <= FEW and logits.dtype not in HALF and runs_plainly(logits)
 
 
 def keeps_softmax(logits: Tensor) -> bool:
-    """Whether the softmax is kept, and becomes the gradient; else the logits, of which it is computed once more."""
+    """Return whether the softmax is kept, and becomes the gradient; else it is computed once more from the logits."""
     return logits.dtype not in HALF and find_kernels("cross_entropy", logits) is None
 
 
@@ -106,7 +106,7 @@ def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reductio
 
 
 def _align(rank: Rank, largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Every row's maximum over all tensor ranks, and its sum of exponentials relative to it, of the own columns."""
+    """Return every row's maximum over all tensor ranks, and its own columns' sum of exponentials relative to that."""
     if rank.tensor.size == 1:
         return largest, total
     everywhere = rank.all_reduce(largest.clone(), "max")
@@ -124,7 +124,7 @@ def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 @define_operator("cross_entropy_statistics")
 def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
-    """The maximum of each row's first `own` columns, and the sum of exponentials relative to it; their softmax.
+    """Return the maximum of each row's first `own` columns, and the sum of exponentials relative to it; their softmax.
 
     [2, N], in float32 for half precision; -inf and 0 of rows that are -inf. The softmax is as wide as `logits`, with
     zeros for the other columns and such rows; [0] where it is not kept for a backward.
@@ -166,7 +166,7 @@ def _allocate_statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor
 
 @define_operator("cross_entropy_rows")
 def _losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
-    """The loss of every row, log(total) - aim.
+    """Return the loss of every row, log(total) - aim.
 
     `column` is the own column that is the row's target, or -1. `rows` [4, N] are the maximum over all ranks and,
     relative to it, the own columns' sum of exponentials, that of all ranks and the target's logit. Differentiable in
@@ -181,7 +181,7 @@ def _allocate_losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tens
 
 @define_operator("cross_entropy_rows_backward")
 def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
-    """softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
+    """Return softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
     result = _allocate_gradient(factor, logits, column, rows, own)
     kernels = find_kernels("cross_entropy", logits)
     if kernels is not None:

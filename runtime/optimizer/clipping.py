@@ -17,7 +17,7 @@ from autoptd.runtime.program.manifest import Manifest
 def global_norm(
     manifest: Manifest, rank: Rank, gradients: Mapping[str, Tensor], shards: Sequence[Shard], norm_type: float
 ) -> Tensor:
-    """The `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
+    """Return the `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
 
     `gradients` are whole, by name; those of `shards` are in the ``.grad`` of what this replica owns of them. Divided
     rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
@@ -41,7 +41,7 @@ def global_norm(
 
 
 def check_norm_type(norm_type: float) -> None:
-    """Raise ValueError for what is no norm of parts that are joined: 0, which counts, minima, and not a number."""
+    """Raise ValueError for a `norm_type` that is no norm of joined parts: 0, which counts, minima, and not a number."""
     if not norm_type > 0:
         raise ValueError(
             f"norm_type is {norm_type}, expected a positive number or inf: the norms of the ranks' gradients are "
@@ -57,7 +57,7 @@ def scale_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) 
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of all `tensors` together: float64 [1]."""
+    """Return the norm of all `tensors` together: float64 [1]."""
     whole = torch.zeros(1, dtype=torch.float64, device=device)
     norms = [
         torch.linalg.vector_norm(x, norm_type, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -71,7 +71,7 @@ def _norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> 
 
 
 def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]:
-    """What counts on this rank of the gradient of what it owns of a shard."""
+    """Yield the elements that this rank counts of the gradient of its part of a shard."""
     gradient = shard.own.grad
     if gradient is None:
         return

@@ -1,4 +1,4 @@
-"""Whether gradients are finite, without waiting for the device."""
+"""Tell whether gradients are finite, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 
 
 def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether all elements of `gradients` are; a bool on `device`."""
+    """Return whether all elements of `gradients` are finite: a bool on `device`."""
     filled = [gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.ones((), dtype=torch.bool, device=device)

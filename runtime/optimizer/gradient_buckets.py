@@ -1,4 +1,4 @@
-"""What the ranks owe each other of a step: sums of gradients in buckets, and the loss."""
+"""Share a step's results among ranks: sums of gradients in buckets, and the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def split_rows(placement: Placement, local: Tensor, tensor: int, *, divided: bool) -> list[Tensor]:
-    """Views of the rows of a `local` slice that are divided over the `tensor` ranks, or that are not."""
+    """Return views of the rows of a `local` slice that are divided over the `tensor` ranks, or that are not."""
     if placement.dim is None:
         return [] if divided else [local]
     widths = [s.rows // tensor if s.divided else s.rows for s in placement.segments]
@@ -41,7 +41,7 @@ def sum_over(group: Group, tensors: list[Tensor]) -> None:
 def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor:
     """Give every rank the step's loss: all replicas' microbatch `losses`, which only the last pipeline rank has.
 
-    `divisors` [m] are those of `find_divisors`: what is divided by infinity counts nothing, though it be nan. Returns
+    `divisors` [m] are those of `find_divisors`: a loss divided by infinity counts nothing, even a nan. Returns
     float64 [2]: the loss, the same bits everywhere, and the index in DTYPES of the losses' own dtype.
     """
     pair = torch.zeros(2, dtype=torch.float64, device=rank.device)
@@ -59,7 +59,7 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
 
 
 def fill_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of `tensors`, dtype by dtype, in runs of up to BUCKET_BYTES."""
+    """Yield indices of `tensors`, dtype by dtype, in runs of up to BUCKET_BYTES."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket: list[int] = []
         filled = 0

@@ -1,4 +1,4 @@
-"""One step's gradients, summed over microbatches, stages, ranks and replicas, each as soon as it is whole."""
+"""Sum one step's gradients over microbatches, stages, ranks and replicas, each as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Leaves = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Completion:
-    """When a rank's gradients are whole: `after` a stage's last backward, or `late`, after all of the schedule.
+    """The times when a rank's gradients are complete: `after` a stage's last backward, or `late`, after the schedule.
 
     Late are the parameters that other pipeline ranks own too, by the ranks.
     """
@@ -50,7 +50,7 @@ class Completion:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters in groups that are whole together."""
+        """The parameters in groups that are complete together."""
         return (*self.after.values(), *self.late.values())
 
 
@@ -70,7 +70,7 @@ class WideSum:
         leaf.grad = None
 
     def take(self) -> Tensor | None:
-        """Hand the sum over, which the leaf's hook would else keep as long as the leaf is there."""
+        """Hand the sum over; the leaf's hook would keep it as long as the leaf is there."""
         taken, self.sum = self.sum, None
         return taken
 
@@ -105,7 +105,7 @@ class GradientSums:
         self._summed: dict[str | int, Tensor] = {}
 
     def start(self, leaves: Leaves) -> None:
-        """Begin a step; `leaves` are the stages' own, by stage and name."""
+        """Begin a step with the `leaves` of the stages, by stage and name."""
         self._leaves = leaves
         trained = (leaf for own in leaves.values() for leaf in own.values() if leaf.requires_grad)
         self._wide = {leaf: WideSum(leaf) for leaf in trained if leaf.dtype in HALF}
@@ -114,11 +114,11 @@ class GradientSums:
         self._summed = {}
 
     def end_stage(self, stage: int) -> None:
-        """`stage` has had its last backward: post what is whole now."""
+        """Post the sums that are complete after the last backward of `stage`."""
         self._post(self._collect(self._completion.after.get(stage, ())))
 
     def finish(self) -> None:
-        """Sum what is left, and wait for all."""
+        """Post the sums that are left, and wait for all."""
         self._begin = self._begin or self._measured.stopwatch.mark()
         for owners, names in self._completion.late.items():
             self._post(self._collect(names), self._connection.tied[owners])
@@ -135,7 +135,7 @@ class GradientSums:
         self._measured.add_sums(self._begin)
 
     def gradients(self) -> list[Tensor]:
-        """All that this rank has of the finished sums."""
+        """Return this rank's finished sums."""
         return list(self._summed.values())
 
     def clear(self) -> None:
@@ -148,7 +148,7 @@ class GradientSums:
         return [summed.get(key) for key in keys]
 
     def _collect(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The gradients of `names` that this rank has, summed over its stages and over partial sums of tensor ranks."""
+        """Return this rank's gradients of `names`, summed over its stages and over partial sums of tensor ranks."""
         found = {}
         stages = [own for _, own in sorted(self._leaves.items())]
         for name in names:
@@ -188,9 +188,9 @@ class GradientSums:
                 rows.copy_(summed)
 
     def _post(self, gradients: dict[str, Tensor], owners: Group | None = None) -> None:
-        """Begin the sums over the replicas of `gradients`, bucket by bucket; what a bucket has is taken out of them.
+        """Begin the sums of `gradients` over the replicas, bucket by bucket; take each bucket's out of the mapping.
 
-        When they are there they are summed over their `owners`.
+        Arrived sums are added up over their `owners`.
         """
         data = self._connection.rank.data
         if gradients and self._begin is None:
@@ -215,5 +215,5 @@ class GradientSums:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that gradients and the optimizer's own weights have of parameters in `dtype`."""
+    """Return the dtype of gradients and of the optimizer's own weights for parameters in `dtype`."""
     return torch.float32 if dtype in HALF else dtype

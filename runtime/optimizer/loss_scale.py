@@ -26,7 +26,7 @@ class LossScale:
         self.finite_steps = 0
 
     def unscale(self, rank: Rank, gradients: Sequence[Tensor], loss: Tensor) -> bool:
-        """Divide `gradients` by the factor, in place; whether a smaller one may help: a collective of all ranks.
+        """Divide `gradients` by the factor in place; return whether a smaller one may help: a collective of all ranks.
 
         That is where some rank's gradients are not finite, and every rank's `loss` is; the factor is halved then.
         """
@@ -49,5 +49,5 @@ class LossScale:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no factor makes the gradients finite: it is not the range of float16 that is too small."""
+        """Whether no factor makes the gradients finite, so that the range of float16 is not the reason."""
         return self.value < LEAST

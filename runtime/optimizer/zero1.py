@@ -41,11 +41,11 @@ class Shard:
         self._version = self.own._version
 
     def part(self, flat: Tensor) -> Tensor:
-        """This replica's elements of a row of all, as a view."""
+        """Return a view of this replica's elements of a `flat` row."""
         return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The `tensors` of this shard's parameters in a row, padded. ValueError where one is missing."""
+        """Return the `tensors` of this shard's parameters in a padded row. ValueError where one is missing."""
         missing = [name for name in self.names if name not in tensors]
         if missing:
             raise ValueError(
@@ -57,23 +57,23 @@ class Shard:
         return torch.cat([*rows, rows[0].new_zeros(padding)])
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' parts of a row, by name, as views of it."""
+        """Return views of the parameters' parts of a `flat` row, by name."""
         rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
         return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
 
     def _view(self) -> dict[str, Tensor]:
-        """The parameters' parts of `flat`, in its memory, each as a storage of its own.
+        """Return the parameters' parts of `flat`, in its memory, each as a storage of its own.
 
-        One for all would be taken for that of tied weights, of which a file gets one.
+        A common storage would be taken for that of tied weights, which a file gets once.
         """
         views = self.split(self.flat)
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return {name: from_dlpack(view) for name, view in views.items()}
 
     def rebound(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Which of its own of `parameters` are views of `flat` no longer, as ``p.data = ...`` leaves them.
+        """Return the names of its `parameters` that are no views of `flat` any more, as after ``p.data = ...``.
 
-        Or as their storage is elsewhere, with all that shares it: torch.multiprocessing moves it into shared memory.
+        Also of those whose storage has moved, with all that shares it: torch.multiprocessing moves it to shared memory.
         """
         views = self._views.items()
         return [
@@ -83,25 +83,25 @@ class Shard:
         ]
 
     def bind(self, parameters: Mapping[str, Tensor]) -> None:
-        """Make its own of `parameters` views of `flat`, whatever they were."""
+        """Make its `parameters` views of `flat`, whatever they were."""
         for name, view in self._views.items():
             parameters[name].data = view
 
     def write(self, name: str, value: Tensor) -> None:
-        """Let the parameter `name` be `value`, shaped as it; `own` has that after `adopt`."""
+        """Write `value`, of the same shape, into the parameter `name`; `own` has it after `adopt`."""
         self._views[name].copy_(value)
 
     def renew(self) -> None:
-        """Take other memory for `flat`, and leave what there was to those who kept views of it; then `bind`."""
+        """Take new memory for `flat`, and leave the old to those who kept views of it; `bind` must follow."""
         self.flat = self.flat.clone()
         self._views = self._view()
 
     def is_own_written(self) -> bool:
-        """Whether somebody has written into `own` since it was shared, or taken over."""
+        """Return whether somebody has written into `own` since it was shared, or taken over."""
         return self.own._version != self._version
 
     def is_written(self) -> Tensor:
-        """Whether the parameters are not what `own` was narrowed to, as ``p.data.mul_(...)`` leaves them: a bool.
+        """Return whether the parameters differ from the narrowed `own`, as after ``p.data.mul_(...)``: a bool.
 
         No version counts that. Not asked of an `own` that was written itself.
         """
@@ -109,20 +109,20 @@ class Shard:
         return (own.to(part.dtype) != part).any() & (not self.is_own_written())
 
     def fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Give a `row` like `own` what this replica has of the parameters' `tensors`: they are whole, or that alone."""
+        """Fill a `row` like `own` from the parameters' `tensors`, whole ones or this replica's elements of them."""
         for name, (inside, part) in self.ranges().items():
             elements = tensors[name].reshape(-1)
             row[inside] = elements if len(elements) == part.stop - part.start else elements[part]
         return row
 
     def restore(self, tensors: Mapping[str, Tensor]) -> Posted[Tensor]:
-        """Step from these `tensors`, as `fill` takes them, and begin to share them: a collective of the data group."""
+        """Let `own` be these `tensors`, as in `fill`, and begin to share them: a collective of the data group."""
         with torch.no_grad():
             self.fill(self.own, tensors)
         return self.post_gather()
 
     def adopt(self) -> None:
-        """Step from what the parameters hold now: where that is not what `own` was narrowed to, it was written.
+        """Take the parameters' values into `own` where they differ from the narrowed `own`, as they were written then.
 
         ValueError where `own` was written too, so that nobody knows which counts.
         """
@@ -138,7 +138,7 @@ class Shard:
         self._version = self.own._version
 
     def ranges(self) -> dict[str, tuple[slice, slice]]:
-        """Where `own` holds a parameter, and which elements of that (row-major), for those that it has any of."""
+        """Return the places of each parameter in `own`, and its elements there (row-major), where it has any."""
         found = {}
         first = self._group.index * self.own.numel()
         begin = 0
@@ -155,13 +155,13 @@ class Shard:
         return self._group.post_all_gather(self.own.detach().to(self.flat.dtype), self.flat)
 
     def split_own(self, row: Tensor) -> dict[str, Tensor]:
-        """What this replica has of each parameter, which may be no elements, of a row like `own`, as views of it."""
+        """Return views of each parameter's elements in a `row` like `own`; there may be none."""
         held = self.ranges()
         return {name: row[held[name][0]] if name in held else row[:0] for name in self.names}
 
 
 def list_elementwise() -> str:
-    """The names of the optimizers that are known to step each element by itself."""
+    """Return the names of the optimizers that are known to step each element by itself."""
     return ", ".join(kind.__name__ for kind in ELEMENTWISE)
 
 
@@ -178,7 +178,7 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
 
 
 def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The own part of a shard's states, from those of each parameter, as `fill` takes them.
+    """Join the states of a shard's parameters, as in `fill`, to those of its own part.
 
     ValueError where their steps differ.
     """
@@ -209,7 +209,7 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def split_states(shard: Shard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What this replica has of the states of each of the shard's parameters, in a row."""
+    """Split the states of a shard's own part into those of each of its parameters, in a row."""
     split = {
         key: shard.split_own(value) if is_shaped(value) else dict.fromkeys(shard.names, value)
         for key, value in state.items()
@@ -218,7 +218,7 @@ def split_states(shard: Shard, state: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 def is_shaped(value: Any) -> bool:
-    """Whether a state has an entry for each element of what is stepped, and is no single value."""
+    """Return whether a state has an entry for each element that is stepped, and is no single value."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -228,7 +228,7 @@ def fill_groups(
     dtypes: Mapping[str, torch.dtype],
     rows: Sequence[Sequence[str]],
 ) -> list[list[list[str]]]:
-    """For each parameter group of `optimizer` what it trains of `parameters`, in buckets for a shard each.
+    """Return the trained `parameters` of each group of `optimizer` in buckets, one for each shard.
 
     A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
     the stages compute. ValueError for parameters that are not among the model's `parameters`.
@@ -251,7 +251,7 @@ def lay_out_shards(
     buckets: Sequence[Sequence[Sequence[str]]],
     group: Group,
 ) -> list[Shard]:
-    """Shards of the `buckets` of each group of `optimizer`, which steps these from now on, its states moved with them.
+    """Make shards of the `buckets` of each group of `optimizer`, which steps these from now on, with their states.
 
     ValueError, with nothing changed, for states that cannot be joined.
     """
@@ -292,7 +292,7 @@ def _check_known(optimizer: optim.Optimizer, names: Mapping[nn.Parameter, str]) 
 def _fill(
     names: Sequence[str], parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
 ) -> list[list[str]]:
-    """`names` in buckets of one dtype and about BUCKET_BYTES, in their order."""
+    """Divide `names` into buckets of one dtype and about BUCKET_BYTES, in their order."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name in names:
         by_dtype.setdefault(dtypes[name], []).append(name)

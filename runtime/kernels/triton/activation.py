@@ -96,7 +96,7 @@ def gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str
 
 @triton.jit
 def _tail_over_density(x):
-    """The normal distribution's share beyond `x` >= 0, times exp(x^2 / 2), within 1.5e-7 of it.
+    """Return the normal distribution's tail beyond `x` >= 0, times exp(x^2 / 2), within 1.5e-7 of it.
 
     Least squares, weighted until the largest relative error on 0 to 14 was least. libdevice's erf takes twice the
     instructions, more than memory gives time for, cancels where x is negative, and has no use of the slope's exp.
@@ -114,7 +114,7 @@ def _tail_over_density(x):
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr = 0.7978845608028654):
-    """The activation's value and slope at `x`, both float32."""
+    """Return the activation's value and slope at `x`, both float32."""
     if KIND == "gelu":
         density = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x^2 / 2)
         beyond = density * _tail_over_density(tl.abs(x))

@@ -17,7 +17,7 @@ TURNS = tl.constexpr(ROUNDS)
 
 
 def mask_argument(key: Sequence[int], p: float) -> tuple[int, ...]:
-    """What `keep` takes as ``mask``: one argument of a kernel for a key of runtime/randomness.py and its p.
+    """Return the ``mask`` of `keep`: one argument of a kernel for a key of runtime/randomness.py and its p.
 
     Triton compiles a kernel anew for integers that are 1, divisible by 16 or longer than 32 bits. That folds the
     ones of a key's place away; the numbers that change from call to call are hidden from it as odd 64-bit ones.
@@ -28,7 +28,7 @@ def mask_argument(key: Sequence[int], p: float) -> tuple[int, ...]:
 
 
 def is_aligned(key: Sequence[int], width: int) -> bool:
-    """Whether, from the start of any row of `width` on, each 8 elements share one Philox counter."""
+    """Return whether, from the start of any row of `width` on, each 8 elements share one Philox counter."""
     batch, inner, run, whole, start = key[4:]
     unbroken = batch == 1 or inner % BLOCK == 0
     return unbroken and width % BLOCK == 0 and (run == whole or (run | whole | start) % BLOCK == 0)
@@ -36,7 +36,7 @@ def is_aligned(key: Sequence[int], width: int) -> bool:
 
 @triton.jit
 def keep(first, mask, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Which of the `BLOCK` elements from index `first` on are kept: a bool [BLOCK].
+    """Return which of the `BLOCK` elements from index `first` on are kept: a bool [BLOCK].
 
     `first` is a scalar, or [ROWS, 1] for a bool [ROWS, BLOCK]. It is computed with in its own integer type: int64
     where the tensor may have 2**31 elements. `ALIGNED`: `first` and `BLOCK` are multiples of 8, and `is_aligned`.
@@ -59,13 +59,13 @@ def keep(first, mask, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _interleave(n0, n1, n2, n3):
-    """[.., 2, 2], whose row-major order is n0, n1, n2, n3."""
+    """Return [.., 2, 2], whose row-major order is n0, n1, n2, n3."""
     return tl.join(tl.join(n0, n2), tl.join(n1, n3))
 
 
 @triton.jit
 def _draw(index, mask):
-    """The place of each element in its counter's eight numbers, and the four words, as uint32."""
+    """Return the place of each element in its counter's eight numbers, and the four words, as uint32."""
     _, seed_low, seed_high, operator, sample, call, batch, inner, run, whole, start = mask
     row = index // inner
     element = row // batch * inner + index % inner

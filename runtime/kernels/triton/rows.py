@@ -1,4 +1,4 @@
-"""How a Triton kernel that reduces rows walks over [rows, width]: a tile of whole rows, or of parts of rows in turn."""
+"""Tiles of a Triton kernel that reduces rows of [rows, width]: whole rows, or parts of rows in turn."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ WIDE_FROM = 1 << 30  # elements; a tile may reach past its tensor
 
 
 def plan_rows(rows: int, width: int, widest: int | None = None) -> dict[str, int | bool]:
-    """The constants of such a kernel: its tile [ROWS, COLUMNS], and whether indices of elements are WIDE: 64 bits."""
+    """Return a kernel's constants: its tile [ROWS, COLUMNS], and whether indices of elements are WIDE: 64 bits."""
     columns = min(triton.next_power_of_2(width), widest or WIDEST, WIDEST)
     return {"ROWS": max(1, TILE // columns), "COLUMNS": columns, "WIDE": rows * width >= WIDE_FROM}

@@ -94,7 +94,7 @@ def _plan(rows: int, width: int, key: Sequence[int]) -> dict[str, Any]:
 
 
 def _walk_mask(mask: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, int, tuple[int, ...]]:
-    """The mask, and how rows of the scores find theirs: by strides over two leading dimensions, rows and columns.
+    """Return the mask and its strides over two leading dimensions, rows and columns.
 
     The second leading dimension has the size handed back. What no two strides describe is copied out.
     """
@@ -241,7 +241,7 @@ def _differentiate(
 
 @triton.jit
 def _find_rows(rows, length, width, CAUSAL: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """This program's rows, the query that each is, how many columns they may see, and where they start [ROWS, 1]."""
+    """Return this program's rows, the query of each, how many columns they may see, and where they start [ROWS, 1]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     query = row % length
     end = width
@@ -255,7 +255,7 @@ def _find_rows(rows, length, width, CAUSAL: tl.constexpr, WIDE: tl.constexpr, RO
 
 @triton.jit
 def _limit(row, query, column, rows, width, CAUSAL: tl.constexpr):
-    """Which elements of a tile are read, and which of them seen: causal rows are read in whole 16-byte words."""
+    """Return which elements of a tile are read, and which of them seen: causal rows are read in whole 16-byte words."""
     inside = (row < rows)[:, None] & (column < width)
     seen = inside
     if CAUSAL:
@@ -266,7 +266,7 @@ def _limit(row, query, column, rows, width, CAUSAL: tl.constexpr):
 
 @triton.jit
 def _read(at, masks, column, inside, seen, scale, strides, ADDED: tl.constexpr):
-    """The scaled and masked scores in float32, -inf where nothing is seen, and what the mask lets see."""
+    """Return the scaled and masked scores in float32, -inf where nothing is seen, and which elements are seen."""
     value = tl.where(seen, tl.load(at, inside, 0.0).to(tl.float32) * scale, -float("inf"))
     if masks is not None:
         if ADDED:
@@ -304,7 +304,7 @@ def _write(
 
 @triton.jit
 def _total(shares):
-    """What the rounded softmax of a row sums to: nearly 1, and 0 where the row sees nothing."""
+    """Return the sum of the rounded softmax of a row: nearly 1, and 0 where the row sees nothing."""
     return tl.where(shares == 0.0, 1.0, shares)
 
 
@@ -312,7 +312,7 @@ def _total(shares):
 def _undrop(
     gradient, first, start, inside, seen, factor, dropout, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The gradient of the softmax from that of its dropout."""
+    """Return the gradient of the softmax from that of its dropout."""
     value = tl.load(gradient + first + start + tl.arange(0, COLUMNS)[None, :], inside, 0.0).to(tl.float32)
     value = tl.where(seen, value, 0.0)
     if dropout is not None:

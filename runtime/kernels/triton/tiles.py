@@ -1,4 +1,4 @@
-"""How an elementwise Triton kernel walks over [..., width] tensors: tiles of whole or part rows."""
+"""Tiles of an elementwise Triton kernel over [..., width] tensors: whole or part rows."""
 
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,13 +17,13 @@ PROGRAMS = 1024  # enough to fill a large GPU, where a program sums over many ro
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` as [rows, width] with its elements side by side; a copy only where the strides demand one."""
+    """Return `x` as [rows, width] with its elements side by side; a copy only where the strides demand one."""
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def plan_tiles(*tensors: Tensor) -> dict[str, int | bool]:
-    """The constants of a kernel over tensors [rows, width]: its tile [ROWS, COLUMNS], and if offsets are WIDE."""
+    """Return the constants of a kernel over [rows, width]: its tile [ROWS, COLUMNS], and if offsets are WIDE."""
     rows, width = tensors[0].shape
     columns = min(WIDEST, max(4, triton.next_power_of_2(width)))
     height = min(TILE // columns, triton.next_power_of_2(rows))
@@ -32,13 +32,13 @@ def plan_tiles(*tensors: Tensor) -> dict[str, int | bool]:
 
 
 def count_programs(x: Tensor, tile: dict[str, int | bool]) -> tuple[int]:
-    """One program per tile of `x` [rows, width]."""
+    """Return the grid: one program per tile of `x` [rows, width]."""
     rows, width = x.shape
     return (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),)
 
 
 def plan_sums(x: Tensor, tile: dict[str, int | bool]) -> tuple[int, int]:
-    """Groups of tiles above each other that one program sums over, and the tiles in each."""
+    """Return the groups of tiles above each other that one program sums over, and the tiles in each."""
     rows, width = x.shape
     heights = triton.cdiv(rows, tile["ROWS"])
     groups = max(1, min(heights, PROGRAMS // triton.cdiv(width, tile["COLUMNS"])))
@@ -47,7 +47,7 @@ def plan_sums(x: Tensor, tile: dict[str, int | bool]) -> tuple[int, int]:
 
 
 def empty_rows(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A result with the strides of ``empty_like(like)``, and the contiguous tensor a kernel writes it into.
+    """Return a result with the strides of ``empty_like(like)``, and the contiguous tensor a kernel writes it into.
 
     They are one where they can be; otherwise the second is to be copied into the first.
     """
@@ -59,7 +59,7 @@ def empty_rows(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def locate_tile(number, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
-    """A tile's rows [ROWS, 1], its first column, and which of its elements lie inside; counted along a row first."""
+    """Return a tile's rows [ROWS, 1], its first column, and which elements lie inside; tiles count along rows first."""
     blocks = tl.cdiv(width, COLUMNS)
     row = number // blocks * ROWS
     if WIDE:
