@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +31,16 @@ def make_rank(tensor: int = 1, index: int = 0) -> Rank:
 
 @dataclass(frozen=True)
 class Case:
-    """`kernel` and `chain` take the same tensors; `operands` are those of a shape [..., h]: "x", "h" or "s"."""
+    """`kernel` and `chain` take the same tensors; `operands` are those of a shape [..., h]: "x", "h" or "s".
+
+    `by_sigmoid`: the chain with its tanh written as a sigmoid, as the kernel computes it.
+    """
 
     kernel: Callable[..., Tensor]
     chain: Callable[..., Tensor]
     operands: Sequence[str] = ("x", "h")
     tables: int = 0  # the last operands are constants
+    by_sigmoid: Callable[..., Tensor] | None = None
 
     def make(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, strided: bool = False
@@ -135,15 +140,22 @@ def rounded_gelu(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh(0.798 * x * (1 + 0.044715 * x * x)))
 
 
+def sigmoid_gelu(x: Tensor, coefficient: float) -> Tensor:
+    return x * torch.sigmoid(2 * coefficient * (x + 0.044715 * x * x * x))
+
+
 tanh_gelu = partial(functional.gelu, approximate="tanh")
 CASES = {
     "bias_gelu": Case(kernels.bias_gelu, lambda x, bias: functional.gelu(x + bias)),
     "bias_gelu tanh": Case(
-        partial(kernels.bias_gelu, approximate="tanh"), lambda x, bias: tanh_gelu(x + bias)
+        partial(kernels.bias_gelu, approximate="tanh"),
+        lambda x, bias: tanh_gelu(x + bias),
+        by_sigmoid=lambda x, bias: sigmoid_gelu(x + bias, math.sqrt(2 / math.pi)),
     ),
     "bias_gelu rounded": Case(
         partial(kernels.bias_gelu, approximate="tanh", coefficient=0.798),
         lambda x, bias: rounded_gelu(x + bias),
+        by_sigmoid=lambda x, bias: sigmoid_gelu(x + bias, 0.798),
     ),
     "gated silu": gate("silu", functional.silu),
     "gated gelu": gate("gelu", functional.gelu),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.precision import HALF
+from tests.marks import cover_pairs
 from tests.masks import keep_mask
 from tests.runtime.kernels.elementwise_cases import CASES, OPERATOR, Case, make_rank, scatter
 
@@ -17,10 +18,13 @@ CPU = torch.device("cpu")
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def differentiate(function: Any, operands: list[Tensor]) -> list[Tensor]:
-    """The function's value and its gradients with respect to all operands that want one."""
+def differentiate(function: Any, operands: list[Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The function's value and its gradients with respect to all operands that want one.
+
+    The gradient of the value is rounded to `dtype`, so that float64 begins with the same numbers as lower precision.
+    """
     value = function(*operands)
-    slope = torch.linspace(-1, 2, value.numel(), dtype=torch.float64).view(value.shape)
+    slope = torch.linspace(-1, 2, value.numel(), dtype=torch.float64).view(value.shape).to(dtype)
     wanted = [operand for operand in operands if operand.requires_grad]
     return [value.detach(), *torch.autograd.grad(value, wanted, slope.to(value.device, value.dtype))]
 
@@ -35,10 +39,13 @@ def error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).square().mean().sqrt() / scale)
 
 
-@every_case
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("shape", [(2, 3, 8), (3, 5, 7), (2, 2, 1030)])
-def test_the_meaning_is_the_chains(case: Case, shape: tuple[int, ...], strided: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "strided"),
+    cover_pairs(CASES, [(2, 3, 8), (3, 5, 7), (2, 2, 1030)], [False, True]),
+    ids=str,
+)
+def test_the_meaning_is_the_chains(name: str, shape: tuple[int, ...], strided: bool) -> None:
+    case = CASES[name]
     operands = case.make(shape, torch.float64, CPU, strided=strided)
     expected = differentiate(case.chain, operands)
     for found, wanted in zip(differentiate(case.kernel, operands), expected, strict=True):
@@ -50,17 +57,26 @@ def test_gradients_are_those_of_finite_differences(case: Case) -> None:
     assert torch.autograd.gradcheck(case.kernel, case.make((2, 3, 6), torch.float64, CPU))
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 2, 1300), (5, 3, 16)])
+@pytest.mark.parametrize(
+    ("name", "shape", "strided", "dtype"),
+    cover_pairs(CASES, [(3, 5, 7), (2, 2, 1300), (5, 3, 16)], [False, True], [torch.float32, *HALF]),
+    ids=str,
+)
 def test_triton_is_no_worse_than_the_chain(
-    case: Case, shape: tuple[int, ...], strided: bool, dtype: torch.dtype, kernel_device: torch.device
+    name: str, shape: tuple[int, ...], strided: bool, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
+    case = CASES[name]
     operands = case.make(shape, dtype, kernel_device, strided=strided)
-    truth = differentiate(case.chain, double(operands))
-    of_chain = differentiate(case.chain, operands)
-    found = differentiate(case.kernel, operands)
+    truth = differentiate(case.chain, double(operands), dtype)
+    of_chain = differentiate(case.chain, operands, dtype)
+    found = differentiate(case.kernel, operands, dtype)
+    if kernel_device.type == "cuda" and case.by_sigmoid is not None:
+        # The card's float32 sigmoid is off by a unit in the last place, which 1 - sigmoid keeps where it is small.
+        of_card = differentiate(case.by_sigmoid, operands, dtype)
+        of_chain = [
+            max(pair, key=lambda x: error(x, exact))
+            for *pair, exact in zip(of_chain, of_card, truth, strict=True)
+        ]
     # The interpreter cuts bfloat16 off where a GPU rounds it: twice the error.
     cut = dtype == torch.bfloat16 and kernel_device.type == "cpu"
     share = 2.05 if cut else 1.02

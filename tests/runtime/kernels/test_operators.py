@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
+from tests.marks import cover_pairs
 from tests.masks import keep_mask
 from tests.runtime.kernels.elementwise_cases import CASES, OPERATOR, make_rank
 from tests.runtime.kernels.test_rows import differentiate
@@ -151,13 +152,17 @@ def test_shapes_on_meta_are_those_of_the_cpu(name: str) -> None:
     assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
 
 
-@pytest.mark.parametrize(("size", "index"), [(1, 0), (3, 0), (3, 1), (3, 2)])
-@pytest.mark.parametrize("p", [0.1, 0.9, 1.0])
-@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 5, 3, 4), (3, 2, 40)])
-@pytest.mark.parametrize("sample", [0, 1, None])
+@pytest.mark.parametrize(
+    ("shape", "sample", "p", "part"),
+    cover_pairs(
+        [(2, 3, 5), (2, 5, 3, 4), (3, 2, 40)], [0, 1, None], [0.1, 0.9, 1.0], [(1, 0), (3, 0), (3, 1), (3, 2)]
+    ),
+    ids=str,
+)
 def test_triton_draws_the_same_bits(
-    shape: tuple[int, ...], sample: int | None, p: float, size: int, index: int, kernel_device: torch.device
+    shape: tuple[int, ...], sample: int | None, p: float, part: tuple[int, int], kernel_device: torch.device
 ) -> None:
+    size, index = part
     rank, divided = make_rank(size, index), len(shape) - 1 if index < 2 else 2 if sample != 2 else 1
     dropped = kernels.dropout(rank, torch.ones(shape, device=kernel_device), p, OPERATOR, sample, divided)
     mask = keep_mask(

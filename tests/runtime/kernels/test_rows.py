@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.kernels.precision import HALF
+from tests.marks import cover_pairs, slow_rows_but
 from tests.runtime.kernels.row_cases import CASES, RowCase
 
 CPU = torch.device("cpu")
@@ -37,10 +39,13 @@ def error(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).square().mean().sqrt() / scale)
 
 
-@every_case
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("shape", [(4, 5, 7), (2, 3, 4, 9), (2, 2, 1030)])
-def test_the_meaning_is_the_chains(case: RowCase, shape: tuple[int, ...], strided: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "strided"),
+    cover_pairs(CASES, [(4, 5, 7), (2, 3, 4, 9), (2, 2, 1030)], [False, True]),
+    ids=str,
+)
+def test_the_meaning_is_the_chains(name: str, shape: tuple[int, ...], strided: bool) -> None:
+    case = CASES[name]
     operands = case.make(shape, torch.float64, CPU, strided=strided)
     expected = differentiate(case.chain, operands)
     for found, wanted in zip(differentiate(case.kernel, operands), expected, strict=True):
@@ -64,17 +69,20 @@ TILES = {
 }
 
 
-@every_case
-@pytest.mark.parametrize(("dtype", "shape", "strided", "widest"), TILES.values(), ids=TILES)
+# Each case with two of the tiles, in turn.
+QUICK = [
+    (name, tile)
+    for number, name in enumerate(CASES)
+    for place, tile in enumerate(TILES)
+    if (place - number) % len(TILES) in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("name", "tile"), slow_rows_but(QUICK, product(CASES, TILES)))
 def test_triton_is_no_worse_than_the_chain(
-    case: RowCase,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strided: bool,
-    widest: int,
-    kernel_device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tile: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    case, (dtype, shape, strided, widest) = CASES[name], TILES[tile]
     monkeypatch.setattr("autoptd.runtime.kernels.triton.rows.WIDEST", widest)
     monkeypatch.setattr("autoptd.runtime.kernels.triton.rows.TILE", min(widest * 4, 4096))
     operands = case.make(shape, dtype, kernel_device, strided=strided)
