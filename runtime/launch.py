@@ -23,7 +23,7 @@ from autoptd.runtime.comm.connection import Connection, check_world_size, connec
 from autoptd.runtime.comm.journal import Journal, TracedPosition
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.health.failure_record import Record
-from autoptd.runtime.health.local_ranks import gather_roster
+from autoptd.runtime.health.local_ranks import gather_local_ranks
 from autoptd.runtime.health.watchdog import PATIENCE, Watchdog
 from autoptd.runtime.program.manifest import Manifest
 
@@ -65,7 +65,7 @@ def join(manifest: Manifest, device: torch.device, program: str, compiles: bool)
         (watchdog,) = _watchdogs
         watchdog.manifest, watchdog.compiles = manifest, compiles
         position = watchdog.position
-    with position.duty("bind"):
+    with position.collective_call("bind"):
         connection = connect(manifest, device, program)
         connection.position = position
         if isinstance(position, TracedPosition):
@@ -76,7 +76,7 @@ def join(manifest: Manifest, device: torch.device, program: str, compiles: bool)
 def _open_store(patience: timedelta) -> tuple[Any, int, int]:
     """Return the store of ``env://``, this rank and the world size; rank 0 serves the store without waiting for others.
 
-    It would wait inside torch: `gather_roster` names those that do not come.
+    It would wait inside torch: `gather_local_ranks` names those that do not come.
     """
     given = os.environ
     serves = given.get("RANK") == "0" and given.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -98,7 +98,7 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
             store, own, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
         else:
             store, own, size = _open_store(timedelta(seconds=patience))
-        roster = gather_roster(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
+        local = gather_local_ranks(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
     except dist.DistNetworkError as error:
         raise RuntimeError(
             "the store by which ranks find each other was not reached in bind, or has ended: rank 0 (with torchrun the "
@@ -106,11 +106,11 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
             f"there, or has ended: {str(error).splitlines()[0]}"
         ) from error
     # A store's calls wait for each other: the thread has a connection of its own.
-    messages = None if roster.everybody else roster.store.clone()
-    record = Record(Path(tempfile.gettempdir()) / f"{roster.name}.json", messages)
-    peers = {rank: roster.slots(rank) for rank in roster.processes}
-    position = _make_position(roster.slots(roster.rank), peers, roster.rank)
-    return Watchdog(manifest, roster, record, position, limit)
+    messages = None if local.everybody else local.store.clone()
+    record = Record(Path(tempfile.gettempdir()) / f"{local.name}.json", messages)
+    peers = {rank: local.slots(rank) for rank in local.processes}
+    position = _make_position(local.slots(local.rank), peers, local.rank)
+    return Watchdog(manifest, local, record, position, limit)
 
 
 def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], rank: int) -> Position:

@@ -1,4 +1,4 @@
-"""The model's tensors out of a folder of ``torch.distributed.checkpoint``, whose index is a pickle."""
+"""Reading the model's tensors from a folder of ``torch.distributed.checkpoint``, whose index is a pickle."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ _PREFIXES = ("", "model.", "module.", "state_dict.", "model.module.")
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether `folder` was written by ``torch.distributed.checkpoint``."""
+    """Return whether ``torch.distributed.checkpoint`` wrote `folder`."""
     return (folder / _INDEX).exists()
 
 
 def check_consent(folder: Path, model_only: bool, trust_pickle: bool) -> None:
-    """CheckpointError unless the folder's pickle may be read, and more than the model is not asked for."""
+    """Raise CheckpointError unless the pickle in `folder` may be read, and only the model is to be loaded."""
     if not trust_pickle:
         raise CheckpointError(
-            f"{folder / _INDEX} is a pickle of torch.distributed.checkpoint: reading it runs any code that somebody "
-            "put in it; give load_checkpoint(..., trust_pickle=True) if you trust who wrote it"
+            f"{folder / _INDEX} is a pickle of torch.distributed.checkpoint: reading it runs any code in it; call "
+            "load_checkpoint(..., trust_pickle=True) if you trust its author"
         )
     if not model_only:
         raise CheckpointError(
-            f"{folder} is a foreign checkpoint, of which only the model is read: leave optimizer= and scheduler= out"
+            f"{folder} is a checkpoint of torch.distributed.checkpoint, from which only the model is read: leave "
+            "optimizer= and scheduler= out"
         )
 
 
 def read_foreign(
     manifest: Manifest, rank: Rank, stepped: Mapping[str, torch.dtype], folder: Path
 ) -> dict[str, Tensor]:
-    """This rank's slices of the model's tensors, fresh; one whole tensor at a time is in memory beside them.
+    """Read this rank's slices of the model's tensors into fresh memory, one whole tensor at a time.
 
-    `stepped` has the type that each of this rank's is stepped in.
-
-    CheckpointError where names, shapes or types are not the model's.
+    `stepped` has the dtype in which each of this rank's slices is stepped. CheckpointError if names, shapes or dtypes
+    are not the model's.
     """
     warn_caller(f"reading the pickle {folder / _INDEX}, as trust_pickle=True allows")
     try:
@@ -58,7 +58,7 @@ def read_foreign(
                 continue
             parameter, entry = manifest.parameters[name], stored[prefix + name]
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{folder}: {prefix}{name} is no tensor")
+                raise CheckpointError(f"{folder}: {prefix}{name} is not a tensor")
             dtype = entry.properties.dtype
             # Half-precision weights are stepped in float32, and may come as either.
             if tuple(entry.size) != parameter.shape or dtype not in (own, parameter.dtype):
@@ -69,13 +69,13 @@ def read_foreign(
             whole = torch.empty(parameter.shape, dtype=dtype)
             load({prefix + name: whole}, storage_reader=FileSystemReader(folder), no_dist=True)
             fresh[name] = parameter.placement.take(whole, rank.tensor.size, rank.tensor.index)
-    except CheckpointException as error:  # no Exception of Python's
+    except CheckpointException as error:  # a BaseException
         raise CheckpointError(f"{folder}: torch.distributed.checkpoint: {error}") from error
     return fresh
 
 
 def _find_prefix(manifest: Manifest, stored: Mapping[str, object], folder: Path) -> str:
-    """What stands before the model's names in the folder."""
+    """Return the prefix of the model's names in the folder."""
     names = [name for name in manifest.parameters if manifest.is_saved(name)]
     missing = {prefix: [n for n in names if prefix + n not in stored] for prefix in _PREFIXES}
     prefix = min(_PREFIXES, key=lambda p: len(missing[p]))
@@ -87,7 +87,7 @@ def _find_prefix(manifest: Manifest, stored: Mapping[str, object], folder: Path)
     unknown = sorted(name for name in stored if name.startswith(prefix) and name not in known)
     if unknown:
         raise CheckpointError(
-            f"{folder} is of another model: it has, and the model has not, {len(unknown)} tensors: "
+            f"{folder} is of another model: it has {len(unknown)} tensors that the model lacks: "
             f"{', '.join(unknown[:5])}"
         )
     return prefix

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before one of them goes on: that none failed, and a text that one of them knows."""
+"""Agreement of all ranks on whether one failed, and on a text that one of them has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SHOWN = 2000  # characters of another rank's message
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or taken: raised on every rank, with the first failing rank's reason."""
+    """An error in saving or loading a checkpoint; raised on every rank, with the reason of the first failing rank."""
 
 
 def own_number(rank: Rank) -> int:
-    """This rank's global number."""
+    """Return this rank's global number."""
     return rank.mesh.rank_of(*rank.coordinates)
 
 
@@ -27,14 +27,14 @@ def agree(rank: Rank, error: Exception | None) -> None:
     first = size - int(_reduce(rank, failed, "max"))
     if first == size:
         return
-    text = "" if error is None else _write(error)
+    text = "" if error is None else _describe(error)
     reason = share(rank, text[:SHOWN], first) if size > 1 else text
     where = f" (on rank {first} of {size})" if size > 1 else ""
     raise CheckpointError(reason + where) from error
 
 
 def share(rank: Rank, text: str, source: int = 0) -> str:
-    """The `text` of the global rank `source`, on every rank."""
+    """Return the `text` of the global rank `source` on every rank."""
     own = text.encode(errors="replace") if own_number(rank) == source else b""
     length = int(_reduce(rank, torch.tensor([len(own)], device=rank.device), "max"))
     sent = torch.zeros(length, dtype=torch.int64, device=rank.device)
@@ -48,5 +48,5 @@ def _reduce(rank: Rank, x: Tensor, op: Reduction) -> Tensor:
     return x
 
 
-def _write(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -178,16 +178,16 @@ def _check_model(training: Training, record: Record, place: str) -> None:
     manifest = training.manifest
     own = {name: p for name, p in manifest.parameters.items() if manifest.is_saved(name)}
     for names, what in (
-        (sorted(set(own) - set(record.tensors)), "lacks"),
-        (sorted(set(record.tensors) - set(own)), "has, and the model has not,"),
+        (sorted(set(own) - set(record.tensors)), "it lacks"),
+        (sorted(set(record.tensors) - set(own)), "the model lacks"),
     ):
         if names:
             raise CheckpointError(
-                f"{place} is of another model: it {what} {len(names)} tensors: {', '.join(names[:5])}"
+                f"{place} is of another model: {what} {len(names)} tensors: {', '.join(names[:5])}"
             )
     if dict(record.aliases) != dict(manifest.aliases):
         raise CheckpointError(
-            f"{place} is of another model: tied are {dict(record.aliases)}, expected {dict(manifest.aliases)}"
+            f"{place} is of another model: it ties {dict(record.aliases)}, expected {dict(manifest.aliases)}"
         )
     dtypes = training.dtypes
     for name, parameter in own.items():
@@ -207,14 +207,15 @@ def _check_model(training: Training, record: Record, place: str) -> None:
 
 
 def _match_groups(training: Training, record: Record, place: str) -> list[StoredGroup]:
-    """For each of this rank's groups its parameters and what the checkpoint says of them."""
+    """Return, for each of this rank's groups, its parameters and the options of them in the checkpoint."""
     optimizer = training.optimizer
     assert optimizer is not None
     stored, kind = record.optimizer, name_kind(optimizer)
     if stored is None or stored.kind != kind:
         found = "no optimizer" if stored is None else f"the optimizer {stored.kind}"
         raise CheckpointError(
-            f"{place} has {found}, and {kind} is to be loaded: leave optimizer= out, or give that"
+            f"{place} has {found}, and {kind} is to be loaded: give an optimizer of the saved kind, or leave "
+            "optimizer= out"
         )
     home = {name: i for i, group in enumerate(stored.groups) for name in group.params}
     matched = []
@@ -223,9 +224,9 @@ def _match_groups(training: Training, record: Record, place: str) -> list[Stored
         if None in at or len(at) > 1:
             raise CheckpointError(
                 f"{place}: the parameters {', '.join(group.params[:3])}, … are in one group of the optimizer, and were "
-                "in several, or none, of the one that was saved: make the groups as they were"
+                "in several groups, or none, of the saved one: make the groups as they were"
             )
-        # An empty group has no parameters to find its like by.
+        # No parameter leads to the saved options of an empty group: it keeps its own.
         options = encode_value(group.options, kind)
         for index in at:
             options = stored.groups[index or 0].options
@@ -237,7 +238,7 @@ def _match_groups(training: Training, record: Record, place: str) -> list[Stored
 
 
 def _match_schedulers(training: Training, record: Record, place: str) -> dict[str, Any]:
-    """The saved state of each of this rank's schedulers."""
+    """Return the saved state of each of this rank's schedulers."""
     if not training.schedulers:
         return {}
     stored = choose_schedulers(training.groups, record.schedulers, place)
@@ -253,7 +254,9 @@ def _match_schedulers(training: Training, record: Record, place: str) -> dict[st
         state = _decode(entry["state"], f"{place}: scheduler {name}")
         own = item.state_dict()
         if type(state) is not type(own) or (isinstance(own, dict) and set(state) != set(own)):
-            raise CheckpointError(f"{place}: the state of scheduler {name} is not one of a {kind} like this")
+            raise CheckpointError(
+                f"{place}: the state of scheduler {name} has other keys than that of this {kind}"
+            )
         states[name] = state
     return states
 

@@ -1,4 +1,4 @@
-"""The states and hyperparameters of an optimizer, by the names of the parameters that it holds here."""
+"""The states and hyperparameters of an optimizer, by the names of its parameters on this rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autoptd.runtime.guards.state_marks import MARK
 from autoptd.runtime.optimizer.zero1 import Shard, join_states, split_states
 
 States = dict[str, dict[str, Any]]
-_OWN_KEYS = ("params", "param_names", MARK)  # of a group: what is a rank's own
+_OWN_KEYS = ("params", "param_names", MARK)  # keys of a group that differ between ranks
 
 
 @dataclass(frozen=True)
 class Group:
-    """The hyperparameters of some parameters, by name."""
+    """The hyperparameters of an optimizer's group, and the names of its parameters."""
 
     options: dict[str, Any]
     params: tuple[str, ...]
@@ -28,10 +28,10 @@ class Group:
 def take_states(
     names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[Shard] = ()
 ) -> States:
-    """What `optimizer` keeps of each parameter in `names`, by its name, then by the state's name.
+    """Return the states that `optimizer` keeps of each parameter in `names`, by the parameter's name, then the state's.
 
-    A state is a tensor shaped as this rank's slice of the parameter, or a single value. CheckpointError for others.
-    Of those that `shards` divide it is a row of what this replica has of them.
+    A state is a tensor shaped as this rank's slice of the parameter, or a single value; CheckpointError for others. For
+    parameters that `shards` divide it is a row of this replica's elements.
     """
     states: States = {}
     for group in optimizer.param_groups:
@@ -46,7 +46,7 @@ def take_states(
 
 
 def join_shards(shards: Sequence[Shard], states: States) -> dict[Shard, dict[str, Any]]:
-    """The `shards`' states, taken out of `states`. ValueError where those of one shard do not go together."""
+    """Take the states of the `shards` out of `states`. ValueError if the states within one shard disagree."""
     parts = {}
     for shard in shards:
         own = {name: states.pop(name, {}) for name in shard.names}
@@ -60,7 +60,7 @@ def put_states(
     states: States,
     parts: Mapping[Shard, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Give `optimizer` these states in place of its own, of shards these `parts`; tensors go where it keeps them."""
+    """Replace the states of `optimizer`, those of shards by `parts`; tensors go to the device where it keeps them."""
     parts = parts or {}
     for group in optimizer.param_groups:
         on_device = group.get("capturable") or group.get("fused")
@@ -69,7 +69,7 @@ def put_states(
             optimizer.state.pop(stepped.tensor, None)
             if own:
                 optimizer.state[stepped.tensor] = {
-                    # A count of steps stays on the CPU, where it costs no wait for the device.
+                    # A step count stays on the CPU, where reading it does not wait for the device.
                     key: value.to("cpu" if key == "step" and not on_device else stepped.tensor.device)
                     if isinstance(value, Tensor)
                     else value
@@ -80,7 +80,7 @@ def put_states(
 def take_groups(
     names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[Shard] = ()
 ) -> list[Group]:
-    """The optimizer's groups, without the parameters themselves. CheckpointError for parameters without a name."""
+    """Return the optimizer's groups, with names for parameters. CheckpointError for parameters without a name."""
     return [
         Group(
             {key: value for key, value in group.items() if key not in _OWN_KEYS},
@@ -91,9 +91,9 @@ def take_groups(
 
 
 def put_groups(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Set each group's hyperparameters; one that another version of torch did not have yet stays."""
+    """Set each group's hyperparameters; one that an older torch did not save keeps its value."""
     for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.pop(MARK, None)  # of states that are no more
+        group.pop(MARK, None)  # it marks states that are gone now
         for key, value in values.items():
             own = group.get(key)
             group[key] = (
@@ -102,12 +102,12 @@ def put_groups(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) 
 
 
 def name_kind(optimizer: torch.optim.Optimizer) -> str:
-    """What must be the same where the states are loaded."""
+    """Return the optimizer's kind, which must be equal where its states are saved and loaded."""
     return type(optimizer).__name__
 
 
 class _Stepped(NamedTuple):
-    """What an optimizer steps: one parameter, or a `shard` of several."""
+    """A tensor that an optimizer steps: one parameter, or a `shard` of several."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -122,8 +122,8 @@ def _list_stepped(
     for parameter in group["params"]:
         if id(parameter) not in known:
             raise CheckpointError(
-                f"the optimizer holds a parameter of shape {list(parameter.shape)} that is none of this model's: "
-                "make the optimizer of parallel.parameters()"
+                f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not of this model: make the "
+                "optimizer of parallel.parameters()"
             )
     return [known[id(parameter)] for parameter in group["params"]]
 
@@ -133,7 +133,7 @@ def _check_shapes(stepped: _Stepped, state: Mapping[str, Any], optimizer: torch.
         if isinstance(value, Tensor) and value.dim() and value.shape != stepped.tensor.shape:
             raise CheckpointError(
                 f"the optimizer's state {key!r} of {', '.join(stepped.names[:3])} has shape {list(value.shape)}, and "
-                f"the parameter {list(stepped.tensor.shape)}: a checkpoint moves between meshes, and holds states that "
-                f"are divided as their parameters are; leave optimizer= out, or keep {name_kind(optimizer)}'s own "
-                "state_dict"
+                f"the parameter {list(stepped.tensor.shape)}: checkpoints move between meshes, so they hold only "
+                "states that are divided as their parameters are; leave optimizer= out, or keep "
+                f"{name_kind(optimizer)}'s own state_dict"
             )

@@ -46,8 +46,8 @@ from autoptd.runtime.optimizer.zero1 import Shard, is_shaped
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.tagged_json import encode_value
 
-# A loader reads whole files: of one file of this size too much at each end of what it needs. A GPU's tensors are copied
-# to the CPU a file at a time.
+# A loader reads whole files, so it may read one file too much at each end of its part. Tensors of a GPU are copied to
+# the CPU a file at a time.
 FILE_BYTES = 1 << 26
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25  # between looks for another rank's file
 # At the end of the program, rank 0 waits for the files of other ranks for as long as these still grow.
@@ -56,7 +56,7 @@ TensorsOfFile = list[tuple[StoredPiece, Tensor]]
 
 
 class Stateful(Protocol):
-    """A learning rate scheduler, a gradient scaler, and what else has a state."""
+    """A learning rate scheduler, a gradient scaler, or another object with a state."""
 
     def state_dict(self) -> Any: ...
 
@@ -172,8 +172,8 @@ def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
         optimizer = _describe(training, states)
     weights = dict(training.slices)
     for shard in training.shards:
-        weights |= shard.split_own(shard.own)  # the slices may be rounded
-    # In files of their own: each state, and pieces that several ranks hold, so that nobody must read others with them.
+        weights |= shard.split_own(shard.own)  # the slices may be rounded copies of them
+    # Files of their own for each state and for pieces that several ranks hold: a rank reads no others with them.
     groups: dict[tuple[str, bool, bool], TensorsOfFile] = {}
     for piece in assign_pieces(training.manifest, rank, flats):
         flat = flats.get(piece.name)
@@ -336,6 +336,6 @@ def _shaped(states: Mapping[str, Any]) -> dict[str, Tensor]:
 def _list_sizes(folder: Path) -> list[tuple[str, int]]:
     sizes = []
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # it has just got its name
+        with suppress(FileNotFoundError):  # it has just been renamed
             sizes.append((path.name, path.stat().st_size))
     return sorted(sizes)

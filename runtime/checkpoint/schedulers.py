@@ -1,4 +1,4 @@
-"""Which of the saved states of schedulers are this rank's."""
+"""The choice of the saved scheduler states that fit this rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autoptd.runtime.checkpoint.record import StoredSchedulers
 def choose_schedulers(
     groups: Sequence[Sequence[str]], stored: Sequence[StoredSchedulers], place: str
 ) -> Mapping[str, Any]:
-    """Of all ranks' states those that are of `groups` like this rank's: a scheduler knows groups by their numbers.
+    """Return the states of a rank whose `groups` were like this rank's, since schedulers know groups by number.
 
-    CheckpointError where a group has another number now, or only other ranks have as many.
+    CheckpointError if a group has another number now, or only ranks with other numbers of groups saved states.
     """
     own = {name: number for number, names in enumerate(groups) for name in names}
     alike: list[tuple[int, StoredSchedulers]] = []
@@ -28,14 +28,14 @@ def choose_schedulers(
             others += 1
         else:
             alike.append((len(own.keys() & numbers.keys()), entry))
-    # Who scheduled all that this rank does decides; else all who scheduled some of it, which they must have done alike.
+    # A rank that scheduled all parameters of this one decides; else all that scheduled some, which must agree.
     chosen = [entry for count, entry in alike if count == len(own)][:1]
     if not chosen and not others:
         chosen = [entry for _, entry in alike] if own else list(stored)
     if stored and (not chosen or any(entry.states != chosen[0].states for entry in chosen)):
         raise CheckpointError(
-            f"{place}: schedulers know groups of parameters by their numbers, and the {len(groups)} here are not the "
-            f"{' or '.join(str(len(entry.groups)) for entry in stored)} that were saved, in their order: make all "
-            "groups on every rank, in one order, though some be empty there, and load them so; or leave scheduler= out"
+            f"{place}: schedulers know parameter groups by number, and the {len(groups)} groups here are not the "
+            f"{' or '.join(str(len(entry.groups)) for entry in stored)} saved ones in their order: make all groups on "
+            "every rank in one order, even those that are empty there; or leave scheduler= out"
         )
     return chosen[0].states if chosen else {}

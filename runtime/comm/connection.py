@@ -35,11 +35,11 @@ Owners = tuple[int, ...]
 
 @dataclass
 class Connection:
-    """A rank and whom it reaches beside its groups.
+    """A rank with its channels and further groups.
 
     `outgoing` and `incoming` are its channels, by the pipeline rank at the other end. `tied` has a group for
-    each set of pipeline ranks that together own a parameter, this rank among them. `world` is all ranks, by their
-    global numbers; `position` is what this rank is doing; `groups` has what its groups are made of.
+    each set of pipeline ranks that together own a parameter, this rank among them. `world` has all ranks, in the order
+    of their global numbers; `position` tells what this rank is doing; `groups` caches torch's process groups.
     """
 
     rank: Rank
@@ -52,7 +52,7 @@ class Connection:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Messages are under way: where this breaks off, its groups are broken."""
+        """Mark the groups as broken if the exchange of messages inside breaks off."""
         self.groups.broken = self.world.size > 1
         yield
         self.groups.broken = False
@@ -62,8 +62,8 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     """Join the ranks that torchrun has started, and make every group and channel of the manifest.
 
     Starts ``torch.distributed`` (NCCL for a CUDA `device`, else gloo) unless the caller has; a mesh of one
-    rank needs neither launcher nor process group. ValueError, before anything is touched, when WORLD_SIZE is
-    not the mesh's. `program` is all that must be the same on every rank: RuntimeError names who differs.
+    rank needs neither launcher nor process group. Raises ValueError, before anything else, if WORLD_SIZE is not the
+    mesh's, and RuntimeError, which names the ranks, if `program`, a text of everything that all ranks share, differs.
     """
     mesh = manifest.mesh
     check_world_size(mesh)
@@ -89,9 +89,9 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
-    """Call ``body(connection)`` for all ranks at once, a thread of this process each; results by global rank.
+    """Call ``body(connection)`` for all ranks at once, each in a thread; return the results by global rank.
 
-    For the CPU. The first exception of any rank is raised here and frees the others; a deadlock is one too.
+    For the CPU only. The first exception of any rank is raised here and ends the others; so is a deadlock.
     """
     mesh = manifest.mesh
     world = ThreadWorld()
@@ -132,7 +132,7 @@ def check_world_size(mesh: Mesh) -> None:
 
 
 def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]:
-    """Each set of several pipeline ranks that own one parameter, with the global ranks of each group."""
+    """Yield each set of two or more pipeline ranks that own one parameter, with the global ranks of each group."""
     mesh = manifest.mesh
     sets = {manifest.owners(name) for name, p in manifest.parameters.items() if p.kind == "parameter"}
     for owners in sorted(ranks for ranks in sets if len(ranks) > 1):
@@ -149,7 +149,7 @@ def _join(
     world: Group,
     groups: ProcessGroupCache,
 ) -> Connection:
-    """The connection of `rank`, whose global number is `own`."""
+    """Make the connection of `rank`, whose global number is `own`."""
     at = rank.mesh.coordinates
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
@@ -163,7 +163,7 @@ def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 
 def _compare(program: str, device: torch.device) -> None:
-    """Raise RuntimeError unless all ranks were given the same program; groups that not all have sound, none uses."""
+    """Raise RuntimeError unless all ranks have the same program; drop the groups unless they are sound on all ranks."""
     groups = group_cache(dist.group.WORLD)
     sound = 0 if groups.broken else len(groups)
     rows = gather([sound, *sha256(program.encode()).digest()], device)

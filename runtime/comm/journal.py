@@ -1,10 +1,11 @@
-"""AUTOPTD_TRACE: a file per rank with a line for everything that it begins and ends, to read after a hang."""
+"""AUTOPTD_TRACE: a file per rank with a line for each start and end of an action or collective, for hangs."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -17,7 +18,7 @@ from autoptd.runtime.program.schedule import Action
 
 
 class Journal:
-    """Appends to ``rank_00003.jsonl`` in a folder; every line is there as soon as it is written."""
+    """A writer of lines to ``rank_00003.jsonl`` in a folder; each is on file as soon as it is written."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +29,7 @@ class Journal:
 
 
 class TracedPosition(Position):
-    """A position that writes down what it is told."""
+    """A position that writes its changes to a journal."""
 
     def __init__(self, slots: memoryview | None, peers: Mapping[int, memoryview], journal: Journal) -> None:
         super().__init__(slots, peers)
@@ -56,7 +57,7 @@ class TracedPosition(Position):
             self.journal.write(place.step, begin=self._begun)
 
     def trace_groups(self, connection: Connection) -> None:
-        """Write down the collectives of `connection` too."""
+        """Write the collectives of `connection` to the journal too."""
         rank = connection.rank
         rank.tensor = TracedGroup(rank.tensor, "tensor", self)
         rank.pipeline = TracedGroup(rank.pipeline, "pipeline", self)
@@ -69,7 +70,7 @@ class TracedPosition(Position):
 
 
 class TracedGroup:
-    """A group whose calls are written down under its name."""
+    """A group whose calls are written to a journal under its name."""
 
     def __init__(self, group: Group, name: str, position: TracedPosition) -> None:
         self.size = group.size
@@ -81,22 +82,16 @@ class TracedGroup:
         self._position = position
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        self._note("begin", f"all_reduce {op}", x)
-        result = self._group.all_reduce(x, op)
-        self._note("end", f"all_reduce {op}", x)
-        return result
+        with self._noting(f"all_reduce {op}", x):
+            return self._group.all_reduce(x, op)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        self._note("begin", "all_gather", x)
-        result = self._group.all_gather(x)
-        self._note("end", "all_gather", x)
-        return result
+        with self._noting("all_gather", x):
+            return self._group.all_gather(x)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self._note("begin", f"broadcast from {source}", x)
-        result = self._group.broadcast(x, source)
-        self._note("end", f"broadcast from {source}", x)
-        return result
+        with self._noting(f"broadcast from {source}", x):
+            return self._group.broadcast(x, source)
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         self._note("post", "all_reduce sum", *tensors)
@@ -109,6 +104,12 @@ class TracedGroup:
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         self._note("post", "all_gather", x)
         return self._group.post_all_gather(x, into)
+
+    @contextmanager
+    def _noting(self, what: str, x: Tensor) -> Iterator[None]:
+        self._note("begin", what, x)
+        yield  # a call that fails has no end
+        self._note("end", what, x)
 
     def _note(self, event: str, what: str, *tensors: Tensor) -> None:
         if self.size > 1:

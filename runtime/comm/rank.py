@@ -1,4 +1,4 @@
-"""One rank of the mesh: where it stands, whom it talks to, and what its dropout depends on."""
+"""A rank of the mesh: its coordinates, its groups, and the state of its dropout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Rank:
-    """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live.
+    """The ``rank`` argument of a program's collectives and kernels; `device` holds its tensors.
 
-    `measured` takes down when collectives inside a stage ran, where there is a step to measure.
+    `measured` records the times of collectives inside a stage, if there is a step to measure.
     """
 
     mesh: Mesh
@@ -36,7 +36,7 @@ class Rank:
 
     @classmethod
     def local(cls, mesh: Mesh, coordinates: Coordinates = ORIGIN, device: torch.device = CPU) -> Rank:
-        """A rank without peers: for shapes on the meta device, or for a mesh of one."""
+        """Make a rank without peers: for shapes on the meta device, or for a mesh of one."""
         return cls(
             mesh,
             coordinates,
@@ -48,14 +48,14 @@ class Rank:
 
     @classmethod
     def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
-        """This process's rank; `devices` is `mesh` as torch knows it, with dims "dp", "pp" and "tp"."""
+        """Make this process's rank; `devices` is torch's form of `mesh`, with the dims "dp", "pp" and "tp"."""
         groups = {name: ProcessGroup(devices.get_group(name), device) for name in ("dp", "pp", "tp")}
         coordinates = Coordinates(groups["dp"].index, groups["pp"].index, groups["tp"].index)
         return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"], device=device)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        """Reduce `x` over the tensor ranks, and compute nothing meanwhile. May overwrite `x`."""
-        # What torch.compile traces reads no clock.
+        """Reduce `x` over the tensor ranks while nothing else is computed. May overwrite `x`."""
+        # Code that torch.compile traces cannot read the clock.
         if self.measured is None or self.tensor.size == 1 or torch.compiler.is_compiling():
             return self.tensor.all_reduce(x, op)
         begin = self.measured.stopwatch.mark()
@@ -65,7 +65,7 @@ class Rank:
 
 
 def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
-    """All ranks of `mesh` as threads of `world`, in the order of their global rank."""
+    """Make all ranks of `mesh` as threads of `world`, in the order of their global rank."""
     rendezvous: dict[tuple[str, tuple[int, ...]], ThreadRendezvous] = {}
 
     def group(name: str, members: tuple[int, ...], rank: int) -> ThreadGroup:

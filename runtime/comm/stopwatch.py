@@ -1,4 +1,4 @@
-"""When things happened on a device, by the clock that the ranks of a machine share."""
+"""Times of events on a device, by the clock that the ranks of a machine share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 class Stopwatch:
-    """Marks moments, cheaply; reads them later. On a GPU they are those of its stream, which lags behind the host."""
+    """A clock whose marks are cheap to set and are read later; on a GPU they are times of its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Any:
-        """Now: on a GPU, when the stream has done what it was given so far."""
+        """Return a mark of this moment: on a GPU, of the moment when its stream has finished the work so far."""
         if self._device.type != "cuda":
             return time.time()
         event = torch.cuda.Event(enable_timing=True)
@@ -24,10 +24,10 @@ class Stopwatch:
         return event
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """Seconds since the epoch of each mark; waits for the device."""
+        """Return the seconds since the epoch of each mark; wait for the device."""
         if self._device.type != "cuda":
             return list(marks)
-        torch.cuda.synchronize(self._device)  # the marks may be another stream's
+        torch.cuda.synchronize(self._device)  # the marks may belong to another stream
         last = self.mark()
         last.synchronize()
         now = time.time()

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: where they meet, how they wait, and how one's failure frees the others."""
+"""Ranks as threads of one process: how they exchange tensors and wait, and how a failure of one ends the others."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ R = TypeVar("R")
 class ThreadWorld:
     """The threads that may wait for each other.
 
-    Every wait is on one condition, so the world sees who waits for what. When one rank fails, all others
-    stop. When all that still run are waiting, that is a deadlock and is said at once, not after a timeout.
-    Waits belong into `run`; after a failure a world is of no further use.
+    Every wait uses one condition, so the world knows which thread waits for what. When one rank fails, all others
+    stop. When all running threads wait, that is a deadlock, which is reported at once and not after a timeout.
+    Threads may wait only inside `run`; a world cannot be used again after a failure.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class ThreadWorld:
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until `ready()`, which is called with the condition held, as this method must be.
+        """Wait until `ready()`. The caller must hold the condition, as it is held while `ready` is called.
 
-        Raises RuntimeError when another rank has failed, or when no rank is left that could make it ready.
+        Raises RuntimeError if another rank has failed, or if no rank is left that could make it ready.
         """
         me = threading.get_ident()
         self._waiting[me] = (ready, what)
@@ -48,14 +48,14 @@ class ThreadWorld:
             self.check(f"gave up waiting for {what}")
 
     def check(self, what: str) -> None:
-        """Raise RuntimeError, which tells of `what`, when a rank has failed."""
+        """Raise RuntimeError, which begins with `what`, if a rank has failed."""
         if self.failure is not None:
             raise RuntimeError(f"{what}: {self.failure}") from self.failure
 
     def run(self, function: Callable[[T], R], ranks: Sequence[T]) -> list[R]:
-        """Call `function(rank)` for all ranks at once, a thread each, in the caller's grad mode.
+        """Call `function(rank)` for all ranks at once, each in a thread, in the caller's grad mode.
 
-        Returns their results in order, or raises the first exception of any rank after all have stopped.
+        Return the results in order, or raise the first exception of any rank after all have stopped.
         """
         grad = torch.is_grad_enabled()
         self._running = len(ranks)
@@ -73,7 +73,7 @@ class ThreadWorld:
                     self._running -= 1
                     self._find_deadlock()
 
-        # Threads are waited for after an interrupt too: one inside torch when the interpreter ends aborts the process.
+        # Wait after an interrupt too: a thread inside torch when the interpreter ends aborts the process.
         with ThreadPoolExecutor(len(ranks), "rank") as pool:
             try:
                 results = [pool.submit(work, number, rank) for number, rank in enumerate(ranks)]
@@ -85,7 +85,7 @@ class ThreadWorld:
         return [result.result() for result in results]
 
     def fail(self, error: BaseException) -> None:
-        """Free all ranks that wait; the first error given is the one that is reported."""
+        """End the waits of all ranks; only the first error is reported."""
         with self.condition:
             if self.failure is None:
                 self.failure = error
@@ -102,7 +102,7 @@ class ThreadWorld:
 
 
 class ThreadPosition(Position):
-    """The place of a rank of `world`, which goes on to no further action when another has failed."""
+    """The position of a rank of `world`, which begins no further action after another rank has failed."""
 
     def __init__(self, world: ThreadWorld) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class ThreadPosition(Position):
 
 
 class ThreadRendezvous:
-    """Where the `size` threads of one group put a tensor each and look at all of them."""
+    """The exchange of tensors among the `size` threads of one group."""
 
     def __init__(self, world: ThreadWorld, size: int, name: str = "group") -> None:
         self.world = world
@@ -126,9 +126,9 @@ class ThreadRendezvous:
 
     @contextmanager
     def exchange(self, index: int, signature: str, x: Tensor) -> Iterator[list[Tensor]]:
-        """Give `x` and get all ranks' tensors, which stay as they are until every rank has left the block.
+        """Give `x` and yield all ranks' tensors, which stay as they are until every rank has left the block.
 
-        Raises RuntimeError when the ranks' signatures (what they call, on which shape) differ.
+        Raises RuntimeError if the ranks' signatures (the collective and the shape) differ.
         """
         what = f"{self.name} rank {index} of {self.size} in {signature}"
         with self.world.condition:

@@ -1,4 +1,4 @@
-"""The last step as it ran, brought together from the ranks of a pipeline."""
+"""The measured times of the last step, gathered from the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from autoptd.runtime.comm.trace import Phase, TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
 
 KINDS: tuple[Kind | str, ...] = (Kind.FORWARD, Kind.BACKWARD, "data", "tensor", "weights")
-NOTHING = len(KINDS)  # the rows by which a rank has fewer spans than another
+NOTHING = len(KINDS)  # of a row that fills the table of a rank with fewer spans
 Span = tuple[Kind | str, int, int, Any, Any]
 
 
 @dataclass
 class Measured:
-    """What this rank did in its last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
+    """The spans of this rank's last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
 
-    A forward or backward begins when what it needs has arrived; "data" is the sum of gradients, from when the first is
-    posted to when the last is there. Inside a forward or backward "tensor" is an all-reduce over the tensor ranks, from
-    when it is posted to when its result is taken, and "weights" the gradients that are computed meanwhile, if any.
+    A forward or backward begins when its inputs have arrived; "data" is the sum of gradients, from the post of the
+    first to the result of the last. Inside a forward or backward, "tensor" is an all-reduce over the tensor ranks, from
+    its post to its result, and "weights" the computation of weight gradients meanwhile, if any.
     """
 
     stopwatch: Stopwatch
@@ -34,30 +34,30 @@ class Measured:
     _running: list[Span] = field(default_factory=list)
 
     def start(self) -> None:
-        """A step begins; the one before is forgotten."""
+        """Begin a step and forget the one before."""
         self.spans = ()
         self.begin = self.stopwatch.mark()
         self._running.clear()
 
     def add(self, action: Action, begin: Any) -> None:
-        """`action` began at the mark `begin`, and ends now."""
+        """Record `action`, which began at the mark `begin` and ends now."""
         self._running.append((action.kind, action.stage, action.microbatch, begin, self.stopwatch.mark()))
 
     def add_sums(self, begin: Any) -> None:
-        """The sum of gradients began at the mark `begin`, and ends now."""
+        """Record the sum of gradients, which began at the mark `begin` and ends now."""
         self._running.append(("data", 0, 0, begin, self.stopwatch.mark()))
 
     def add_exposed(self, begin: Any) -> None:
-        """An all-reduce over the tensor ranks, with nothing beside it, began at the mark `begin` and ends now."""
+        """Record an all-reduce over the tensor ranks, which began at the mark `begin` and ends now."""
         self._running.append(("tensor", 0, 0, begin, self.stopwatch.mark()))
 
     def add_hidden(self, begin: Any, computed: Any) -> None:
-        """An all-reduce was posted at the mark `begin` and ends now, beside gradients that ended at `computed`."""
+        """Record an all-reduce from the mark `begin` to now, beside weight gradients from `begin` to `computed`."""
         self.add_exposed(begin)
         self._running.append(("weights", 0, 0, begin, computed))
 
     def finish(self) -> None:
-        """The step is whole."""
+        """End the step."""
         self.spans = tuple(self._running)
         self.end = self.stopwatch.mark()
 
@@ -65,9 +65,9 @@ class Measured:
 def gather_measured(
     measured: Measured, pipeline: Group, device: torch.device
 ) -> tuple[tuple[tuple[TimelineEntry, ...], ...], tuple[Phase, ...]]:
-    """A row per pipeline rank, and what it did beside, in seconds from the first begin of any.
+    """Return a row of entries per pipeline rank, and the phases, in seconds from the first begin of any.
 
-    Every rank of the `pipeline` must call it, after a step of all; `device` is where its tensors live.
+    Every rank of the `pipeline` must call it, after a step of all; `device` holds its tensors.
     """
     count = len(measured.spans)
     marks = measured.stopwatch.read([span[i] for i in (3, 4) for span in measured.spans])

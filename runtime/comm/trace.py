@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline did what, predicted or measured, and the chrome trace of it, which Perfetto opens."""
+"""The timeline of a pipeline's ranks, predicted or measured, and its chrome trace, which Perfetto opens."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class TimelineEntry(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What a pipeline rank does beside or after the schedule: "data" (its gradients are summed) or "optimizer".
+    """Work of a pipeline rank beside or after the schedule: "data" (the sum of gradients) or "optimizer".
 
-    Or inside a forward or backward: "tensor" (the tensor ranks sum), and "weights", gradients it computes meanwhile.
+    Or inside a forward or backward: "tensor" (an all-reduce of the tensor ranks) and "weights" (weight gradients
+    computed meanwhile).
     """
 
     rank: int
@@ -51,11 +52,11 @@ def write_trace(
     memory: Sequence[Sequence[tuple[float, int]]],
     about: Mapping[str, str],
 ) -> None:
-    """Write a chrome trace, packed where `path` ends in .gz: a process per pipeline rank, with its memory's course.
+    """Write a chrome trace, compressed if `path` ends in .gz: a process per pipeline rank, with its memory over time.
 
-    The ranks' forwards and backwards are on one thread, their messages on one for each rank they go to, and their
-    phases, which may begin while the last backwards run, on one more; so are the tensor ranks' sums.
-    `about` says where the times are from.
+    A rank's forwards and backwards are on one thread, its messages on one for each destination, and its phases, which
+    may begin while the last backwards run, on one more; so are the all-reduces of the tensor ranks. `about` names the
+    origin of the times.
     """
     events = list(_number_threads(_trace_events(rows, phases, memory), len(rows)))
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
@@ -95,23 +96,23 @@ def _trace_events(
 
 
 def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterator[dict[str, Any]]:
-    """Give every thread a number of its own; a process's first has the process's number.
+    """Give every thread its own number, and the first of a process the number of the process.
 
-    Perfetto joins threads of one number, and takes the one with its process's for the first.
+    Perfetto joins threads with equal numbers, and puts the one with its process's number first.
     """
     for event in events:
         yield event | {"tid": event["tid"] * num_ranks + event["pid"]} if "tid" in event else event
 
 
 def _thread(entry: TimelineEntry, num_ranks: int) -> int:
-    """0 for what computes; a message is on its channel's, 1 + the rank it goes to: those of one channel queue."""
+    """Return 0 for computing and 1 + the destination rank for a message: the messages of a channel queue."""
     return 1 + entry.action.counterpart.stage % num_ranks if entry.action.kind.sends else 0
 
 
 def _span(
     name: str, category: str, rank: int, thread: int, start: float, end: float, arguments: Mapping[str, int]
 ) -> dict[str, Any]:
-    # Perfetto counts whole nanoseconds, and drops a span that begins one before its neighbour ends.
+    # Perfetto counts whole nanoseconds and drops a span that begins before its neighbour ends, be it by one.
     begin, length = _nanoseconds(start), _nanoseconds(end) - _nanoseconds(start)
     place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "args": arguments}
     return place | {"ts": _microseconds(begin), "dur": _microseconds(length)}
@@ -122,5 +123,5 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """What a chrome trace is written in; three decimals."""
+    """Return the unit of a chrome trace, with three decimals."""
     return nanoseconds / 1000

@@ -1,4 +1,7 @@
-"""What a rank is doing, in memory that the ranks of its machine share: it is there still when the rank is not."""
+"""The activity of a rank, in memory that the ranks of its machine share, so that it outlives the rank.
+
+This is a flight recorder: the watchdogs of the other ranks read from it where a dead or hanging rank was last.
+"""
 
 from __future__ import annotations
 
@@ -20,45 +23,48 @@ PHASES = (
     "search for the first operator",
     "comparison of what is sharded",
 )
-# Methods of a parallel model that every rank must call, of which one that does so alone waits for the others.
+# Methods of a parallel model that every rank must call; a rank that calls one alone waits for the others.
 STORING = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
 COLLECTIVE_CALLS = ("bind", "clip_grad_norm_", "save_trace", *STORING)
 EVALUATION = len(COLLECTIVE_CALLS) + 1
 CALLED = ("a call in training", *COLLECTIVE_CALLS, "an evaluation")
-LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number: it is read at any time
+LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number, since it is read at any time
 CLEARED = (
-    " (torch's clipping asks no rank whose gradients were cleared: clear them on every rank, or on none)"
+    " (torch's clipping skips a rank whose gradients were cleared: clear them on every rank, or on none)"
 )
-MARK = "_autoptd_place"  # of an exception
-CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, DUTY, HISTORY, SLOTS = range(9)
+MARK = "_autoptd_place"  # attribute of an exception
+CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, COLLECTIVE, HISTORY, SLOTS = range(9)
 _NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
 class Place(NamedTuple):
-    """Where a rank was last seen: calls and duties so far, training steps, its activity, and since when it is at it.
+    """The last known activity of a rank, after so many `calls` of all kinds and training steps.
 
-    `activity` is an action's token or a phase's name, "" between calls, and `stage` that of the action. `duty` is
-    the number, from 1 on, of the one of COLLECTIVE_CALLS that it is in, or EVALUATION. `since` and `heartbeat` are
-    seconds of the machine's monotonic clock; `busy` is how many seconds between them its main thread computed.
+    `activity` is the token of an action or the name of a phase, "" between calls, and `stage` the stage of the action.
+    `collective` is the number, from 1 on, of a running one of COLLECTIVE_CALLS, or EVALUATION. The activity began at
+    `since`; that and `heartbeat` are seconds of the machine's monotonic clock, and `busy` is the seconds in between
+    that the main thread computed.
     """
 
     calls: int
     step: int
     activity: str
     stage: int | None
-    duty: int
+    collective: int
     since: float
     heartbeat: float
     busy: float
 
     def __str__(self) -> str:
-        if self.duty == EVALUATION:
+        if self.collective == EVALUATION:
             return f"{self.activity or 'begin'} of an evaluation after step {self.step}"
         if self.activity:
             return f"{self.activity} of step {self.step}"
-        if self.duty:
-            return f"{COLLECTIVE_CALLS[self.duty - 1]} after step {self.step}, which every rank must call"
+        if self.collective:
+            return (
+                f"{COLLECTIVE_CALLS[self.collective - 1]} after step {self.step}, which every rank must call"
+            )
         return (
             f"the time between steps, after step {self.step}"
             if self.step
@@ -67,10 +73,9 @@ class Place(NamedTuple):
 
 
 class Position:
-    """The place of this rank, which it keeps up to date; `slots` are SLOTS numbers, shared or its own.
+    """The place of this rank, which it keeps up to date in `slots`: SLOTS numbers, shared or its own.
 
-    `peers` are those of other ranks. `compiling` while a call of a kind and input shape runs of which none has ended
-    before.
+    `peers` are the slots of other ranks. `compiling` is true in the first call of a kind and input shape.
     """
 
     def __init__(
@@ -82,27 +87,27 @@ class Position:
         self._done: set[tuple[bool, int]] = set()
 
     def act(self, action: Action) -> None:
-        """This action begins. Called for every one: takes well under a microsecond."""
+        """Begin an action. Called for every one: takes well under a microsecond."""
         stage, kind, microbatch = action
         slots = self.slots
         slots[ACTIVITY] = stage << 32 | microbatch << 5 | _NUMBERS[kind.value]
         slots[SINCE] = monotonic_ns()
 
     def phase(self, name: str) -> None:
-        """One of PHASES begins."""
+        """Begin one of PHASES."""
         self.slots[ACTIVITY] = _NUMBERS[name]
         self.slots[SINCE] = monotonic_ns()
 
     def leave(self) -> None:
-        """The call has ended."""
+        """End the activity."""
         self.slots[ACTIVITY] = 0
         self.slots[SINCE] = monotonic_ns()
 
     @contextmanager
     def call(self, training: bool, shape: int) -> Iterator[None]:
-        """A call of the parallel model, with a batch of the compiled input shape of this number.
+        """Record a call of the parallel model, with a batch of the compiled input shape of this number.
 
-        RuntimeError where a rank of this machine makes another one instead.
+        RuntimeError if a rank of this machine makes another call instead.
         """
         self.slots[STEP] += training
         self.compiling = (training, shape) not in self._done
@@ -112,42 +117,42 @@ class Position:
         self._done.add((training, shape))
 
     @contextmanager
-    def duty(self, name: str) -> Iterator[None]:
-        """One of COLLECTIVE_CALLS, which may take as long as it does. RuntimeError as for a call."""
+    def collective_call(self, name: str) -> Iterator[None]:
+        """Record one of COLLECTIVE_CALLS, which may take any time. RuntimeError as for a call."""
         with self._at(1 + COLLECTIVE_CALLS.index(name)):
             self._compare()
             yield
 
     @contextmanager
-    def _at(self, duty: int) -> Iterator[None]:
+    def _at(self, collective: int) -> Iterator[None]:
         self.slots[SINCE] = monotonic_ns()
         self.slots[CALLS] += 1
-        self.slots[DUTY] = duty
-        # One that fails stays: it does on all ranks, some of which are in it still when others make the next.
-        self.slots[HISTORY] = _remember(self.slots[HISTORY], duty)
+        self.slots[COLLECTIVE] = collective
+        # A failed call stays: it fails on all ranks, of which some may still be in it when others make the next call.
+        self.slots[HISTORY] = _remember(self.slots[HISTORY], collective)
         try:
             with self._marking():
                 yield
         finally:
-            self.slots[DUTY] = 0
+            self.slots[COLLECTIVE] = 0
             self.slots[SINCE] = monotonic_ns()
 
     def _compare(self) -> None:
-        """Refuse to go on where another rank has made another call in place of one: messages of the two would meet."""
+        """Raise RuntimeError if another rank has made another call in place of one: their messages would mix."""
         own = self.slots[HISTORY]
         for rank, slots in self._peers.items():
             if (differing := _find_other_call(own, slots[HISTORY])) is not None:
                 here, there = differing
                 raise RuntimeError(
                     f"{here} of this rank met {there} of rank {rank}, which is at {read_place(slots)}: every rank "
-                    "makes each call of the parallel model alike, in training and evaluation, and calls "
-                    "full_state_dict, save_checkpoint and the like; what one rank alone is to do goes without the "
-                    f"parallel model{CLEARED * ('clip_grad_norm_' in differing)}"
+                    "makes each call of the parallel model, in training and evaluation, and of full_state_dict, "
+                    "save_checkpoint and the like; work of one rank alone must not use the parallel model"
+                    f"{CLEARED * ('clip_grad_norm_' in differing)}"
                 )
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What begins with `phase` and is watched."""
+        """Record an activity that begins with `phase`; the watchdog watches it."""
         self.phase(phase)
         try:
             with self._marking():
@@ -158,7 +163,7 @@ class Position:
 
     @contextmanager
     def _marking(self) -> Iterator[None]:
-        """Let an error tell where it broke off what it was raised in."""
+        """Mark an error with the place at which it was raised."""
         try:
             yield
         except BaseException as error:
@@ -167,7 +172,7 @@ class Position:
             raise
 
     def place_of(self, error: BaseException) -> Place:
-        """Where `error`, or one that it came of, broke something off; else where the rank is now."""
+        """Return the place at which `error`, or its cause, was raised; else the place of the rank now."""
         cause: BaseException | None = error
         while cause is not None:
             if hasattr(cause, MARK):
@@ -180,15 +185,15 @@ class Position:
         return read_place(self.slots)
 
 
-def _remember(history: int, duty: int) -> int:
-    """A `history` with a call more: from the right LATEST of them, a digit each, and how many there were."""
+def _remember(history: int, collective: int) -> int:
+    """Add a call to a `history`: the LATEST calls from the right, a hex digit each, and above them their number."""
     count, calls = divmod(history, 1 << 4 * LATEST)
-    calls = (calls << 4 | duty + 1) % (1 << 4 * LATEST)
+    calls = (calls << 4 | collective + 1) % (1 << 4 * LATEST)
     return (count + 1) % COUNTED << 4 * LATEST | calls
 
 
 def _find_other_call(own: int, other: int) -> tuple[str, str] | None:
-    """The first calls of the same number that two histories have and that differ; None where none is known."""
+    """Return the first two calls of equal number that differ between two histories; None if none is known."""
     (count, calls), (others, found) = (divmod(history, 1 << 4 * LATEST) for history in (own, other))
     ahead = (others - count + COUNTED // 2) % COUNTED - COUNTED // 2
     if abs(ahead) >= LATEST:
@@ -202,10 +207,10 @@ def _find_other_call(own: int, other: int) -> tuple[str, str] | None:
 
 
 def read_place(slots: memoryview) -> Place:
-    """The place that SLOTS numbers stand for."""
+    """Decode a place from its SLOTS numbers."""
     code = slots[ACTIVITY]
     name, stage, microbatch = _NAMES.get(code & 31, ""), code >> 32, code >> 5 & 0x7FFFFFF
     acts = name in KINDS
     activity = f"{stage}{name}{microbatch}" if acts else name
     times = (slots[number] / 1e9 for number in (SINCE, HEARTBEAT, BUSY))
-    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, slots[DUTY], *times)
+    return Place(slots[CALLS], slots[STEP], activity, stage if acts else None, slots[COLLECTIVE], *times)

@@ -1,4 +1,4 @@
-"""The record of a job's first failure: one small JSON file on every machine that sees it, and one key between them."""
+"""The record of a job's first failure: a small JSON file on every machine, and a key of torch's store between them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 KEY = "autoptd/failure"
-PATIENCE = 1.0  # seconds, with a question that is under way
+PATIENCE = 1.0  # seconds to wait for a running request
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Which rank failed first, and how.
+    """The first rank to fail, with the reason.
 
-    `place` is what it was doing, with its stage; `ranks` what the ranks of the writer's machine were doing, by number.
+    `place` is its last activity, with its stage; `ranks` has those of the ranks of the writer's machine, by number.
     """
 
     rank: int
@@ -33,9 +33,9 @@ class Failure:
 
 
 class Record:
-    """Where the first failure is written, by whoever sees it first; the rest read it.
+    """The record of the first failure, which the rank that notices it first writes, and the others read.
 
-    `store`, of ``torch.distributed``, reaches the other machines; None where there are none.
+    `store`, of ``torch.distributed``, reaches the other machines; None if there are none.
     """
 
     def __init__(self, path: Path, store: Any = None) -> None:
@@ -44,9 +44,9 @@ class Record:
         self._asking = threading.Lock()
 
     def leave_store(self) -> None:
-        """Ask the other machines nothing more; for a process's end.
+        """Stop using the store, at the end of the process.
 
-        A thread that comes back from the store's C++ into an interpreter that is gone aborts the process.
+        A thread that returns from the store's C++ code after the end of the interpreter aborts the process.
         """
         held = self._asking.acquire(timeout=PATIENCE)
         self._store = None
@@ -54,14 +54,14 @@ class Record:
             self._asking.release()
 
     def claim(self, failure: Failure) -> Failure:
-        """Write `failure` unless there is one; give the one that is there now."""
+        """Write `failure` unless there is one already; return the one that is recorded."""
         text = json.dumps(dataclasses.asdict(failure), indent=1)
         text = self._share(text)
         self._write(text)
         return _parse(self.path.read_text())
 
     def read(self) -> Failure | None:
-        """The failure, if there is one."""
+        """Return the failure, if there is one."""
         if not self.path.exists():
             shared = self._share("") if self._is_shared() else ""
             if not shared:
@@ -70,7 +70,7 @@ class Record:
         return _parse(self.path.read_text())
 
     def _write(self, text: str) -> None:
-        """Put `text` at the path, whole and at once, unless something is there."""
+        """Write `text` to the path, atomically, unless it exists."""
         number, name = tempfile.mkstemp(prefix=self.path.stem, dir=self.path.parent)
         with os.fdopen(number, "w") as file:
             file.write(text)
@@ -85,12 +85,12 @@ class Record:
         with self._asking:
             try:
                 return self._store is not None and bool(self._store.check([KEY]))
-            except RuntimeError:  # its server is gone, and with it what it knew
+            except RuntimeError:  # its server is gone
                 self._store = None
                 return False
 
     def _share(self, text: str) -> str:
-        """What the store has, which is `text` if it had nothing."""
+        """Return the text in the store, after setting it to `text` if it was empty."""
         with self._asking:
             try:
                 shared = "" if self._store is None else self._store.compare_set(KEY, "", text).decode()

@@ -1,4 +1,4 @@
-"""Who runs on this machine: where every rank's place is, and a handle that tells when its process has ended."""
+"""The ranks on this machine: the shared memory of their positions, and handles that tell when a process ends."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ BYTES = 8 * SLOTS
 
 
 @dataclass(frozen=True)
-class Roster:
-    """The job as rank `rank` sees it.
+class LocalRanks:
+    """The ranks on the machine of rank `rank`.
 
-    `processes` has a pidfd (-1 where the system has none) for each other rank of this machine, by global rank;
-    `everybody`: there is no other machine. `name` is this job's alone. `store`, torch's, may be rank 0's to serve.
+    `processes` has a pidfd (-1 if the system has none) for each other rank of this machine, by global rank;
+    `everybody` is true if there is no other machine. `name` is unique to this job. `store` is torch's; it is kept,
+    since rank 0 may serve it.
     """
 
     rank: int
@@ -39,14 +40,14 @@ class Roster:
     store: Any
 
     def slots(self, rank: int) -> memoryview:
-        """The position of a rank of this machine."""
+        """Return the slots of the position of a rank of this machine."""
         return self.board[rank * SLOTS : (rank + 1) * SLOTS]
 
 
-def gather_roster(store: Any, own: int, size: int, limit: float) -> Roster:
-    """Learn through torch's `store` who is here. Every rank must call it.
+def gather_local_ranks(store: Any, own: int, size: int, limit: float) -> LocalRanks:
+    """Find the ranks of this machine through torch's `store`. Every rank must call it.
 
-    RuntimeError names those that do not come within `limit` seconds, and sooner where gloo finds that one has ended.
+    RuntimeError names the ranks that do not call it within `limit` seconds, or before gloo finds that one has ended.
     """
     machine, began = machine_number(), time.monotonic()
     keys = [f"rank {rank}" for rank in range(size)]
@@ -77,12 +78,12 @@ def gather_roster(store: Any, own: int, size: int, limit: float) -> Roster:
         os.close(number)
     processes = {rank: _open_process(rank, rows[rank][0]) for rank in here if rank != own}
     if store.add(f"machine {machine}", 1) == len(here):
-        path.unlink()  # all have opened it: the memory lives as long as they do, and no file is left behind
-    return Roster(own, name, processes, len(here) == size, board, store)
+        path.unlink()  # all have opened it: the memory lives as long as they do, without a file
+    return LocalRanks(own, name, processes, len(here) == size, board, store)
 
 
 def _open_process(rank: int, number: int) -> int:
-    """A pidfd of a rank's process, -1 where the system has none."""
+    """Open a pidfd of a rank's process; -1 if the system has none."""
     try:
         return os.pidfd_open(number) if hasattr(os, "pidfd_open") else -1
     except ProcessLookupError:
@@ -90,7 +91,7 @@ def _open_process(rank: int, number: int) -> int:
 
 
 def machine_number() -> int:
-    """The same in processes that see each other's process numbers and temporary files, and in no others."""
+    """Return a number that is equal in processes that see each other's process ids and temporary files only."""
     marks = [socket.gethostname()]
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if boot.exists():
@@ -99,7 +100,7 @@ def machine_number() -> int:
 
 
 def find_others(given: Mapping[int, object]) -> tuple[list[int], int]:
-    """The ranks that were `given` something else than most, and the first that was given what most were."""
+    """Return the ranks whose `given` value is not that of the majority, and the first rank of the majority."""
     values = list(given.values())
     common = max(values, key=values.count)
     others = [rank for rank, value in given.items() if value != common]
@@ -109,7 +110,7 @@ def find_others(given: Mapping[int, object]) -> tuple[list[int], int]:
 def gather(
     values: list[int], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[list[int]]:
-    """Every rank's `values`, as many on each, by its index in `group` (the default group). Each must call it."""
+    """Gather every rank's `values`, equally many, by index in `group` (the default one). Every rank must call it."""
     own = torch.tensor(values, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)

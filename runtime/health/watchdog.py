@@ -1,7 +1,7 @@
-"""A watchdog in every rank: a job whose rank fails, dies or hangs ends, and says once what came first.
+"""A watchdog in every rank: it ends a job in which a rank fails, dies or hangs, and reports the first cause once.
 
-The first failing rank writes the record and shows its traceback; every other one prints a line. A rank that was
-killed or stopped writes nothing: whoever sees it first does so for it, from the place that it shared.
+The first failing rank writes the record and shows its traceback; every other one prints a line. For a rank that was
+killed or stopped, the first rank that notices writes the record, with the place that the dead rank shared.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ import torch
 
 from autoptd.runtime.health.activity import BUSY, HEARTBEAT, SINCE, Place, Position, read_place
 from autoptd.runtime.health.failure_record import Failure, Record
-from autoptd.runtime.health.local_ranks import Roster
+from autoptd.runtime.health.local_ranks import LocalRanks
 from autoptd.runtime.program.manifest import Manifest
 
 INTERVAL = 0.5  # seconds between looks
-SILENT = 2.0  # without a heartbeat: the process is stopped
+SILENT = 2.0  # seconds without a heartbeat: the process is stopped
 ENDED = "its process ended without a word (killed, or out of memory?)"
-# Files in which messages are sent and awaited: what is raised there may be of a peer's end.
+# The files that send and await messages: an error raised there may come of a peer's end.
 MESSAGES = re.compile(r'[^"]*/(torch/distributed/|runtime/comm/(point_to_point|groups)\.py)')
-GRACE = 2.0  # for the main thread to fail of itself, or for what runs at exit
-COMPUTING = 0.05  # of its time: a rank that does not only wait
-PATIENCE = 10  # times the limit, while a stage is compiled or a peer is in the user's own code
+GRACE = 2.0  # seconds for the main thread to fail by itself, or for exit handlers
+COMPUTING = 0.05  # of its time: such a rank does not only wait
+PATIENCE = 10  # times the limit, while a stage compiles or a peer runs the user's own code
 
 Exit = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class Watchdog:
-    """The thread that watches this rank and those of its machine; `limit` is how long, in seconds, one may not move."""
+    """The thread that watches the ranks of its machine; `limit` is the longest time, in seconds, without a move."""
 
     def __init__(
-        self, manifest: Manifest, roster: Roster, record: Record, position: Position, limit: float
+        self, manifest: Manifest, local: LocalRanks, record: Record, position: Position, limit: float
     ) -> None:
         self.position = position
         self.manifest = manifest
         self.compiles = False
-        self._roster = roster
+        self._local = local
         self._record = record
         self._limit = limit
         self._ended: set[int] = set()
         self._looked = time.monotonic()
         self._resumed = self._looked
         self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-        self._seen = (0, 0)  # since when the rank is where it is, and what its main thread had computed then
+        self._seen = (0, 0)  # the start of the activity, and the CPU time of the main thread then
         self._handled = threading.Event()
         self._printing = threading.Lock()
         self._printed = False
@@ -67,12 +67,12 @@ class Watchdog:
         self._wakeup, self._alarm = socket.socketpair()
 
     def start(self, launched: bool) -> None:
-        """Start watching; where torchrun has `launched` this process, its SIGTERM no longer goes unexplained."""
+        """Start to watch; if torchrun has `launched` this process, explain its SIGTERM too."""
         self._beat()
         sys.excepthook = self._explain
         in_main = threading.current_thread() is threading.main_thread()
         if launched and in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # A handler of Python's waits for the main thread, which may be waiting for a peer: the thread is woken.
+            # A Python handler runs in the main thread, which may be waiting for a peer: wake the watchdog instead.
             self._alarm.setblocking(False)
             signal.signal(signal.SIGTERM, _take_notice)
             signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
@@ -81,7 +81,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="autoptd watchdog", daemon=True).start()
 
     def _forget(self) -> None:
-        """In a forked child, such as a data loader's worker: none of this is its own."""
+        """Undo `start` in a forked child, such as a data loader's worker."""
         sys.excepthook = self._shown
         atexit.unregister(self._record.leave_store)
         if signal.getsignal(signal.SIGTERM) is _take_notice:
@@ -89,7 +89,7 @@ class Watchdog:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _watch(self) -> None:
-        ranks = {number: rank for rank, number in self._roster.processes.items() if number >= 0}
+        ranks = {number: rank for rank, number in self._local.processes.items() if number >= 0}
         poll = select.poll()
         for number in (self._wakeup.fileno(), *ranks):
             poll.register(number, select.POLLIN)
@@ -111,38 +111,38 @@ class Watchdog:
                 terminated = 0.0
 
     def _beat(self) -> None:
-        """Tell the others that this process runs, and how long its main thread has computed where it is."""
+        """Write the heartbeat of this process, and the CPU time of its main thread in the current activity."""
         slots, computed = self.position.slots, time.clock_gettime_ns(self._clock)
         if slots[SINCE] != self._seen[0]:
             self._seen = slots[SINCE], computed
-        # A thread that waits for a GPU computes without end: by that nobody is told from those who wait for it.
+        # A thread that waits for a GPU spins, so that its CPU time does not tell it from the ranks that wait for it.
         slots[BUSY] = 0 if torch.cuda.is_initialized() else computed - self._seen[1]
         slots[HEARTBEAT] = time.monotonic_ns()
 
     def _find_failure(self, interval: float) -> Failure | None:
         now = time.monotonic()
         if now - self._looked > SILENT + interval:
-            self._resumed = now  # this process was stopped, and so may the others have been
+            self._resumed = now  # this process was stopped, and the others may have been too
         self._looked = now
         self._beat()
         found = self._record.read()
         return found or self._find_ended() or self._find_hanging(now)
 
     def _find_ended(self) -> Failure | None:
-        """A rank whose process ended where others need it: in a call or duty, before this rank's, or in its message."""
+        """Find a rank whose process ended in a call, before a call of this rank, or within its message."""
         calls = self.position.read().calls
         for rank in sorted(self._ended):
-            place = read_place(self._roster.slots(rank))
-            if place.activity or place.duty or place.calls < calls or self._cut_off:
+            place = read_place(self._local.slots(rank))
+            if place.activity or place.collective or place.calls < calls or self._cut_off:
                 return self._claim(rank, place, ENDED, self._cut_off)
         return None
 
     def _find_hanging(self, now: float) -> Failure | None:
-        """The rank to blame if this one has waited too long: one that is silent, else who moved last."""
+        """Find the rank to blame if this one has waited too long: one that is silent, computes, or stopped first."""
         own = self.position.read()
-        if not own.activity and not own.duty:
+        if not own.activity and not own.collective:
             return None
-        places = {r: read_place(self._roster.slots(r)) for r in self._roster.processes.keys() - self._ended}
+        places = {r: read_place(self._local.slots(r)) for r in self._local.processes.keys() - self._ended}
         silent = [rank for rank, place in places.items() if now - place.heartbeat > SILENT + INTERVAL]
         behind = [rank for rank, place in places.items() if place.calls < own.calls]
         elsewhere = any(r not in silent and not (own.activity and places[r].activity) for r in behind)
@@ -152,18 +152,18 @@ class Watchdog:
         waited = now - max(own.since, self._resumed)
         if waited < self._limit:
             return None
-        # A duty takes as long as it does, and a file that is read or written may hold up a whole process.
+        # A collective call may take any time, and reading or writing a file may hold up a whole process.
         for rank in (rank for rank in silent if own.activity or now - places[rank].heartbeat > self._limit):
-            # It would hold up the launcher, which waits long for it to end.
+            # The launcher would wait long for it to end.
             reason = f"its process has been silent for {now - places[rank].heartbeat:.0f} s (stopped?)"
             failure = self._claim(rank, places[rank], reason)
-            signal.pidfd_send_signal(self._roster.processes[rank], signal.SIGKILL)
+            signal.pidfd_send_signal(self._local.processes[rank], signal.SIGKILL)
             return failure
-        places[self._roster.rank] = own
+        places[self._local.rank] = own
         awaited = {rank: place for rank, place in places.items() if place.activity or rank in behind}
-        if not awaited:  # all are in the duty
+        if not awaited:  # all are in the collective call
             return None
-        # Those who wait for it do not compute; its share of a busy machine may be small.
+        # The ranks that wait for it do not compute; its share of a busy machine may be small.
         rank, place = max(awaited.items(), key=lambda item: item[1].busy)
         computing = place.busy > waited * COMPUTING
         if not computing:
@@ -172,9 +172,9 @@ class Watchdog:
         return self._claim(rank, place, reason)
 
     def _claim(self, rank: int, place: Place, reason: str, trace: str = "") -> Failure:
-        slots = self._roster.slots
+        slots = self._local.slots
         places = {
-            str(r): str(read_place(slots(r))) for r in sorted({*self._roster.processes, self._roster.rank})
+            str(r): str(read_place(slots(r))) for r in sorted({*self._local.processes, self._local.rank})
         }
         failure = Failure(
             rank,
@@ -195,28 +195,28 @@ class Watchdog:
         return f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
 
     def _end(self, failure: Failure, at_once: bool) -> None:
-        """End this process for `failure`; unless `at_once`, its main thread may fail of itself first."""
+        """End this process for `failure`; unless `at_once`, give its main thread time to fail by itself."""
         if at_once or not self._handled.wait(GRACE / 2):
             self._follow(failure, self.position.read())
             os._exit(1)
 
     def _follow(self, failure: Failure, own: Place) -> None:
-        """Print the line of a rank, at `own`, that ends for another's failure, once; then let that one end first."""
+        """Print, once, the line of a rank, at `own`, that ends for another's failure; then let the other end first."""
         with self._printing:
             if self._printed:
                 return
             self._printed = True
         _write(
-            f"autoptd: rank {self._roster.rank} stopped in {own}: rank {failure.rank} failed first, in "
+            f"autoptd: rank {self._local.rank} stopped in {own}: rank {failure.rank} failed first, in "
             f"{failure.place}: {failure.reason}; see {self._record.path}"
         )
-        process = self._roster.processes.get(failure.rank, -1)
-        if process >= 0:  # so that the launcher, which names the first to end, names it
+        process = self._local.processes.get(failure.rank, -1)
+        if process >= 0:  # so that the launcher names it: it names the first process to end
             select.select([process], [], [], GRACE / 2)
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The exception hook: show the error if it is the job's first, else one line about the first."""
-        if isinstance(sys.stderr, io.StringIO):  # init_process_group's hook would keep what this one writes
+        """Show the error, as the exception hook, if it is the first of the job; else print a line about the first."""
+        if isinstance(sys.stderr, io.StringIO):  # the hook of init_process_group would swallow this output
             sys.stderr = sys.__stderr__
         self._handled.set()
         text = "".join(traceback.format_exception(kind, error, trace))
@@ -225,16 +225,16 @@ class Watchdog:
         first = self._record.read()
         until = time.monotonic() + GRACE / 2
         while first is None and isinstance(error, RuntimeError) and time.monotonic() < until:
-            time.sleep(0.01)  # a peer's end may be the cause, and be about to be seen
+            time.sleep(0.01)  # the cause may be a peer's end that is about to be noticed
             first = self._record.read()
         place = self.position.place_of(error)
         reason = " ".join(traceback.format_exception_only(kind, error)[0].split())
         mine = first is None
         if first is None:
-            first = self._claim(self._roster.rank, place, reason, text)
-            mine = first.traceback == text and first.rank == self._roster.rank
+            first = self._claim(self._local.rank, place, reason, text)
+            mine = first.traceback == text and first.rank == self._local.rank
         if mine:
-            with self._printing:  # a SIGTERM that comes now waits until it is shown, and adds no line
+            with self._printing:  # a SIGTERM now waits until the error is shown, and adds no line
                 self._printed = True
                 _write(
                     f"autoptd: rank {first.rank} failed in {first.place}: {reason}; see {self._record.path}"
@@ -242,7 +242,7 @@ class Watchdog:
                 self._shown(kind, error, trace)
         else:
             self._follow(first, place)
-        # The interpreter's end waits for messages that no longer come; what was registered for it may do so too.
+        # The end of the interpreter, and exit handlers, might wait for messages that no longer come.
         faulthandler.dump_traceback_later(GRACE, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -250,13 +250,13 @@ class Watchdog:
 
 
 def _take_notice(number: int, frame: object) -> None:
-    """In place of the default, which ends a process before it can say why: the watchdog ends it."""
+    """Replace the default handler, which would end the process without an explanation; the watchdog ends it."""
 
 
 def _die_terminated() -> None:
-    """End by SIGTERM, as a process does that has no handler; a user's own handler, set later, has its way."""
+    """End by SIGTERM, as a process without a handler does, unless the user has set a handler since."""
     if signal.getsignal(signal.SIGTERM) is _take_notice:
-        # Python lets the main thread alone do so.
+        # Python allows only the main thread to set a handler.
         ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))
         os.kill(os.getpid(), signal.SIGTERM)
 

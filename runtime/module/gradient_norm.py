@@ -64,7 +64,7 @@ class GradientNorm:
             if isinstance(name, str) and p.grad is not None and (of is None or name in of)
         }
         position, shards = self._connection.position, self._weights.shards
-        with position.duty("clip_grad_norm_"), position.during("norm of the gradient"):
+        with position.collective_call("clip_grad_norm_"), position.during("norm of the gradient"):
             norm = global_norm(self._manifest, self._connection.rank, gradients, shards, norm_type)
         self._runner.norm = norm
         return norm

@@ -60,12 +60,12 @@ class StateDicts:
 
     def gather(self, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the whole state on rank 0, {} elsewhere: a collective of all ranks."""
-        with self._connection.position.duty("full_state_dict"):
+        with self._connection.position.collective_call("full_state_dict"):
             return gather_whole(self._manifest, self._rank, slices)
 
     def export(self, slices: Mapping[str, Tensor], folder: str | Path, max_shard_size: int | str) -> None:
         """Write the whole model as transformers does: a collective of all ranks."""
-        with self._connection.position.duty("export_pretrained"):
+        with self._connection.position.collective_call("export_pretrained"):
             write_pretrained(self._manifest, self._rank, slices, folder, max_shard_size)
 
     def load_whole(self, slices: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -122,7 +122,7 @@ class StateDicts:
     ) -> None:
         """Write a checkpoint; the rest as `Parallel.save_checkpoint`."""
         self.finish()
-        with self._connection.position.duty("save_checkpoint"):
+        with self._connection.position.collective_call("save_checkpoint"):
             training = self.training(slices, optimizer, scheduler)
             self._saving = save_step(training, Path(folder), data, keep, asynchronous)
         if not asynchronous:
@@ -132,7 +132,7 @@ class StateDicts:
         """Wait for the save that goes on, if any."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._connection.position.duty("finish_checkpoint"):
+            with self._connection.position.collective_call("finish_checkpoint"):
                 saving.finish()
 
     def load(
@@ -145,7 +145,7 @@ class StateDicts:
     ) -> Any:
         """Take a checkpoint over; the rest as `Parallel.load_checkpoint`."""
         self.finish()
-        with self._connection.position.duty("load_checkpoint"):
+        with self._connection.position.collective_call("load_checkpoint"):
             given = load_step(self.training(slices, optimizer, scheduler), Path(folder), trust_pickle)
         self._steps.reset()
         self._refresh_constants()

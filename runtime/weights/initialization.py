@@ -1,16 +1,16 @@
-"""The first weights of a model that has none: each element a pure function of seed, parameter name and index.
+"""Initial weights of a model that has none: each element is a pure function of seed, parameter name and index.
 
 One Philox counter per element (runtime/randomness.py), its row-major index in the whole, undivided tensor:
 
 - key: the seed's low and high word;
-- counter word 0: the index's low 32 bits; word 1: its higher bits from bit 24 on, and below them 24 bits that tell
-  the parameter; word 2: 32 more of these (SHA-256 of the name);
-- counter word 3: 2**32 - 1, less one for each attempt of a truncated distribution that fell outside. Dropout has the
-  number of the call there, which counts from 0.
+- counter word 0: the low 32 bits of the index; word 1: its higher bits from bit 24 on, and below them 24 bits of the
+  SHA-256 of the parameter's name; word 2: 32 more of these;
+- counter word 3: 2**32 - 1, less one for each attempt of a truncated distribution that fell outside. For dropout this
+  word is the number of the call, which counts from 0.
 
-What follows the bits is float64 arithmetic with operations that IEEE 754 rounds exactly (+ - * / sqrt), and no
-library function, whose last bit depends on the device and on where in a vector an element stands. So the weights
-are the same bits on every mesh and on every device.
+The bits become numbers by float64 operations that IEEE 754 rounds exactly (+ - * / sqrt), and by no library function,
+whose last bit depends on the device and on the position of an element in a vector. So the weights have the same bits
+on every mesh and on every device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COS = [(-1) ** k / math.factorial(2 * k) for k in range(12)]
 
 
 def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
-    """This rank's slice of the tensor that `parameter.initial` describes, a chunk of elements at a time.
+    """Draw this rank's slice of the tensor that `parameter.initial` describes, a chunk of elements at a time.
 
     Rows of padding are zero.
     """
@@ -54,7 +54,7 @@ def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
 
 
 def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
-    """The first values, in float64, of the `elements` given by their indices in the whole tensor."""
+    """Return the initial values, in float64, of the `elements` with these indices in the whole tensor."""
     values = torch.zeros(elements.shape, dtype=torch.float64, device=elements.device)
     for draw in parameter.initial:
         inside = _find_inside(draw, parameter.shape, elements)
@@ -66,7 +66,7 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
 
 
 def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
-    """Which row of the divided dimension each of this rank's rows is, -1 for padding; None: it has all."""
+    """Return the global row of each of this rank's rows of the divided dimension, -1 for padding; None for all rows."""
     placement = parameter.placement
     if placement.dim is None:
         return None
@@ -75,7 +75,7 @@ def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
 
 
 def _find_elements(parameter: Parameter, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The elements of the whole tensor at `places` of the slice, and which of them are padding."""
+    """Return the elements of the whole tensor at `places` of the slice, and a mask of those that are padding."""
     dim = parameter.placement.dim
     assert dim is not None
     inner = math.prod(parameter.shape[dim + 1 :])
@@ -85,7 +85,7 @@ def _find_elements(parameter: Parameter, rows: Tensor, places: Tensor) -> tuple[
 
 
 def _find_inside(draw: Draw, shape: tuple[int, ...], elements: Tensor) -> Tensor | None:
-    """Places among `elements` of those in the draw's box; None: all."""
+    """Return the places of `elements` that are in the draw's box; None for all."""
     if not draw.box:
         return None
     inside = torch.ones_like(elements, dtype=torch.bool)
@@ -116,7 +116,7 @@ def _draw(draw: Draw, seed: int, name: str, elements: Tensor) -> Tensor:
 
 
 def _random_bits(seed: int, name: str, elements: Tensor, attempt: int) -> tuple[Tensor, Tensor]:
-    """Two whole numbers of 53 random bits for every element."""
+    """Return two integers of 53 random bits for every element."""
     digest = sha256(name.encode()).digest()
     low, high = int.from_bytes(digest[:3], "big"), int.from_bytes(digest[3:7], "big")
     words = [torch.full((1,), word, device=elements.device) for word in (high, WORD - attempt)]
@@ -126,7 +126,7 @@ def _random_bits(seed: int, name: str, elements: Tensor, attempt: int) -> tuple[
 
 
 def _shape_normal(first: Tensor, second: Tensor) -> Tensor:
-    """Standard normal numbers from two of 53 random bits (Box and Muller, 1958)."""
+    """Return standard normal numbers from two integers of 53 random bits (Box and Muller, 1958)."""
     radius = _logarithm((first + 1).double() * UNIT).mul_(-2).clamp_(min=0).sqrt_()
     turn = (second.double() * UNIT).sub_(0.5).abs_()  # a cosine of 2 pi turns, up to its sign
     quarter = torch.minimum(turn, 0.5 - turn)
@@ -144,7 +144,7 @@ def _logarithm(x: Tensor) -> Tensor:
 
 
 def _evaluate(coefficients: list[float], x: Tensor) -> Tensor:
-    """The polynomial of `x`, lowest power first, by Horner's rule."""
+    """Evaluate a polynomial of `x`, whose `coefficients` begin with the lowest power, by Horner's rule."""
     result = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         result.mul_(x).add_(coefficient)

@@ -1,8 +1,8 @@
-"""The whole model as a folder of safetensors files that transformers' ``from_pretrained`` reads.
+"""Export of the whole model to a folder of safetensors files that transformers' ``from_pretrained`` reads.
 
-One file, or several and an index. The ranks join one tensor after the other, and rank 0 writes each before the next
-is joined, so that nobody ever holds the whole model. A file is, bit by bit, what the safetensors library
-writes: eight bytes with the length of a header in JSON, the header, the tensors without gaps, wide dtypes first.
+One file, or several with an index. The ranks gather one tensor after the other, and rank 0 writes each before the next
+is gathered, so that no rank ever holds the whole model. A file has the same bytes as one of the safetensors library:
+eight bytes with the length of a JSON header, the header, and the tensors without gaps, wide dtypes first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,11 @@ from autoptd.runtime.weights.slices import gather_tensor, saved_names
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-PARTIAL = ".partial"  # behind the name of a file that is being written
+PARTIAL = ".partial"  # the suffix of an unfinished file
 UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    prefix + unit: base**power
+    for unit, base in (("B", 10**3), ("IB", 2**10))
+    for power, prefix in enumerate("KMGT", 1)
 }
 DTYPES = {
     torch.float64: "F64",
@@ -56,14 +51,14 @@ DTYPES = {
 
 @dataclass
 class Writer:
-    """Rank 0's hand: files under temporary names, and the first error that kept it from writing."""
+    """The files that rank 0 writes under temporary names, and the first error in writing them."""
 
     folder: Path
     files: list[str] = field(default_factory=list)
     error: OSError | None = None
 
     def write(self, name: str, header: bytes, tensors: Iterator[Tensor | None]) -> None:
-        """Write one file; the tensors are gone through to the end whatever happens, for the others wait for it."""
+        """Write one file; after an error too, take all tensors, since the other ranks gather them together."""
         try:
             self._write(name, header, tensors)
         except OSError as error:
@@ -83,9 +78,9 @@ class Writer:
             os.fsync(file.fileno())
 
     def commit(self, index: Mapping[str, object] | None) -> None:
-        """Give all files their names, in the place of a model that was there; the index comes last."""
+        """Give all files their names, the index last, in place of the files of an earlier model."""
         try:
-            # Without these nobody takes old and new files together for one model.
+            # First, so that no reader takes old and new files for one model.
             (self.folder / INDEX).unlink(missing_ok=True)
             (self.folder / WHOLE).unlink(missing_ok=True)
             for file in self.folder.iterdir():
@@ -101,7 +96,7 @@ class Writer:
             self.error = error
 
     def clear(self) -> None:
-        """Remove what was not finished."""
+        """Remove the unfinished files."""
         for name in (*self.files, INDEX) if self.files else ():
             (self.folder / (name + PARTIAL)).unlink(missing_ok=True)
 
@@ -113,10 +108,10 @@ def write_pretrained(
     folder: str | Path,
     max_shard_size: int | str,
 ) -> None:
-    """Write the model that all ranks' `slices` are into `folder`; every rank must call it.
+    """Write the model, which all ranks' `slices` make up, into `folder`; every rank must call it.
 
-    Raises ValueError for a size that is none, or a dtype that safetensors does not know, OSError on every rank where
-    rank 0 could not write: then the folder has what it had, except for a failure while the files were renamed.
+    Raises ValueError for an invalid size, or a dtype that safetensors does not know, and OSError on every rank if rank
+    0 could not write: the folder is then as it was, unless the error came while the files were renamed.
     """
     shards = plan_shards(manifest, read_size(max_shard_size))
     writer = Writer(Path(folder)) if rank.coordinates == rank.mesh.coordinates(0) else None
@@ -141,13 +136,13 @@ def _agree(rank: Rank, writer: Writer | None) -> None:
     if not failed.item():
         return
     if writer is None or writer.error is None:
-        raise OSError("rank 0 could not write the model; its own error says why")
+        raise OSError("rank 0 could not write the model; its error message has the reason")
     writer.clear()
     raise writer.error
 
 
 def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
-    """The saved names by file, in the order they are written; a file has at most `limit` bytes, or one tensor."""
+    """Return the saved names by file, in the order of writing; a file has at most `limit` bytes, or one tensor."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in saved_names(manifest):
@@ -166,7 +161,7 @@ def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
 
 
 def make_header(parameters: Sequence[Parameter]) -> bytes:
-    """What a safetensors file of these tensors begins with."""
+    """Return the beginning of a safetensors file with these tensors."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for p in parameters:
@@ -179,7 +174,7 @@ def make_header(parameters: Sequence[Parameter]) -> bytes:
 
 
 def make_index(manifest: Manifest, shards: Mapping[str, Sequence[str]]) -> dict[str, object]:
-    """What says in which file each tensor is."""
+    """Return the index, which names the file of each tensor."""
     kept = [manifest.parameters[name] for names in shards.values() for name in names]
     counts = (torch.Size(p.shape).numel() for p in kept if p.kind == "parameter")
     return {
@@ -189,14 +184,14 @@ def make_index(manifest: Manifest, shards: Mapping[str, Sequence[str]]) -> dict[
 
 
 def read_size(size: int | str) -> int:
-    """Bytes of a size such as 5 * 10**9, "5GB" or "512MiB"; ValueError for what is none."""
+    """Return the bytes of a size such as 5 * 10**9, "5GB" or "512MiB"; ValueError for anything else."""
     found: object = size
     if isinstance(size, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", size.strip().upper())
         found = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise ValueError(
-            f'max_shard_size={size!r}: expected bytes of a file, as a number or as "5GB" or "512MiB"'
+            f'max_shard_size={size!r}: expected the bytes of a file, as a number or as "5GB" or "512MiB"'
         )
     return found
 

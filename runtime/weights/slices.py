@@ -1,4 +1,4 @@
-"""A rank's slices of the model's tensors: taken from the whole, kept under the user's names, joined again."""
+"""A rank's slices of the model's tensors: taken from whole tensors, registered in modules, and gathered again."""
 
 from __future__ import annotations
 
@@ -21,62 +21,43 @@ _BLOCK = 1 << 20  # elements hashed at once
 
 
 class Stored(Mapping[str, Tensor]):
-    """Whole tensors by name, of which rows can be had alone: nobody reads what he does not keep."""
+    """Whole tensors by name, whose rows can be read alone, so that a rank reads only the rows it keeps."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of the whole tensor."""
+        """Return the dtype of the whole tensor."""
 
     @abstractmethod
     def is_meta(self, name: str) -> bool:
-        """Whether the tensor has no values."""
+        """Return whether the tensor has no values."""
 
     def in_memory(self, name: str) -> Tensor | None:
-        """The whole tensor where it is in memory, None where it would have to be read."""
+        """Return the whole tensor if it is in memory, None if it would have to be read."""
         return None
 
     @abstractmethod
     def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        """Copy rows `first` to `end` of dimension `dim` to `into`, in whose dtype and on whose device they arrive."""
+        """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device."""
 
 
 class OnCPU(Mapping[str, Tensor]):
-    """`tensors`, each brought to the CPU when it is asked for: where a program's constants are computed."""
+    """The CPU copies of `tensors`, each made by `get` when it is read: a program's constants are computed of them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], get: Callable[[str], Tensor]) -> None:
+        self._tensors, self._get = tensors, get
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name].detach().cpu()
+        return self._get(name).detach().cpu()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-class Joined(Mapping[str, Tensor]):
-    """A rank's `slices`, each joined over the tensor group to the whole tensor when it is asked for."""
-
-    def __init__(self, manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> None:
-        self._manifest = manifest
-        self._rank = rank
-        self._slices = slices
-
-    def __getitem__(self, name: str) -> Tensor:
-        placement, own = self._manifest.parameters[name].placement, self._slices[name].detach()
-        return own if placement.dim is None else placement.join(self._rank.tensor.all_gather(own))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
-
-    def __len__(self) -> int:
-        return len(self._slices)
 
 
 def take_slices(
@@ -87,18 +68,22 @@ def take_slices(
     drawn: bool = False,
     known: Container[str] = (),
 ) -> dict[str, Tensor]:
-    """This rank's slice of every tensor it keeps, by name, in the manifest's order, as memory of its own.
+    """Return this rank's slice of every tensor it keeps, by name, in the manifest's order, in fresh memory.
 
-    Those that are `known` are left out: another program of this rank has them.
+    The `known` names are left out: another program of this rank has them.
 
-    `weights` has whole tensors under the user's names; it is asked only for what this rank keeps (of `Stored` tensors
-    that are divided, for its rows) and what its constants are computed from. With `drawn`, parameters that have no
-    values there begin as the manifest says.
+    `weights` has whole tensors under the user's names. Only those that this rank keeps are read (only its rows of
+    divided `Stored` tensors), and those that its constants are computed from. With `drawn`, parameters without values
+    in `weights` are initialised as the manifest says.
     """
     here = rank.coordinates.pipeline
     kept = [n for n in manifest.parameters if n not in known and here in manifest.homes(n)]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        computed = constants(OnCPU(weights)) if any(_is_constant(manifest, name) for name in kept) else {}
+        computed = (
+            constants(OnCPU(weights, weights.__getitem__))
+            if any(_is_constant(manifest, name) for name in kept)
+            else {}
+        )
         slices = {}
         for name in kept:
             parameter = manifest.parameters[name]
@@ -117,33 +102,38 @@ def take_slices(
 def refresh_constants(
     manifest: Manifest, rank: Rank, constants: Constants, slices: Mapping[str, Tensor]
 ) -> None:
-    """Compute this rank's constants anew, from the buffers among its `slices`. A collective of the tensor group."""
+    """Compute this rank's constants again from the buffers among its `slices`. A collective of the tensor group."""
     own = [name for name in slices if name in manifest.parameters and _is_constant(manifest, name)]
     if not own:
         return
+
+    def join(name: str) -> Tensor:
+        placement, own = manifest.parameters[name].placement, slices[name].detach()
+        return own if placement.dim is None else placement.join(rank.tensor.all_gather(own))
+
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        computed = constants(OnCPU(Joined(manifest, rank, slices)))
+        computed = constants(OnCPU(slices, join))
         for name in own:
             slices[name].copy_(take_slice(manifest.parameters[name], computed[name], rank))
 
 
 def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
-    """Whether the tensor stored as `name` is among `tensors`, and not on the meta device."""
+    """Return whether the tensor stored as `name` is among `tensors` and not on the meta device."""
     return any(not is_meta(tensors, known) for known in all_names(manifest, name) if known in tensors)
 
 
 def is_meta(tensors: Mapping[str, Tensor], name: str) -> bool:
-    """Whether the tensor `name` among `tensors` is on the meta device; of one in a file, without reading it."""
+    """Return whether the tensor `name` of `tensors` is on the meta device, without reading one in a file."""
     return tensors.is_meta(name) if isinstance(tensors, Stored) else tensors[name].is_meta
 
 
 def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """The tensor stored as `name`, which may go by one of its aliases; ValueError where it is missing."""
+    """Return the tensor stored as `name`, or under one of its aliases; ValueError if it is missing."""
     return tensors[find_name(manifest, tensors, name)]
 
 
 def find_name(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> str:
-    """Which of its names the tensor stored as `name` has among `tensors`; ValueError where it has none."""
+    """Return the name or alias of the tensor stored as `name` that is in `tensors`; ValueError if none is."""
     for candidate in all_names(manifest, name):
         if candidate in tensors:
             return candidate
@@ -152,19 +142,19 @@ def find_name(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> s
 
 
 def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
-    """`name` and the further names of the tensor stored as it."""
+    """Return `name` and the aliases of the tensor stored under it."""
     return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
 
 
 def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
-    """This rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
+    """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
     _check_whole(parameter, tuple(whole.shape), whole.is_meta)
     own = parameter.placement.take(whole.detach(), rank.tensor.size, rank.tensor.index)
     return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
 
 
 def read_slice(parameter: Parameter, stored: Stored, name: str, rank: Rank) -> Tensor:
-    """`take_slice` of the divided tensor that is `stored` as `name`, of which only this rank's rows are read."""
+    """Return this rank's slice of the divided tensor `stored` as `name`, and read only the rows in it."""
     _check_whole(parameter, stored.shape(name), stored.is_meta(name))
     placement, dim = parameter.placement, parameter.placement.dim
     assert dim is not None
@@ -189,17 +179,17 @@ def _check_whole(parameter: Parameter, shape: tuple[int, ...], is_meta: bool) ->
 
 
 def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
-    """A SHA-256 of a tensor's shape and of its values in `dtype`; a wider floating dtype gives the same."""
+    """Return a SHA-256 of a tensor's shape and its values in `dtype`; a wider floating dtype gives the same."""
     values = tensor.detach().cpu().to(dtype)
     digest = hashlib.sha256(str(list(values.shape)).encode())
     for block in values.flatten().split(_BLOCK):
-        # 0 is added because -0 is the same value.
+        # Adding 0 makes -0 the same value as 0.
         digest.update((block.double() + 0 if block.is_floating_point() else block).numpy())
     return digest.hexdigest()
 
 
 def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a buffer among the whole `tensors` with other values than the program was proved of."""
+    """Raise ValueError if a buffer of the whole `tensors` has other values than those the program was proved with."""
     for proved in manifest.proved:
         dtype = manifest.parameters[proved.name].dtype
         for name in all_names(manifest, proved.name):
@@ -209,7 +199,7 @@ def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_tied(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where names of one tensor of the program have different values among `tensors`."""
+    """Raise ValueError if the names of one tensor of the program have different values in `tensors`."""
     for stored in dict.fromkeys(manifest.aliases.values()):
         dtype = manifest.parameters[stored].dtype
         names = [n for n in all_names(manifest, stored) if n in tensors and not is_meta(tensors, n)]
@@ -222,7 +212,7 @@ def check_tied(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _are_same(tensors: Mapping[str, Tensor], name: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two tensors have the same values in `dtype`: by all where they are in memory, else by some rows."""
+    """Return whether two tensors have the same values in `dtype`: all values in memory, or some rows of files."""
     stored = tensors if isinstance(tensors, Stored) else None
     one, two = (tensors[n] if stored is None else stored.in_memory(n) for n in (name, other))
     if one is not None and two is not None:
@@ -241,18 +231,18 @@ def _are_same(tensors: Mapping[str, Tensor], name: str, other: str, dtype: torch
 
 
 def compiled_in(name: str) -> str:
-    """Why other values of a buffer cannot be loaded."""
+    """Return the reason why other values of the buffer `name` cannot be loaded."""
     return (
-        f"the buffer {name} is given other values than it had when the program was compiled: they were compiled into "
-        "the program (a mask that was proved causal, say), which holds for them only; compile again from a model "
+        f"the buffer {name} is given other values than it had when the program was compiled: the program was compiled "
+        "with the old ones (a mask that was proved causal, say) and is right for them only; compile again from a model "
         "with the new values, or leave the buffer as it was"
     )
 
 
 def register_slices(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
-    """Register `slices` below `root` under all their dotted names, in parts; constants are not saved.
+    """Register `slices` below `root` under all their dotted names, in submodules; constants are not saved.
 
-    Further names come last, as in the user's modules, so that a tied tensor is listed under the one it is stored by.
+    Aliases come last, as in the user's modules, so that a tied tensor is listed under the name it is stored under.
     """
     modules = {"": root}
     tensors = {
@@ -261,8 +251,8 @@ def register_slices(root: nn.Module, manifest: Manifest, slices: Mapping[str, Te
         else slices[name]
         for name in slices
     }
-    further = {alias: name for alias, name in manifest.aliases.items() if name in slices}
-    for name, stored in {**dict(zip(slices, slices, strict=True)), **further}.items():
+    aliases = {alias: name for alias, name in manifest.aliases.items() if name in slices}
+    for name, stored in {**{name: name for name in slices}, **aliases}.items():
         path, _, leaf = name.rpartition(".")
         module, tensor = _open_path(modules, path, manifest.layers), tensors[stored]
         if isinstance(tensor, nn.Parameter):
@@ -280,7 +270,7 @@ def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, st
 
 
 def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
+    """Return every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
     gathered: dict[str, Tensor] = {}
     for name in saved_names(manifest):
         whole = gather_tensor(manifest, rank, slices, name)
@@ -293,14 +283,14 @@ def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -
 
 
 def saved_names(manifest: Manifest) -> list[str]:
-    """The names that a saved model's tensors are stored under, in the manifest's order."""
+    """Return the names under which the tensors of a saved model are stored, in the manifest's order."""
     return [name for name in manifest.parameters if manifest.is_saved(name)]
 
 
 def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank of its replica must call it.
+    """Return the whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank of the replica calls it.
 
-    Joined over the tensor group of its first home, then broadcast along the pipeline.
+    The tensor group of the first pipeline rank that has it joins the slices, and broadcasts them along the pipeline.
     """
     root, at = rank.mesh.coordinates(0), rank.coordinates
     if at.data != root.data:

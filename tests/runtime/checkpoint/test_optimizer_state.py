@@ -71,5 +71,5 @@ def test_rows_of_adafactor_are_refused() -> None:
 
 def test_a_foreign_parameter_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(7))])
-    with pytest.raises(autoptd.CheckpointError, match=r"shape \[7\] that is none of this model's"):
+    with pytest.raises(autoptd.CheckpointError, match=r"shape \[7\] that is not of this model"):
         take_states(make_names(), optimizer)

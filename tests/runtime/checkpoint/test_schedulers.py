@@ -46,5 +46,5 @@ def test_groups_of_the_same_numbers(
     ],
 )
 def test_others_are_refused(groups: list[list[str]], stored: list[StoredSchedulers]) -> None:
-    with pytest.raises(CheckpointError, match="here: schedulers know groups of parameters by their numbers"):
+    with pytest.raises(CheckpointError, match="here: schedulers know parameter groups by number"):
         choose_schedulers(groups, stored, "here")

@@ -9,7 +9,7 @@ from autoptd.runtime.health.activity import COUNTED, HISTORY, LATEST, Position
 
 def test_an_error_tells_where_it_broke_off_what_it_was_raised_in() -> None:
     position = Position()
-    with pytest.raises(KeyError) as caught, position.duty("load_checkpoint"):
+    with pytest.raises(KeyError) as caught, position.collective_call("load_checkpoint"):
         raise KeyError
     assert str(position.place_of(caught.value)) == "load_checkpoint after step 0, which every rank must call"
     with pytest.raises(ValueError, match="of it") as outer:
@@ -42,7 +42,7 @@ def test_another_call_in_place_of_a_peers_is_refused() -> None:
         with pytest.raises(
             RuntimeError, match="full_state_dict of this rank met an evaluation of rank 3"
         ) as said:
-            second.duty("full_state_dict").__enter__()
+            second.collective_call("full_state_dict").__enter__()
         assert "which is at begin of an evaluation after step 1" in str(said.value)
 
 
@@ -50,7 +50,7 @@ def test_a_clipping_that_a_rank_does_not_take_part_in_says_why() -> None:
     first = Position()
     second = Position(peers={3: first.slots})
     refused = pytest.raises(RuntimeError, match=r"clip_grad_norm_ of rank 3.* whose gradients were cleared")
-    with first.duty("clip_grad_norm_"), refused:
+    with first.collective_call("clip_grad_norm_"), refused:
         train(second)
 
 
@@ -59,7 +59,7 @@ def test_so_it_is_when_the_peer_has_gone_on(ahead: int) -> None:
     first = Position()
     second = Position(peers={3: first.slots})
     train(first, second)
-    with first.duty("full_state_dict"):
+    with first.collective_call("full_state_dict"):
         pass
     train(*[first] * ahead)
     with pytest.raises(RuntimeError, match="a call in training of this rank met full_state_dict of rank 3"):
@@ -71,8 +71,8 @@ def test_calls_of_one_order_are_the_same_however_far_apart() -> None:
     first = Position()
     second = Position(peers={3: first.slots})
     train(*[first] * 40, *[second] * 40)
-    with first.duty("save_checkpoint"):
-        with pytest.raises(KeyError), second.duty("save_checkpoint"):
+    with first.collective_call("save_checkpoint"):
+        with pytest.raises(KeyError), second.collective_call("save_checkpoint"):
             raise KeyError
         train(second)
     train(*[second] * 30)
@@ -83,7 +83,7 @@ def test_many_calls_are_counted_round() -> None:
     second = Position(peers={3: first.slots})
     first.slots[HISTORY] = second.slots[HISTORY] = (COUNTED - 2) << 4 * LATEST
     train(first, second, first, second, first, first, second)
-    with first.duty("save_checkpoint"):
+    with first.collective_call("save_checkpoint"):
         pass
     with pytest.raises(RuntimeError, match="met save_checkpoint of rank 3"):
         train(second, second)
