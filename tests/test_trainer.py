@@ -121,7 +121,9 @@ def test_items_of_unknown_labels_are_refused() -> None:
     chain = Chain((1, 1, 1), "gpipe", 1, 1)
     parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
     assert not parallel.accepts_loss_kwargs
-    with pytest.raises(ValueError, match=r"num_items_in_batch is given, but of no input .*x, ids, target"):
+    with pytest.raises(
+        ValueError, match=r"num_items_in_batch is given, but the loss is not known .*x, ids, target"
+    ):
         parallel(**chain.batch(), num_items_in_batch=3)
     assert parallel._connection.rank.randomness.call == 0
 

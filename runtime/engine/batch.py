@@ -182,8 +182,8 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"argument {name} requires gradient, but the program gives gradients to its own parameters only, so that "
-            "what computed this one would not train: give it .detach(), or make that part (an encoder, say) a part "
-            "of the model that is compiled"
+            "the modules that computed this one would not train: give it .detach(), or make them (an encoder, say) a "
+            "part of the model that is compiled"
         )
 
 
@@ -202,8 +202,8 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
             largest = values[wrong].max().item()
             raise ValueError(
                 f"argument {name} has {values[tuple(place)].item()} at {place}, and its largest number outside is "
-                f"{largest}: expected are 0 to {rows - 1}, the {rows} rows of its table; take the tokenizer of this "
-                "model, or a model with a larger vocabulary"
+                f"{largest}: expected numbers from 0 to {rows - 1}, the {rows} rows of its table; take the tokenizer "
+                "of this model, or a model with a larger vocabulary"
             )
 
 

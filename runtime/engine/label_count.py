@@ -19,14 +19,14 @@ def read_items(manifest: Manifest, items: Any, device: torch.device) -> Tensor:
     """Return `items` as a number, before the step that it is of; ValueError where it cannot be used."""
     if manifest.weighing_labels is None:
         raise ValueError(
-            f"{NAME} is given, but of no input of the program ({', '.join(i.name for i in manifest.inputs)}) is it "
-            "known that the loss is the mean over its labels: leave it out, or let torch's cross_entropy be the loss"
+            f"{NAME} is given, but the loss is not known to be the mean over the labels of an input of the program "
+            f"({', '.join(i.name for i in manifest.inputs)}): leave it out, or let torch's cross_entropy be the loss"
         )
     if isinstance(items, int | float):  # filled in: a copy of it would wait for the GPU
         return torch.full((), items, dtype=torch.float64, device=device)
     number = torch.as_tensor(items, dtype=torch.float64, device=device)
     if number.numel() != 1:
-        raise ValueError(f"{NAME} is {items}, expected one number: that of all labels of the step")
+        raise ValueError(f"{NAME} is {items}, expected one number, the count of all labels of the step")
     return number.reshape(())
 
 

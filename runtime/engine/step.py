@@ -47,8 +47,8 @@ class Step(torch.autograd.Function):
             )
         if any(map(_is_asked_for, ctx.sharded)):
             raise RuntimeError(
-                "torch.autograd.grad of parameters that a sharded optimizer steps, of whose gradients a rank has parts "
-                "only: ask for those of what it steps (optimizer.param_groups), or call loss.backward() to train"
+                "torch.autograd.grad asks for gradients of parameters that a sharded optimizer steps, and a rank has "
+                "only parts of them: ask for those of the parts (optimizer.param_groups), or train by loss.backward()"
             )
         kept, ctx.kept = ctx.kept, None
         if ctx.note_scale is not None:

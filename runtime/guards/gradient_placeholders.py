@@ -41,8 +41,8 @@ class GradientPlaceholders:
             own = self._placeholders[name]
             if parameter.grad is not None and (parameter.grad is not own or own._version):
                 raise ValueError(
-                    f"the gradient of {name} was replaced or written, but a sharded optimizer has its part of it in "
-                    f"the .grad of what it steps: change it there (optimizer.param_groups), {LEAVE}"
+                    f"the gradient of {name} was replaced or written, but a sharded optimizer steps by the .grad of "
+                    f"its own part of it: change it there (optimizer.param_groups), {LEAVE}"
                 )
             placed |= parameter.grad is not None
         if placed and self._own.grad is not None and not self._is_accumulated():
@@ -64,7 +64,8 @@ class GradientPlaceholders:
         if len(cleared) < len(self.parameters):
             raise ValueError(
                 f"the gradient of {cleared[0]} was cleared, but not of all that a sharded optimizer steps with it: "
-                "clear all (optimizer.zero_grad()), or give what is not to be stepped a group with a learning rate of 0"
+                "clear all (optimizer.zero_grad()), or give parameters that are not to be stepped a group with a "
+                "learning rate of 0"
             )
         self._own.grad = None
 
@@ -98,6 +99,6 @@ def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
     if gradient is None:  # a call's
         return
     raise ValueError(
-        f"a gradient comes to {name} that is not of the call: a sharded optimizer would not see it. Add what it is of "
-        f"to the loss that the model returns, {LEAVE}"
+        f"{name} got a gradient of another loss than the call's, which a sharded optimizer would not see: add that "
+        f"loss to the one that the model returns, {LEAVE}"
     )

@@ -112,8 +112,8 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
         if type(optimizer) not in ELEMENTWISE:
             reason = (
                 f"{type(optimizer).__name__} is not known to step each element by itself, and on this mesh a rank has "
-                "only slices of tensors, or some of the layers: what the optimizer computes of a whole tensor, or of "
-                "all parameters together, it would compute of these, and train otherwise than on one device. Known "
+                "only slices of tensors, or some of the layers: computations over a whole tensor, or over all "
+                "parameters together, would be over these alone, and train otherwise than on one device. Known "
                 f"to be right are {list_elementwise()}"
             )
             if isinstance(optimizer, torch.optim.LBFGS):

@@ -84,8 +84,8 @@ class ParameterWatch:
             name = next(name for name, part in module.named_modules() if part.training != module.training)
             raise ValueError(
                 f"the module {name} is in {'evaluation' if module.training else 'training'} mode, and the parallel "
-                "model is not: modules below it do not run, so call parallel.train() or parallel.eval(); what is to "
-                "stay in evaluation mode is put there before the model is compiled"
+                "model is not: modules below it do not run, so call parallel.train() or parallel.eval(), and put "
+                "modules that are to stay in evaluation mode there before the model is compiled"
             )
         now = self.parameters
         changed = _list_contents([module, *self._parts]) != self._contents

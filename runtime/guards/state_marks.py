@@ -91,10 +91,10 @@ class StateMarks:
         there, here = next((there, here) for there, here in pairs if there != here)
         return (
             f"the optimizer's state of parameter {position} of group {group} was saved for {there}, and this rank "
-            f"({self._place}) has {here} in that place: an optimizer's state_dict is of its rank's slices alone, and "
-            "torch loads it by position. Load what this rank saved, with the same mesh, stages and chunks, or use "
-            "parallel.save_checkpoint and load_checkpoint, which go by name and between meshes; where the model's "
-            f"names alone have changed, take {MARK!r} out of the state's param_groups"
+            f"({self._place}) has {here} in that place: an optimizer's state_dict has its rank's slices alone, and "
+            "torch loads it by position. Load the state that this rank saved, with the same mesh, stages and chunks, "
+            "or use parallel.save_checkpoint and load_checkpoint, which go by name and between meshes; where only the "
+            f"model's names have changed, take {MARK!r} out of the state's param_groups"
         )
 
 

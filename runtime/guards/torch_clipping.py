@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import reduce, wraps
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +22,21 @@ from autoptd.runtime.engine.dynamo import leave_uncompiled
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
-class ModelGradients(Protocol):
-    """The gradients of a parallel model on this rank."""
+Leaves = Mapping[str | int, nn.Parameter]
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether every rank has gradients, and so asks for their norm."""
 
-    def leaves(self) -> Mapping[str | int, nn.Parameter]:
-        """Return what an optimizer may step: parameters by name, and parts of shards by their position."""
+class ModelGradients(NamedTuple):
+    """The gradients of a parallel model on this rank, as functions that read them now.
 
-    def sharded(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
-        """Return the parameters of each shard, which have placeholders in their ``.grad``."""
+    `leaves` are the tensors that an optimizer may step: parameters by name, parts of shards by position. `sharded` are
+    the parameters of each shard, with placeholders in their ``.grad``. ``measure(norm_type, keys)`` is the norm of
+    these leaves' gradients over the whole model, a collective; `is_everywhere` says whether all ranks ask for it.
+    """
 
-    def measure(self, norm_type: float, of: Container[str | int] | None = None) -> Tensor:
-        """Return the norm of the whole model's gradient, of the leaves `of`: a collective of all ranks."""
+    leaves: Callable[[], Leaves]
+    sharded: Callable[[], Mapping[int, Mapping[str, nn.Parameter]]]
+    measure: Callable[[float, Container[str | int]], Tensor]
+    is_everywhere: Callable[[], bool]
 
 
 _MODELS: dict[int, ModelGradients] = {}  # of the parallel models that live, by their id
@@ -112,7 +112,7 @@ def _check_whole(model: ModelGradients, keys: list[str | int | None]) -> set[str
     trained = [key for key, leaf in model.leaves().items() if leaf.grad is not None and leaf.requires_grad]
     absent = [key for key in trained if key not in given]
     missing = sorted(key if isinstance(key, str) else next(iter(sharded[key])) for key in absent)
-    if missing or not model.is_everywhere:
+    if missing or not model.is_everywhere():
         reason = f"not {missing[0]}'s" if missing else "some ranks have no gradients and do not ask for it"
         raise ValueError(
             "torch's norm of a parallel model's gradients is that over all ranks, and needs all gradients on each; "

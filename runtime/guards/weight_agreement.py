@@ -185,11 +185,11 @@ class Copies:
             own = dict(self._own()).get(number, nothing)
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
         elif (pipeline := place - len(self._columns) * self._rank.mesh.tensor) < self._rank.mesh.pipeline:
-            found = "the optimizers' steps (how many, or with which lr, weight_decay, ...) were others on"
+            found = "the optimizers' steps (how many, or with which lr, weight_decay, ...) were different on"
             own = self._steps.tensor(self._rank)
             alike = [rank for rank, c in at if c.pipeline == pipeline]
         else:
-            found = "the factors that losses were multiplied by before backward were others on"
+            found = "the factors that losses were multiplied by before backward were different on"
             own, alike = self._scales, [rank for rank, _ in at]
         table = [int(each) for each in world.all_gather(own.view(1))]
         others, like = find_others({rank: table[rank] for rank in alike})

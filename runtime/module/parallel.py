@@ -98,7 +98,7 @@ class Parallel(nn.Module):
             watch_steps(self, marks, steps)
         if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
             watch_divided(self, marks)
-            clip_over_ranks(self, self._norm)
+            clip_over_ranks(self, self._norm.for_torch())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on this replica's batch, of a compiled shape; give what the model returns, with only the loss.
@@ -166,7 +166,7 @@ class Parallel(nn.Module):
         parameter of it with a hook, and where one would be divided otherwise than by those that sum its gradients.
         """
         self._weights.shard(self, optimizer)
-        clip_over_ranks(self, self._norm)
+        clip_over_ranks(self, self._norm.for_torch())
         return optimizer
 
     @property

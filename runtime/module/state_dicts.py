@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +32,38 @@ from autoptd.runtime.weights.slices import (
 Optimizer = torch.optim.Optimizer | None
 
 
+@dataclass(eq=False)
 class StateDicts:
     """The states of a parallel model on this rank, on their way to files and back.
 
     `slices` are the module's parameters and buffers under the user's names.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        connection: Connection,
-        shapes: Sequence[BoundShape],
-        weights: TrainedWeights,
-        runner: StepRunner,
-        steps: StepLog,
-    ) -> None:
-        self._manifest = manifest
-        self._connection = connection
-        self._rank = connection.rank
-        self._shapes = shapes
-        self._weights = weights
-        self._runner = runner
-        self._steps = steps
+    manifest: Manifest
+    connection: Connection
+    shapes: Sequence[BoundShape]
+    weights: TrainedWeights
+    runner: StepRunner
+    steps: StepLog
+
+    def __post_init__(self) -> None:
         self._saving: Saving | None = None
-        self._warns = manifest.mesh.tensor * manifest.mesh.pipeline > 1
+        self._warns = self.manifest.mesh.tensor * self.manifest.mesh.pipeline > 1
         self._buffers = self._read_buffers()
 
     def gather(self, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the whole state on rank 0, {} elsewhere: a collective of all ranks."""
-        with self._connection.position.collective_call("full_state_dict"):
-            return gather_whole(self._manifest, self._rank, slices)
+        with self.connection.position.collective_call("full_state_dict"):
+            return gather_whole(self.manifest, self.connection.rank, slices)
 
     def export(self, slices: Mapping[str, Tensor], folder: str | Path, max_shard_size: int | str) -> None:
         """Write the whole model as transformers does: a collective of all ranks."""
-        with self._connection.position.collective_call("export_pretrained"):
-            write_pretrained(self._manifest, self._rank, slices, folder, max_shard_size)
+        with self.connection.position.collective_call("export_pretrained"):
+            write_pretrained(self.manifest, self.connection.rank, slices, folder, max_shard_size)
 
     def load_whole(self, slices: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Write this rank's slices of a whole `state` into `slices`. ValueError where it does not fit."""
-        manifest = self._manifest
+        manifest = self.manifest
         names = [name for name in manifest.parameters if manifest.is_saved(name)]
         unknown = sorted(set(state) - set(names) - set(manifest.aliases))
         if unknown:
@@ -86,7 +79,7 @@ class StateDicts:
             for name, own in slices.items():
                 if name in whole:
                     parameter = replace(manifest.parameters[name], dtype=own.dtype)
-                    value = take_slice(parameter, whole[name], self._rank)
+                    value = take_slice(parameter, whole[name], self.connection.rank)
                     # A value that was rounded to the whole one's dtype, as full_state_dict does, is no other value.
                     rounded = own.to(whole[name].dtype).to(own.dtype)
                     own.copy_(torch.where(rounded == value, own, value))
@@ -94,7 +87,7 @@ class StateDicts:
 
     def check_proved(self, slices: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Raise ValueError where this rank's `state` has other values of a buffer that was compiled in."""
-        for name in (proved.name for proved in self._manifest.proved):
+        for name in (proved.name for proved in self.manifest.proved):
             if name in slices and name in state:
                 own, given = slices[name], state[name]
                 if own.shape == given.shape and not torch.equal(own, given.to(own)):
@@ -122,7 +115,7 @@ class StateDicts:
     ) -> None:
         """Write a checkpoint; the rest as `Parallel.save_checkpoint`."""
         self.finish()
-        with self._connection.position.collective_call("save_checkpoint"):
+        with self.connection.position.collective_call("save_checkpoint"):
             training = self.training(slices, optimizer, scheduler)
             self._saving = save_step(training, Path(folder), data, keep, asynchronous)
         if not asynchronous:
@@ -132,7 +125,7 @@ class StateDicts:
         """Wait for the save that goes on, if any."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._connection.position.collective_call("finish_checkpoint"):
+            with self.connection.position.collective_call("finish_checkpoint"):
                 saving.finish()
 
     def load(
@@ -145,47 +138,47 @@ class StateDicts:
     ) -> Any:
         """Take a checkpoint over; the rest as `Parallel.load_checkpoint`."""
         self.finish()
-        with self._connection.position.collective_call("load_checkpoint"):
+        with self.connection.position.collective_call("load_checkpoint"):
             given = load_step(self.training(slices, optimizer, scheduler), Path(folder), trust_pickle)
-        self._steps.reset()
+        self.steps.reset()
         self._refresh_constants()
         return given
 
     def training(self, slices: Mapping[str, Tensor], optimizer: Optimizer, scheduler: Schedulers) -> Training:
         """Return what a checkpoint is of: `slices`, and what trains them."""
-        self._weights.adopt_writes()
-        named, shards = name_schedulers(scheduler), self._weights.shards
-        scale = self._runner.loss_scale
-        return Training(self._manifest, self._rank, slices, shards, optimizer, named, scale)
+        self.weights.adopt_writes()
+        named, shards = name_schedulers(scheduler), self.weights.shards
+        scale = self.runner.loss_scale
+        return Training(self.manifest, self.connection.rank, slices, shards, optimizer, named, scale)
 
     def take_over(self) -> None:
         """Bring up to date what depends on parameters and buffers, which have new values that fit together."""
-        self._steps.reset()
-        self._weights.adopt_writes()
+        self.steps.reset()
+        self.weights.adopt_writes()
         self._refresh_constants()
 
     def take_buffers(self) -> None:
         """Compute constants anew where buffers were written or replaced. ValueError where they are compiled in."""
         if self._buffers == self._read_buffers():
             return
-        known, own = self._manifest.parameters, self._weights.watch.buffers()
-        for alias, name in self._manifest.aliases.items():
+        known, own = self.manifest.parameters, self.weights.watch.buffers()
+        for alias, name in self.manifest.aliases.items():
             if own.get(alias) is not own.get(name):
                 raise ValueError(
                     f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
                     "(buffer.copy_), or replace both by one tensor"
                 )
         found = {n: b for n, b in own.items() if n in known and tuple(b.shape) == known[n].shape}
-        check_proved(self._manifest, found)
+        check_proved(self.manifest, found)
         self._refresh_constants()
         self._buffers = self._read_buffers()
 
     def _read_buffers(self) -> list[tuple[int, int]]:
         """Return the identities of the buffers, and the counts of the writes into them."""
-        buffers = self._weights.watch.buffers().values()
+        buffers = self.weights.watch.buffers().values()
         return [(id(b), 0 if b.is_inference() else b._version) for b in buffers]
 
     def _refresh_constants(self) -> None:
-        watch = self._weights.watch
-        for shape in self._shapes:
+        watch = self.weights.watch
+        for shape in self.shapes:
             shape.refresh({**watch.parameters, **watch.buffers()})

@@ -80,7 +80,7 @@ class TrainedWeights:
         """Divide the states and the step of `optimizer`, of parameters of `module`, among the replicas."""
         if self.shards:
             raise ValueError(
-                "an optimizer of this parallel model is sharded already, and it can have one: go on with that "
+                "an optimizer of this parallel model is sharded already, and it can have only one: go on with it "
                 "(optimizer.state.clear() forgets its states), or bind again"
             )
         self.watch.check(module)
@@ -107,8 +107,8 @@ class TrainedWeights:
         for shard in self.shards:
             if shard.is_own_written():
                 raise ValueError(
-                    f"the part of {shard.names[0]}, or of one stepped with it, that a sharded optimizer has was "
-                    "written outside of its step, where no stage sees it: write parallel.parameters() instead"
+                    f"the sharded optimizer's part of {shard.names[0]}, or of a parameter stepped with it, was written "
+                    "outside of its step, where no stage sees it: write parallel.parameters() instead"
                 )
         if self._is_rebound():
             self.adopt_writes()
@@ -165,7 +165,7 @@ class TrainedWeights:
             self._versions = self._read_versions()
             raise ValueError(
                 "a parameter was written right after a sharded optimizer's step, before the other replicas' new "
-                "weights had come, and would lose that: take it anew from parallel.parameters(), which waits for them"
+                "weights arrived, which overwrite it: take it again from parallel.parameters(), which waits for them"
             )
 
     def _is_rebound(self) -> bool:

@@ -129,7 +129,7 @@ class Shard:
         if self.is_own_written():
             raise ValueError(
                 f"{self.names[0]}, or one stepped with it, was written in the model and in the optimizer's parameter "
-                "groups: write one of them, parallel.parameters()"
+                "groups: write only one of them, parallel.parameters()"
             )
         part = self.part(self.flat)
         with torch.no_grad():
@@ -174,7 +174,9 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
-            raise ValueError(f"parameter group {number} is differentiable, which a sharded step is not")
+            raise ValueError(
+                f"parameter group {number} is differentiable, which a sharded step is not: leave it out"
+            )
 
 
 def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

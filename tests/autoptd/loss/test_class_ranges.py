@@ -50,7 +50,7 @@ def test_a_number_outside_is_refused(name: str, number: int) -> None:
     batch[name][1, 3] = number
     with pytest.raises(ValueError, match=rf"argument {name} has {number} at \[1, 3\]") as caught:
         compile_gpt((1, 1, 1)).bind()(**batch)
-    assert f"its largest number outside is {number}: expected are 0 to 39" in str(caught.value)
+    assert f"its largest number outside is {number}: expected numbers from 0 to 39" in str(caught.value)
 
 
 def test_ignored_labels_are_no_rows() -> None:
