@@ -40,7 +40,7 @@ from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
 from autoptd.text.folder import program_hash, save_folder
 from autoptd.text.rank_program import RankProgram
-from autoptd.text.reader import shape_folder, text_filename, trace_program
+from autoptd.text.reader import read_texts, shape_folder, text_filename, trace_texts
 from autoptd.verification.report import Report
 from autoptd.verification.step import verify_program
 from autoptd.weights.sources import check_given, check_parameters, check_values, read_weights
@@ -81,10 +81,7 @@ class CompiledProgram:
     @paused_collector()
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
         """Every pipeline rank's actions, as its text says them."""
-        return tuple(
-            read_program(text, text_filename(self.manifest, rank)).actions
-            for rank, text in enumerate(self.texts)
-        )
+        return tuple(program.actions for program in read_texts(self.texts, self.manifest))
 
     def __str__(self) -> str:
         """What was decided and what it costs."""
@@ -117,8 +114,10 @@ class CompiledProgram:
         uncovered: list[str] = []
         for program in self.shapes:
             with naming_program(program.manifest):
-                traced = trace_program(program.texts, program.manifest, buffers=program.buffers)
-                uncovered += check_program(program.manifest, traced.stages, program.schedule)
+                texts = read_texts(program.texts, program.manifest)
+                traced = trace_texts(texts, program.manifest, program.buffers)
+                schedule = tuple(text.actions for text in texts)
+                uncovered += check_program(program.manifest, traced.stages, schedule)
         self.check_shapes()
         return tuple(uncovered)
 

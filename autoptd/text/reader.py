@@ -27,38 +27,47 @@ def trace_program(
     texts: Sequence[str],
     manifest: Manifest,
     *,
-    filenames: Sequence[str] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> Program:
     """Rebuild the cut program from its `texts`, one per pipeline rank, with values on meta tensors.
 
-    Runs the texts' code. `filenames` are for messages; ``constants(p)`` may read `buffers` besides the manifest's own.
+    Runs the texts' code. ``constants(p)`` may read `buffers` besides the manifest's own.
     A node's ``line`` is its place in the text; ``path`` is empty, ``divided`` and ``partial`` are unknown (None,
     False), as a text does not say them. Raises ValueError, with file and line, for what does not trace, and
     `ProgramError` for a manifest that no text can follow.
     """
+    return trace_texts(read_texts(texts, manifest), manifest, buffers or {})
+
+
+def read_texts(texts: Sequence[str], manifest: Manifest) -> tuple[ProgramText, ...]:
+    """Read the texts of all pipeline ranks, which runs their code."""
+    return tuple(read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts))
+
+
+def trace_texts(
+    programs: Sequence[ProgramText], manifest: Manifest, buffers: Mapping[str, Tensor]
+) -> Program:
+    """Rebuild the cut program from texts that are read; see `trace_program`."""
     check_manifest(manifest)
-    names = filenames or [text_filename(manifest, rank) for rank in range(len(texts))]
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META
     stages: dict[int, Stage] = {}
-    for rank, (text, filename) in enumerate(zip(texts, names, strict=True)):
-        program = read_program(text, filename)
+    for rank, program in enumerate(programs):
         expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
         if list(program.stages) != expected:
             raise ValueError(
-                f"{filename}: has {_list_functions(program.stages)}; pipeline rank {rank} of "
+                f"{program.filename}: has {_list_functions(program.stages)}; pipeline rank {rank} of "
                 f"{manifest.mesh.pipeline} runs {_list_functions(expected)}"
             )
-        stages.update(_trace_rank(text, program, manifest, propagation, buffers or {}))
+        stages.update(_trace_rank(program, manifest, propagation, buffers))
     return Program(
         mesh=manifest.mesh,
         stages=tuple(stages[index] for index in range(len(manifest.stages))),
         inputs=manifest.inputs,
         output=manifest.output,
         aliases=manifest.aliases,
-        log=(f"read {len(texts)} program texts",),
-        buffers=buffers or {},
+        log=(f"read {len(programs)} program texts",),
+        buffers=buffers,
     )
 
 
@@ -93,13 +102,12 @@ def _list_functions(indices: Iterable[int]) -> str:
 
 
 def _trace_rank(
-    text: str,
     program: ProgramText,
     manifest: Manifest,
     propagation: Propagation,
     buffers: Mapping[str, Tensor],
 ) -> Iterator[tuple[int, Stage]]:
-    targets = _find_targets(text)
+    targets = _find_targets(program.text)
     constants = _trace_constants(program, manifest, targets, propagation, buffers)
     for index in program.stages:
         graph = _trace_stage(program, index, manifest, targets, propagation)

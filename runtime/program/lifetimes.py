@@ -1,4 +1,4 @@
-"""When the values of a program's functions end: after their last use, not when the function returns.
+"""Ends the values of a program's functions after their last use, not when the function returns.
 
 A stage's forward computes much that no backward needs, such as a product before its sum over the tensor ranks. Its
 text names every value, and Python would hold them all until the end.
@@ -13,33 +13,34 @@ _SCOPES = (ast.FunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
 
 
 def end_values(tree: ast.Module) -> ast.Module:
-    """Insert ``del`` into the functions of `tree`, in place, and those inside of them; lines stay as they are."""
+    """Insert ``del`` into the functions of `tree`, in place, and into those inside them; lines stay as they are."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.body = list(_with_ends(node.body))
-    return ast.fix_missing_locations(tree)
+    return tree
 
 
 def _with_ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements, each followed by the ``del`` of what is not mentioned after it.
+    """Yield the statements, each followed by the ``del`` of the names that it is the last to mention.
 
-    That is, of what they assign themselves, whatever happens; of what an inner function reads, or a statement deletes,
-    nothing.
+    Only names that these statements assign themselves, in any case, are deleted; none that an inner function reads or a
+    statement deletes.
     """
     assigned: set[str] = set()
     last: dict[str, ast.stmt] = {}
     shared: set[str] = set()
     for statement in body:
         if isinstance(statement, ast.Assign):
-            assigned |= {name for target in statement.targets for name in _names(target, ast.Store)}
-        last |= dict.fromkeys(_names(statement), statement)
+            assigned.update(name for target in statement.targets for name in _names(target, ast.Store))
         for node in ast.walk(statement):
-            if isinstance(node, (*_SCOPES, ast.Delete)):
-                shared |= set(_names(node))
+            if isinstance(node, ast.Name):
+                last[node.id] = statement
+            elif isinstance(node, (*_SCOPES, ast.Delete)):
+                shared.update(_names(node))
             elif isinstance(node, (ast.Global, ast.Nonlocal)):
-                shared |= set(node.names)
+                shared.update(node.names)
             elif isinstance(node, ast.ExceptHandler) and node.name is not None:
-                shared.add(node.name)  # which Python deletes itself
+                shared.add(node.name)  # Python deletes it itself
     ends: dict[ast.stmt, list[str]] = {}
     for name in sorted(assigned - shared):
         ends.setdefault(last[name], []).append(name)
@@ -47,7 +48,7 @@ def _with_ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         yield statement
         if statement in ends and not isinstance(statement, ast.Return):
             targets: list[ast.expr] = [ast.Name(name, ast.Del()) for name in ends[statement]]
-            yield ast.copy_location(ast.Delete(targets), statement)
+            yield ast.fix_missing_locations(ast.copy_location(ast.Delete(targets), statement))
 
 
 def _names(node: ast.AST, use: type[ast.expr_context] = ast.expr_context) -> Iterator[str]:

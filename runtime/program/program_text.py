@@ -1,4 +1,4 @@
-"""A rank program as the runtime takes it: the text, compiled; its stage functions and its schedule."""
+"""A rank program ready to run: its compiled text, its stage functions and its schedule."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _STAGE = re.compile(r"stage_(0|[1-9]\d*)")
 
 @dataclass(frozen=True)
 class ProgramText:
-    """One pipeline rank's program: what the executor runs.
+    """The program of one pipeline rank, read from its `text`.
 
     `stages`: index -> ``stage_<index>(rank, p, *received, *inputs)``. `constants`: ``constants(p)``, which
     makes the tensors that depend on no data, or None. `actions`: its SCHEDULE.
     """
 
+    text: str
     filename: str
     stages: Mapping[int, Callable[..., Any]]
     constants: Callable[..., dict[str, Any]] | None
@@ -42,7 +43,7 @@ class ProgramText:
 def read_program(text: str, filename: str) -> ProgramText:
     """Compile and execute a program `text`; `filename` is what tracebacks show, with the text's own lines.
 
-    This runs the text's code. Raises ValueError with file and line for a text that is no rank program.
+    This runs the text's code. Raises ValueError with file and line if it is no rank program.
     """
     code = _compile(text, filename)
     # An entry without a modification time is kept: the text need not lie on disk.
@@ -64,14 +65,14 @@ def read_program(text: str, filename: str) -> ProgramText:
     if constants is not None and not callable(constants):
         raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
     actions = _read_schedule(text, filename, namespace, stages)
-    return ProgramText(filename, dict(sorted(stages.items())), constants, actions)
+    return ProgramText(text, filename, dict(sorted(stages.items())), constants, actions)
 
 
 def compile_stages(program: ProgramText, backend: str) -> dict[int, Callable[..., Any]]:
-    """The stage functions under ``torch.compile``, by index.
+    """Return the stage functions under ``torch.compile``, by index.
 
-    Their text becomes a module with a name of its own: where a collective ends one compiled graph and the next
-    begins, torch looks up what the text has imported by its module's name.
+    Their text becomes a module with a name of its own: where a collective ends one compiled graph and the next begins,
+    torch looks up the text's imports by the name of its module.
     """
     module = ModuleType(f"autoptd_program_{next(_numbers)}")
     sys.modules[module.__name__] = module
@@ -84,7 +85,7 @@ def compile_stages(program: ProgramText, backend: str) -> dict[int, Callable[...
 
 
 def line_of(error: BaseException, filename: str) -> int:
-    """The line of `filename` on which `error` came up: its innermost frame there, 0 where there is none."""
+    """Return the line of `filename` that raised `error`, in its innermost frame there; 0 if it has none."""
     line = 0
     frame = error.__traceback__
     while frame is not None:
