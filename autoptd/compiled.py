@@ -18,7 +18,7 @@ from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
 from autoptd.options import Options, check_backend, check_known, check_seed
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.program import Stage, SymbolicShapes
 from autoptd.reports.explanation import Explanation, explain_program
 from autoptd.reports.overview import Overview
 from autoptd.reports.page import write_page
@@ -64,7 +64,7 @@ class CompiledProgram:
     title: str = ""
     model: nn.Module | None = field(default=None, repr=False)
     loss_fn: Callable[..., Tensor] | None = field(default=None, repr=False)
-    letters: Mapping[str, int] = field(default_factory=dict, repr=False)
+    symbols: SymbolicShapes | None = field(default=None, compare=False, repr=False)
     options: Options | None = field(default=None, repr=False)
     further: tuple[CompiledProgram, ...] = field(default=(), repr=False)
 
@@ -95,8 +95,8 @@ class CompiledProgram:
 
     @cached_property
     def cost(self) -> Cost:
-        """What a step computes, moves, communicates and holds, as sympy expressions in the field's letters."""
-        return Cost(self.stages, self.manifest, self.letters)
+        """The work, traffic and memory of a step as sympy expressions in the symbols of the field."""
+        return Cost(self.stages, self.manifest, self.symbols)
 
     def rank(self, rank: int) -> RankProgram:
         """The program of one global rank. ValueError outside the mesh."""

@@ -312,7 +312,7 @@ def _emit(
         title,
         model,
         loss_fn,
-        program.letters,
+        program.symbols,
         options,
     )
     uncovered = result.check()

@@ -7,6 +7,7 @@ with the plain model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from autoptd.loss.labels import (
 )
 from autoptd.passes.cost import product_work
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import aten_name, walk
 from autoptd.passes.ir.program import Program
-from autoptd.passes.tensor_parallel.symbols import letter
+from autoptd.passes.tensor_parallel.symbols import symbol
 
 SOFTMAX = frozenset(["softmax", "log_softmax"])
 
@@ -53,33 +53,40 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
 
 def is_sum(program: Program) -> bool:
     """Return whether the loss is known to grow with the microbatch: it sums over it, and nothing may divide the sum."""
-    (stage,) = program.stages
+    (stage,), symbols = program.stages, program.symbols
     trained = find_trained(stage)
+    assert symbols is not None
+
+    @cache
+    def has_batch(node: fx.Node) -> bool:
+        """Return whether a dimension of the value, or of the first of several, is made of the batch."""
+        sizes = symbols.shape(node)
+        sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
+        return any(symbol("b") in getattr(size, "free_symbols", ()) for size in sizes)
 
     def parts(node: fx.Node) -> list[fx.Node]:
         """Return the arguments that `node` grows with."""
         if read_loss(node) or node.target in product_work.FORWARDS or aten_name(node.target) in SOFTMAX:
             return []
         # An argument without a batch dimension is the same for every sample.
-        return [x for x in node.all_input_nodes if x in trained and _has_batch(x) >= _has_batch(node)]
+        return [x for x in node.all_input_nodes if x in trained and has_batch(x) >= has_batch(node)]
+
+    def grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
+        """Return whether `node` has every sample of its `sources`, or their sum."""
+        if not sources:
+            loss = read_loss(node)
+            return has_batch(node) or (loss is not None and not loss.mean)
+        return aten_name(node.target) == "sum" or has_batch(node) or not any(map(has_batch, sources))
 
     grown = {node: parts(node) for node in walk([find_loss(program)], parts)}
     read = [loss.target for node in grown if (loss := read_loss(node))]
     values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
     sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {0, 1}
-    batch = program.letters.get("b", 1)
+    batch = symbols.values.get(symbol("b"), 1)
     return all(
-        _grows(node, sources) and not _may_divide(node, sources, batch, sizes)
+        grows(node, sources) and not _may_divide(node, sources, batch, sizes)
         for node, sources in grown.items()
     )
-
-
-def _grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
-    """Return whether `node` has every sample of its `sources`, or their sum."""
-    if not sources:
-        loss = read_loss(node)
-        return _has_batch(node) or (loss is not None and not loss.mean)
-    return aten_name(node.target) == "sum" or _has_batch(node) or not any(map(_has_batch, sources))
 
 
 def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: set[int]) -> bool:
@@ -100,10 +107,3 @@ def _may_count(number: float, sizes: Collection[int]) -> bool:
     """Return whether a number in the code is a multiple of one of `sizes`, so that it may be computed from it."""
     number = abs(number)
     return any(min(left := number % size, size - left) < 1e-9 * number for size in sizes)
-
-
-def _has_batch(node: fx.Node) -> bool:
-    """Return whether a dimension of the value, or of the first of several, is made of the batch."""
-    sizes = info(node).sizes or ()
-    sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
-    return any(letter("b") in getattr(size, "free_symbols", ()) for size in sizes)

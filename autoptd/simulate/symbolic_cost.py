@@ -1,4 +1,4 @@
-"""What a step costs, in the letters of the field: ``program.cost``."""
+"""The cost of a step as formulas in the symbols of the field: ``program.cost``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -15,13 +15,13 @@ import sympy
 from torch import fx
 
 from autoptd.options import check_counts
-from autoptd.passes.cost.quantities import Number, local_sizes
+from autoptd.passes.cost.quantities import Number, Sizes, local_sizes
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.program import Stage, recomputed_groups
-from autoptd.passes.tensor_parallel.symbols import letter
+from autoptd.passes.ir.program import Stage, SymbolicShapes, recomputed_groups
+from autoptd.passes.tensor_parallel.symbols import symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest
 
@@ -30,7 +30,7 @@ Label = tuple[int, int] | None  # which stack of layers, and which layer of it
 
 @dataclass(frozen=True)
 class Amounts:
-    """What one tensor rank computes, moves and holds for one microbatch; each an expression in letters.
+    """The work, traffic and memory of one tensor rank for one microbatch, each a sympy expression.
 
     `forward`, `backward` and `recomputed` are FLOPs of products, the accounting of SC21 (its appendix): causal
     attention in full, and of a fused attention's backward the scores that it computes again left out; they are in
@@ -58,37 +58,33 @@ class Amounts:
 class Cost:
     """The costs of a program as sympy expressions, summed per layer, stage and model.
 
-    `values` has the size of every letter in this program: the axes' (see `symbols`), l layers, t tensor and
-    d data ranks, m microbatches. `layers` has a layer of each stack of like ones, `stages` a row for each stage.
-    What an operator does is decided at this program's sizes: what broadcasts over one sequence, say, is its own sum
-    over several. A program that was loaded knows no letters of axes: there are numbers instead.
+    `values` has the size of every symbol in this program: the axes' (see `passes/tensor_parallel/symbols.py`), l
+    layers, t tensor and d data ranks, m microbatches. `layers` has one layer of each stack of equal ones, `stages` a
+    row for each stage. The operators are those of this program's sizes: one that broadcasts over a single sequence, for
+    example, keeps its formula for several. A loaded program knows no symbols of axes and has numbers instead.
     """
 
-    def __init__(self, stages: Sequence[Stage], manifest: Manifest, letters: Mapping[str, int]) -> None:
-        self.manifest = manifest
-        self.values = {letter(name): size for name, size in letters.items()}
+    def __init__(self, stages: Sequence[Stage], manifest: Manifest, symbols: SymbolicShapes | None) -> None:
+        self.manifest, self._symbols = manifest, symbols
         mesh = manifest.mesh
         own = {"t": mesh.tensor, "d": mesh.data, "m": manifest.num_microbatches}
-        self._lettered = bool(
-            letters
-        )  # else the sizes of one rank are numbers, which no other t would divide
-        self.values |= {letter(name): size for name, size in own.items()}
+        self.values = dict(symbols.values if symbols else {}) | {symbol(name): n for name, n in own.items()}
         works: dict[Hashable, tuple[Line, ...]] = {}
-        self._bills = [_Bill(stage, manifest, works) for stage in stages]
+        self._bills = [_Bill(stage, manifest, works, symbols) for stage in stages]
         self.stages = tuple(_total([bill.lines]) for bill in self._bills)
         self.layers: dict[sympy.Symbol, Amounts] = {}
         self._functions: dict[sympy.Expr, tuple[Callable[..., int], ...]] = {}
         self._find_layers()
 
     def _find_layers(self) -> None:
-        """A layer of each stack."""
+        """Set `layers`, one of each stack."""
         lines: dict[Label, Counter[Line]] = {}
         for bill in self._bills:
             for label, counted in bill.by_layer.items():
                 lines.setdefault(label, Counter()).update(counted)
         for stack in sorted({label[0] for label in lines if label is not None}):
             own = [counted for label, counted in lines.items() if label is not None and label[0] == stack]
-            name = letter(f"l{stack + 1}" if stack else "l")
+            name = symbol(f"l{stack + 1}" if stack else "l")
             self.values[name] = len(own)
             once = {frozenset(counted.items()): counted for counted in own}
             known = {key: _total([counted]) for key, counted in once.items()}
@@ -99,14 +95,14 @@ class Cost:
             )
 
     def _over_layers(self, total: Number, name: str) -> sympy.Expr:
-        """A sum over the whole model, as many layers as there may be."""
-        for symbol, layer in self.layers.items():
-            total += (symbol - self.values[symbol]) * getattr(layer, name)
+        """Return a sum over the whole model with the number of layers as a symbol."""
+        for count, layer in self.layers.items():
+            total += (count - self.values[count]) * getattr(layer, name)
         return sympy.expand(total)
 
     @cached_property
     def model(self) -> Amounts:
-        """The sum over all stages."""
+        """Sum over all stages."""
         whole = _total([bill.lines for bill in self._bills])
         return Amounts(**{f.name: self._over_layers(getattr(whole, f.name), f.name) for f in fields(whole)})
 
@@ -118,12 +114,12 @@ class Cost:
             for name, found in bill.parameters.items():
                 whole.setdefault(name, found)
         total = sympy.Add(*(size for _, size in whole.values()))
-        for stack, symbol in enumerate(self.layers):
+        for stack, count in enumerate(self.layers):
             sums: dict[Label, Number] = {}
             for label, size in whole.values():
                 if label is not None and label[0] == stack:
                     sums[label] = sums.get(label, 0) + size
-            total += (symbol - self.values[symbol]) * _typical(list(sums.values()))
+            total += (count - self.values[count]) * _typical(list(sums.values()))
         return sympy.expand(total)
 
     @cached_property
@@ -140,21 +136,21 @@ class Cost:
         }
 
     def _everywhere(self, amount: Number) -> Number:
-        size = self.manifest.mesh.tensor
-        tensor = letter("t") if self._lettered and size > 1 else size
-        return amount * tensor * letter("m") * letter("d")
+        size = self.manifest.mesh.tensor  # of a loaded program, whose sizes no other t would divide
+        tensor = symbol("t") if self._symbols and size > 1 else size
+        return amount * tensor * symbol("m") * symbol("d")
 
     def evaluate(self, expression: sympy.Expr, **sizes: int) -> int | float:
-        """The expression in numbers: the program's own sizes, but for those given by their letter.
+        """Evaluate an expression at the program's own sizes, or at `sizes` given by their symbols.
 
-        Raises ValueError for a letter that the program does not have, and for what is no positive integer.
+        Raises ValueError for a symbol that the program does not have, and for a size that is no positive integer.
         """
         for name in sizes:
-            if letter(name) not in self.values:
+            if symbol(name) not in self.values:
                 known = ", ".join(sorted(map(str, self.values)))
-                raise ValueError(f"{name!r} is no letter of this program's cost; it has {known}")
+                raise ValueError(f"{name!r} is no symbol of this program's cost: expected one of {known}")
         check_counts(**sizes)
-        values = {**self.values, **{letter(name): size for name, size in sizes.items()}}
+        values = {**self.values, **{symbol(name): size for name, size in sizes.items()}}
         if expression not in self._functions:
             halves = sympy.fraction(sympy.together(expression))  # whole numbers: nothing is rounded
             self._functions[expression] = tuple(sympy.lambdify(tuple(self.values), half) for half in halves)
@@ -177,10 +173,17 @@ Line = tuple[str, Any]  # the name of an amount, and its expression
 class _Bill:
     """The costs of one stage, line by line: a `Counter` of (name of an amount, expression)."""
 
-    def __init__(self, stage: Stage, manifest: Manifest, works: dict[Hashable, tuple[Line, ...]]) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        manifest: Manifest,
+        works: dict[Hashable, tuple[Line, ...]],
+        symbols: SymbolicShapes | None,
+    ) -> None:
         self.by_layer: dict[Label, Counter[Line]] = {}
         self.parameters: dict[str, tuple[Label, Number]] = {}
-        self._works = works  # those of calls that are alike, in all stages
+        self._works = works  # of equal calls in all stages
+        self._sizes = cache(symbols.shape if symbols else local_sizes)
         ledger = Ledger(stage, manifest.mesh)
         groups = recomputed_groups(stage.graph)
         repeated = {node for group in groups for node in ledger.repeated(group)}
@@ -196,16 +199,15 @@ class _Bill:
                         self._count(info(call).layer, [(name, share)])
             elif node.op == "get_attr" and stage.parameters[str(node.target)].kind == "parameter":
                 name, label = str(node.target), info(node).layer
-                self.parameters[name] = (
-                    label,
-                    prod(info(node).whole_sizes or stage.parameters[name].shape),
-                )
-                self._count(label, [("parameters", prod(named_sizes(node)))])
+                shape = stage.parameters[name].shape
+                whole = symbols.whole_shape(node, shape) if symbols else shape
+                self.parameters[name] = label, prod(whole)
+                self._count(label, [("parameters", prod(self._sizes(node)))])
         for name, parameter in stage.parameters.items():
             if parameter.kind == "parameter" and name not in self.parameters:  # no operator reads it
                 self.parameters[name] = None, prod(parameter.shape)
                 self._count(None, [("parameters", prod(parameter.shape))])
-        for node, size in ledger.itemize(groups, named_sizes):
+        for node, size in ledger.itemize(groups, self._sizes):
             self._count(info(node).layer, [("saved", size)])
 
     @property
@@ -217,43 +219,37 @@ class _Bill:
         counter.update(line for line in lines if line[1] != 0)
 
     def _list_work(self, node: fx.Node, trained: set[fx.Node], repeated: bool) -> tuple[Line, ...]:
-        """Alike for all calls that are alike."""
+        """Return the lines of a call, once for all equal calls."""
         sources = tuple(
-            (named_sizes(s), str(s.meta["val"]), s.op, s in trained)
+            (self._sizes(s), str(s.meta["val"]), s.op, s in trained)
             for s in node.all_input_nodes
             if info(s).role != "rank"
         )
         given = tuple(_pattern(value) for value in (*node.args, *node.kwargs.values()))
         readers = sum(user.op == "output" or user in trained for user in node.users)
-        key = node.target, named_sizes(node), sources, given, readers, node in trained, repeated
+        key = node.target, self._sizes(node), sources, given, readers, node in trained, repeated
         if key not in self._works:
-            self._works[key] = tuple(_list_lines(node, trained, repeated))
+            self._works[key] = tuple(_list_lines(node, trained, repeated, self._sizes))
         return self._works[key]
 
 
-def named_sizes(node: fx.Node) -> Any:
-    """A value's shape in letters, or in numbers where it has none."""
-    sizes = info(node).sizes
-    return local_sizes(node) if sizes is None or None in sizes else sizes
-
-
 def _pattern(value: Any) -> Any:
-    """What of an argument its work may depend on; numbers of dropouts differ from layer to layer."""
+    """Return the part of an argument that work may depend on; the numbers of dropouts differ from layer to layer."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_pattern, value))
     return value if isinstance(value, (str, float, bool)) else type(value).__name__
 
 
-def _list_lines(node: fx.Node, trained: set[fx.Node], repeated: bool) -> Iterator[Line]:
-    forward = forward_work(node, named_sizes)
+def _list_lines(node: fx.Node, trained: set[fx.Node], repeated: bool, sizes: Sizes) -> Iterator[Line]:
+    forward = forward_work(node, sizes)
     yield from _list_work_lines(forward, "forward")
-    yield from _list_work_lines(backward_work(node, trained, named_sizes), "backward")
+    yield from _list_work_lines(backward_work(node, trained, sizes), "backward")
     if repeated:
         yield from _list_work_lines(forward, "recomputed")
 
 
 def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:
-    t = letter("t")
+    t = symbol("t")
     yield direction, sum((p.flops for p in work.products if not p.repeated), sympy.Integer(0))
     yield "scores_again", sum((p.flops for p in work.products if p.repeated), sympy.Integer(0))
     yield "elementwise", work.elementwise
@@ -262,7 +258,7 @@ def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:
 
 
 def _typical(amounts: Sequence[Number]) -> Number:
-    """What most layers have; their mean where no kind is the most, be it that they are cut at different places."""
+    """Return the amount of most layers, or their mean if no amount has the majority, as layers may be cut apart."""
     common, times = max(Counter(amounts).items(), key=operator.itemgetter(1), default=(0, 0))
     return common if times * 2 > len(amounts) else sympy.expand(sympy.Add(*amounts) / len(amounts))
 
@@ -291,7 +287,7 @@ ROWS = {
 
 
 def _write_table(cost: Cost) -> Iterator[str]:
-    sizes = ", ".join(f"{symbol} {size:,}" for symbol, size in sorted(cost.values.items(), key=str))
+    sizes = ", ".join(f"{name} {size:,}" for name, size in sorted(cost.values.items(), key=str))
     yield f"sizes: {sizes}"
     yield f"parameters of the model: {_write(cost, cost.parameters)}"
     yield f"FLOPs of a step, products on all ranks: {_write(cost, cost.flops)}"
@@ -300,7 +296,7 @@ def _write_table(cost: Cost) -> Iterator[str]:
     yield ""
     yield "of one tensor rank and one microbatch:"
     columns = {
-        **{f"one of {symbol} layers": layer for symbol, layer in cost.layers.items()},
+        **{f"one of {count} layers": layer for count, layer in cost.layers.items()},
         "model": cost.model,
     }
     width = max(map(len, ROWS.values()))

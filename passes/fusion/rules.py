@@ -14,7 +14,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoptd.passes.cost.product_work import find_factors
@@ -111,9 +110,8 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
     made = _write(graph, match.call, first, propagation)
     values = [made]
     if len(match.results) > 1:
-        several = tuple(info(old).sizes for old in match.results)
         name = f"{_name(match.results[-1])}_pair"
-        change_info(made, name=name, divided=(None,) * len(match.results), sizes=several)
+        change_info(made, name=name, divided=(None,) * len(match.results))
         with graph.inserting_before(first):
             values = [graph.call_function(operator.getitem, (made, i)) for i in range(len(match.results))]
     for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
@@ -140,16 +138,8 @@ def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation
             place.prepend(node)
     with graph.inserting_before(place):
         made = graph.call_function(call.target, args, dict(call.kwargs))
-    val = propagation.run(made)
-    alike_made = (n for n in (call.like, *made.all_input_nodes) if _is_shaped(n, val))
-    sizes = next((info(n).sizes for n in alike_made), None)
-    describe(made, val, info(call.like), name=_name(call.like), value=None, sizes=sizes)
+    describe(made, propagation.run(made), info(call.like), name=_name(call.like), value=None)
     return made
-
-
-def _is_shaped(node: fx.Node, value: Any) -> bool:
-    own = node.meta.get("val")
-    return isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape
 
 
 def _name(node: fx.Node) -> str:

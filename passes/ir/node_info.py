@@ -21,8 +21,6 @@ class NodeInfo:
     - `requires_grad` of a boundary: whether a gradient goes back; None where its dtype decides.
     - `divided`: the dimension divided over the tensor ranks, or None; of several results a tuple of these. `partial`:
       each rank has a term of a sum. `partial_gradient`: each rank has a term of the value's gradient.
-    - `sizes`: the shape of ``val`` in letters (see `symbols`), as sympy expressions, where they are known; of a
-      parameter `whole_sizes` that of all ranks.
     - `layer`: the stack of layers that the call belongs to, and the number of the layer in it.
     - `recompute`: the label of the group that the backward computes again; None where the result is kept.
     - `region`: the graph of a higher-order operator, in a captured graph only.
@@ -38,8 +36,6 @@ class NodeInfo:
     divided: Any = None
     partial: bool = False
     partial_gradient: bool = False
-    sizes: Any = None
-    whole_sizes: Any = None
     layer: tuple[int, int] | None = None
     recompute: str | None = None
     region: fx.Graph | None = None

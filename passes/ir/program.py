@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -30,15 +31,29 @@ class Stage:
     constants: fx.Graph
 
 
+class SymbolicShapes(Protocol):
+    """The shapes of a program's values as sympy expressions (see `passes/tensor_parallel/symbols.py`)."""
+
+    @property
+    def values(self) -> Mapping[Any, int]:
+        """The size of each symbol."""
+
+    def shape(self, node: fx.Node) -> Any:
+        """Return one rank's shape of a value, or a tuple of shapes for several results."""
+
+    def whole_shape(self, node: fx.Node, shape: Sequence[int]) -> tuple[Any, ...]:
+        """Return the whole `shape` of the parameter that a ``get_attr`` node reads."""
+
+
 @dataclass(frozen=True)
 class Program:
     """The model on its way through the compiler: frozen, each pass makes the next one.
 
     `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
-    holds for these values only. `letters`: the sizes of the model's axes. `uninitialized` says why no one knows how
-    the weights begin, where they have none. `autocast`: what was on around `compile`. `model_flops` as
-    in the manifest. `fixed` are the arguments of a call that are no tensors.
+    holds for these values only. `symbols` name the model's dimensions. `uninitialized` says why no one knows how the
+    weights begin, where they have none. `autocast`: what was on around `compile`. `model_flops` as in the manifest.
+    `fixed` are the arguments of a call that are no tensors.
     """
 
     mesh: Mesh
@@ -50,7 +65,7 @@ class Program:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     proved: frozenset[str] = frozenset()
     uninitialized: str = ""
-    letters: Mapping[str, int] = field(default_factory=dict, repr=False)
+    symbols: SymbolicShapes | None = field(default=None, compare=False, repr=False)
     model_flops: int = 0
     autocast: Autocast | None = None
     fixed: tuple[Fixed, ...] = ()

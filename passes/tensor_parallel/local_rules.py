@@ -200,11 +200,10 @@ def _lower_severed(low: Lowering, node: fx.Node) -> fx.Node:
                 node,
                 name=f"{tensor.name}_repeated",
             )
-            whole = _with_heads(low, node, tensor, dim)
-            change_info(value, sizes=low.letters.shape(whole, {}, value.meta["val"].shape))
+            low.named[value.name] = (_with_heads(low, node, tensor, dim),)
         own[tensor] = low.add(collectives.take_own, (low.rank, value, dim), node, name=f"{tensor.name}_own")
         change_info(own[tensor], divided=dim)
-        low.write_sizes(own[tensor], (_with_heads(low, node, tensor, dim),))
+        low.named[own[tensor].name] = (_with_heads(low, node, tensor, dim),)
     args = fx.node.map_arg(node.args, lambda n: own.get(n) or low.whole(n))
     kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
     return low.copy(node, args=args, kwargs=fx.node.map_arg(kwargs, low.whole))

@@ -18,7 +18,6 @@ from autoptd.passes.tensor_parallel import axes as ax
 from autoptd.passes.tensor_parallel.axes import Axes, Axis
 from autoptd.passes.tensor_parallel.axis_map import AxisMap
 from autoptd.passes.tensor_parallel.choice import divided_leaf
-from autoptd.passes.tensor_parallel.symbols import Letters
 from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import Parameter, Placement, Segment
 
@@ -32,14 +31,12 @@ class Lowering:
         self,
         program: Program,
         axis_map: AxisMap,
-        letters: Letters,
         divided: dict[Axis, int],
         batch: set[Axis],
     ) -> None:
         (stage,) = program.stages
         self.old = stage.graph
         self.axis_map = axis_map
-        self.letters = letters
         self.divided = divided
         self.batch = batch
         self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
@@ -50,6 +47,7 @@ class Lowering:
         self.parameters: dict[str, Parameter] = dict(stage.parameters)
         self.propagation = Propagation(program.mesh)
         self.extents: dict[Axis, int] = {}
+        self.named: dict[str, tuple[Axes, ...]] = {}  # the axes of each new node's results
         self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
 
     def run(self, lower: Callable[[Lowering, fx.Node], fx.Node]) -> fx.Graph:
@@ -64,9 +62,6 @@ class Lowering:
                 self.values[node] = lower(self, node)
             else:
                 self.values[node] = self.copy(node)
-            if node.op == "get_attr":
-                whole = self.letters.shape(self.axis_map.of(node), {}, node.meta["val"].shape)
-                change_info(self.values[node], whole_sizes=whole)
         return self.graph
 
     # Values
@@ -99,11 +94,10 @@ class Lowering:
             kwargs = fx.node.map_arg(node.kwargs, self.whole)
         new = self.graph.create_node(node.op, target or node.target, args, kwargs or {}, name=node.name)
         new.meta = dict(node.meta)
-        axes = self.axis_map.all_of(node)
+        axes = self.named[new.name] = self.axis_map.all_of(node)
         changed = self.tensor > 1 and (not plain or any(divided_leaf(a, self.divided) for a in axes))
         if not changed:
             change_info(new, divided=None, partial=False)
-            self.write_sizes(new, axes)
         elif node.op == "call_function":
             new.meta["val"] = self.propagation.run(new)
             self._mark(new, node, axes)
@@ -118,10 +112,7 @@ class Lowering:
         """A further node, placed in the user's model where `like` is."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, self.propagation.run(new), info(like).place, partial=partial)
-        if like in self.axis_map.axes:
-            self.write_sizes(new, self.axis_map.all_of(like))
-        else:
-            change_info(new, sizes=info(like).sizes)
+        self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
         return new
 
     def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
@@ -131,17 +122,6 @@ class Lowering:
         )
         several = isinstance(node.meta.get("val"), (tuple, list))
         change_info(new, divided=dims if several else dims[0], partial=False)
-        self.write_sizes(new, axes)
-
-    def write_sizes(self, new: fx.Node, axes: tuple[Axes, ...]) -> None:
-        """Say in letters what shape of its `axes`, one for each result, one rank holds."""
-        value = new.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            change_info(new, sizes=self.letters.shape(axes[0], self.divided, value.shape))
-        elif value is not None:
-            pairs = zip(axes, value, strict=True)
-            sizes = tuple(self.letters.shape(a, self.divided, v.shape) for a, v in pairs)
-            change_info(new, sizes=sizes)
 
     def _empty(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]

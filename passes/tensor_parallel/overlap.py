@@ -137,7 +137,6 @@ class _Rewriting:
             info(first),
             name=f"{first.name}_together",
             divided=tuple(info(reader.node).divided for reader in readers),
-            sizes=tuple(info(reader.node).sizes for reader in readers),
         )
         together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, about)
         parts = [

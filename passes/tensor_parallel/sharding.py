@@ -25,7 +25,7 @@ from autoptd.passes.tensor_parallel.contraction_rules import ATTENTION, OF_ACTIV
 from autoptd.passes.tensor_parallel.gradient_copies import place_copies
 from autoptd.passes.tensor_parallel.local_rules import lower_operator
 from autoptd.passes.tensor_parallel.localize import Lowering
-from autoptd.passes.tensor_parallel.symbols import Letters
+from autoptd.passes.tensor_parallel.symbols import name_dimensions
 from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Input
 
@@ -47,8 +47,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     inputs, batch = find_batch(program.inputs, axis_map)
     divided, notes = choose_axes(stage.graph, axis_map)
     program = replace(program, inputs=inputs)
-    letters = Letters(program, axis_map)
-    lowering = Lowering(program, axis_map, letters, divided, batch)
+    lowering = Lowering(program, axis_map, divided, batch)
     graph = lowering.run(lower_operator)
     parameters, copies = place_copies(graph, lowering.parameters, program.mesh.pipeline)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
@@ -61,8 +60,8 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
             f"; no rule divides {', '.join(sorted(axis_map.repeated))}: every tensor rank does them whole"
         )
     whole = replace(stage, graph=graph, parameters=parameters)
-    values = {str(symbol): size for symbol, size in letters.values.items()}
-    return replace(program, stages=(whole,), letters=values, log=(*program.log, entry, *notes))
+    symbols = name_dimensions(program, axis_map, divided, lowering.named)
+    return replace(program, stages=(whole,), symbols=symbols, log=(*program.log, entry, *notes))
 
 
 def _check_used(rules: Mapping[str, Rule], operators: set[str]) -> None:

@@ -1,15 +1,17 @@
-"""The axes of a model in the field's letters, by what they do and never by their size.
+"""The symbols of a model's dimensions, found by the roles of its axes and never by their sizes.
 
 b sequences of s tokens; V the vocabulary, which the embedding contracts, and h its width; a heads of size h/a, g of
 keys and values; f the width between two products with weights. Layers have axes of their own: the same role in the
-same size is the same letter, another size has a number behind it ("f2"). What packs tensors into one (the 3 of
+same size is the same symbol, another size has a number behind it ("f2"). The number of tensors packed into one (3 for
 queries, keys and values) is a number. Of a divided axis, one of t tensor ranks has one t-th.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from operator import getitem
 from typing import Any
 
 import sympy
@@ -26,85 +28,148 @@ from autoptd.passes.tensor_parallel.axis_map import AxisMap
 PACKED = (
     "takes it apart",
     "selects from it",
-)  # why an index of equal blocks may not be divided (`shape_rules`)
+)  # reasons not to divide an index of equal blocks (`shape_rules`)
 EMBEDDING, LOSS, ATTENTION = "aten.embedding", "aten.cross_entropy_loss", "aten.scaled_dot_product_attention"
 PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.einsum")
 
 
 @cache
-def letter(name: str) -> sympy.Symbol:
-    """The symbol of a letter: a positive whole number."""
+def symbol(name: str) -> sympy.Symbol:
+    """Return the symbol of a dimension, a positive whole number."""
     return sympy.Symbol(name, positive=True, integer=True)
 
 
-class Letters:
-    """Every leaf of an analysed one-stage program as an expression; `values` are the sizes of the letters."""
+@dataclass(frozen=True)
+class DimensionSymbols:
+    """The dimensions of a divided program's values as expressions, read when they are asked for.
 
-    def __init__(self, program: Program, axis_map: AxisMap) -> None:
-        self.values: dict[sympy.Symbol, int] = {letter("t"): program.mesh.tensor}
-        self._program, self._axis_map = program, axis_map
+    `values` are the sizes of the symbols, `sizes` the expressions of the leaves that have one, `divided` the padding of
+    each divided leaf. `axes` has the axes of each result of a value, by the name that it keeps in the finished program.
+    """
+
+    values: dict[sympy.Symbol, int]
+    divided: Mapping[Axis, int] = field(default_factory=dict)
+    axes: Mapping[str, tuple[Axes, ...]] = field(default_factory=dict)
+    sizes: dict[Axis, sympy.Expr] = field(default_factory=dict)
+    _evaluated: dict[sympy.Expr, int] = field(default_factory=dict)
+
+    def shape(self, node: fx.Node) -> Any:
+        """Return one rank's shape of a value, or a tuple of shapes for several results; numbers where no axis is known.
+
+        A kernel has the axes of the values that it replaces: its own name, or a neighbour of the same shape, has them.
+        """
+        value, near = node.meta["val"], (*node.all_input_nodes, *node.users)
+        if isinstance(value, torch.Tensor):
+            return self._find(value, (node, *near))
+        axes = self.axes.get(_name(node), ())
+        if len(axes) == len(value):
+            return tuple(self._express(own, v.shape) for own, v in zip(axes, value, strict=True))
+        parts = {user.args[1]: user for user in node.users if user.target is getitem}
+        return tuple(self._find(v, (parts.get(i, node), *near)) for i, v in enumerate(value))
+
+    def _find(self, value: torch.Tensor, candidates: Iterable[fx.Node]) -> tuple[Any, ...]:
+        """Return the shape of `value` by the axes of the first candidate that has its shape."""
+        for like in candidates:
+            own, axes = like.meta.get("val"), self.axes.get(_name(like), ())
+            if (
+                isinstance(own, torch.Tensor)
+                and own.shape == value.shape
+                and [*map(len, axes)] == [own.dim()]
+            ):
+                return self._express(axes[0], value.shape)
+        return tuple(value.shape)
+
+    def whole_shape(self, node: fx.Node, shape: Sequence[int]) -> tuple[sympy.Expr, ...]:
+        """Return the `shape` of the parameter that a ``get_attr`` node reads, on all tensor ranks together."""
+        (axes,) = self.axes.get(_name(node)) or ((),)
+        return self._express(axes, shape, divided={}) if len(axes) == len(shape) else tuple(shape)
+
+    def _express(
+        self, axes: Axes, shape: Sequence[int], divided: Mapping[Axis, int] | None = None
+    ) -> tuple[sympy.Expr, ...]:
+        """Return a `shape` of `axes` as expressions; a dimension of another size is a number."""
+        tried = (self.divided, {}) if divided is None else (divided,)
+
+        def express(axis: Axis, size: int) -> sympy.Expr:
+            found = (self.local(axis, own) for own in tried)
+            return next((e for e in found if self._evaluate(e) == size), sympy.Integer(size))
+
+        return tuple(express(axis, size) for axis, size in zip(axes, shape, strict=True))
+
+    def _evaluate(self, expression: sympy.Expr) -> int:
+        if expression not in self._evaluated:
+            self._evaluated[expression] = expression.subs(self.values)
+        return self._evaluated[expression]
+
+    def local(self, axis: Axis, divided: Mapping[Axis, int]) -> sympy.Expr:
+        """Return one rank's size of an axis."""
+        axis = ax.find(axis)
+        if axis.kind == "leaf":
+            size = self.sizes.get(axis, sympy.Integer(axis.size))
+            return (size + divided[axis]) / symbol("t") if axis in divided else size
+        parts = [self.local(part, divided) for part in axis.parts]
+        return sympy.Mul(*parts) if axis.kind == "product" else sympy.Add(*parts)
+
+
+def _name(node: fx.Node) -> str:
+    return info(node).name or node.name
+
+
+def name_dimensions(
+    program: Program, axis_map: AxisMap, divided: Mapping[Axis, int], axes: Mapping[str, tuple[Axes, ...]]
+) -> DimensionSymbols:
+    """Name the axes of an analysed one-stage program; `divided` and `axes` as `DimensionSymbols` has them."""
+    symbols = DimensionSymbols({symbol("t"): program.mesh.tensor}, divided, axes)
+    _Roles(program, axis_map, symbols)
+    return symbols
+
+
+class _Roles:
+    """Names the axes of a program in `symbols`, role by role."""
+
+    def __init__(self, program: Program, axis_map: AxisMap, symbols: DimensionSymbols) -> None:
+        self._program, self._axis_map, self._symbols = program, axis_map, symbols
         self._graph = program.stages[0].graph
-        self._leaves: dict[Axis, sympy.Expr] = {}
-        self._sizes: dict[sympy.Expr, int] = {}
         self._name_inputs()
         self._name_tables()
         self._name_attention()
         self._name_widths()
 
-    def shape(self, axes: Axes, divided: Mapping[Axis, int], shape: Sequence[int]) -> tuple[sympy.Expr, ...]:
-        """One rank's `shape` in letters; `divided` has the padding of each divided leaf."""
-        sizes = (self._local(axis, divided) for axis in axes)
-        return tuple(
-            expression if self._evaluate(expression) == size else sympy.Integer(size)
-            for expression, size in zip(sizes, shape, strict=True)
-        )
-
-    def _local(self, axis: Axis, divided: Mapping[Axis, int]) -> sympy.Expr:
-        axis = ax.find(axis)
-        if axis.kind == "leaf":
-            size = self._leaves.get(axis, sympy.Integer(axis.size))
-            return (size + divided[axis]) / letter("t") if axis in divided else size
-        parts = [self._local(part, divided) for part in axis.parts]
-        return sympy.Mul(*parts) if axis.kind == "product" else sympy.Add(*parts)
-
-    def _evaluate(self, expression: sympy.Expr) -> int:
-        if expression not in self._sizes:
-            self._sizes[expression] = expression.subs(self.values)
-        return self._sizes[expression]
-
     # Names
 
     def _symbol(self, name: str, size: int) -> sympy.Symbol:
-        """The letter of a role: another one for each size that the role has."""
-        number, found = 1, letter(name)
-        while self.values.setdefault(found, size) != size:
+        """Return the symbol of a role: another one for each size of the role."""
+        number, found = 1, symbol(name)
+        while self._symbols.values.setdefault(found, size) != size:
             number += 1
-            found = letter(f"{name}{number}")
+            found = symbol(f"{name}{number}")
         return found
 
     def _name(self, name: str, axis: Axis) -> None:
-        """Call an axis by the letter of its role, if it has no name yet."""
+        """Name an axis after its role if it has no name yet."""
         axis = ax.find(axis)
-        # Of two indices that were cut apart no part is free: each is one index.
-        if self._is_free(axis) or (axis.kind == "sum" and self._leaves.keys().isdisjoint(ax.leaves(axis))):
+        # Two indices that were cut apart are one index each, although no part of them is free.
+        if self._is_free(axis) or (
+            axis.kind == "sum" and self._symbols.sizes.keys().isdisjoint(ax.leaves(axis))
+        ):
             self._set(axis, self._symbol(name, axis.size))
 
     def _set(self, axis: Axis, size: sympy.Expr) -> None:
-        """Say how large an axis is; where it is made of others, the largest that has no name is what they leave."""
+        """Set the size of an axis; of a composed one, its largest part without a name gets the remaining size."""
         axis = ax.find(axis)
         if axis.kind == "leaf":
-            self._leaves[axis] = size
+            self._symbols.sizes[axis] = size
             return
         parts = [ax.find(part) for part in axis.parts]
         free = max(filter(self._is_free, parts), key=lambda part: part.size, default=parts[0])
-        others = [self._local(part, {}) for part in parts if part is not free]
+        others = [self._symbols.local(part, {}) for part in parts if part is not free]
         if axis.kind == "product":
             self._set(free, size / sympy.Mul(*others))
         else:
             self._set(free, (size - sympy.Add(*others)) / parts.count(free))
 
     def _is_free(self, axis: Axis) -> bool:
-        return any(leaf not in self._leaves and not ax.vanishes(leaf) for leaf in ax.leaves(axis))
+        return any(leaf not in self._symbols.sizes and not ax.vanishes(leaf) for leaf in ax.leaves(axis))
 
     # Roles
 
@@ -119,8 +184,7 @@ class Letters:
                 self._name("b", self._axis_map.of(nodes[entry.name])[entry.batch_dim])
 
     def _name_tables(self) -> None:
-        """The first table that the batch is looked up in is the vocabulary's; numbers that are not of its batch are
-        of the sequence."""
+        """Name V, h and s: the first table that the batch is looked up in is the vocabulary's, others are positions."""
         for node in self._calls(EMBEDDING):
             (rows, width), ids = self._axis_map.of(node.args[0]), node.args[1]
             if self._axis_map.reads_batch(ids):
@@ -129,7 +193,7 @@ class Letters:
                         self._name("s", factor)
                 self._name("V", rows)
             elif self._is_sequence(ids, ax.find(rows).size):
-                self._set(rows, letter("s"))
+                self._set(rows, symbol("s"))
             else:
                 self._name("positions", rows)
             if ax.find(width).kind == "leaf":
@@ -141,9 +205,13 @@ class Letters:
             self._name("V", self._axis_map.of(logits)[min(1, len(shape_of(logits)) - 1)])
 
     def _is_sequence(self, ids: Any, rows: int) -> bool:
-        """Whether all rows of a table are looked up in their order: it is as long as the sequence."""
+        """Return whether all rows of a table are looked up in order, so that it is as long as the sequence."""
         taken = _compute(ids, self._program)
-        return letter("s") in self.values and taken is not None and taken.flatten().tolist() == [*range(rows)]
+        return (
+            symbol("s") in self._symbols.values
+            and taken is not None
+            and taken.flatten().tolist() == [*range(rows)]
+        )
 
     def _name_attention(self) -> None:
         for (_, source), dim in self._axis_map.severed.items():
@@ -151,7 +219,7 @@ class Letters:
             self._name("g", ax.factors(heads)[0])
             self._name("a", heads)  # where they were repeated for the queries
         for node, axis in self._axis_map.heads:
-            own = [f for f in ax.factors(axis) if self._leaves.get(f) != letter("b")]
+            own = [f for f in ax.factors(axis) if self._symbols.sizes.get(f) != symbol("b")]
             if not own or len(shape_of(node)) < 3 or operator_name(node.target) == "aten.einsum":
                 continue
             heads = ax.product(own)
@@ -168,19 +236,19 @@ class Letters:
                 self._name("s", y[-1]) if self._is_scores(node) else self._name_head(y[-1], heads)
 
     def _is_scores(self, node: fx.Node) -> bool:
-        """Whether a product of an attention is that of queries and keys: what it contracts is the size of a head."""
+        """Return whether a product of an attention multiplies queries and keys: it contracts no sequence."""
         contracted = self._axis_map.of(_factors(node)[0])[-1]
-        return letter("s") not in self._local(contracted, {}).free_symbols
+        return symbol("s") not in self._symbols.local(contracted, {}).free_symbols
 
     def _name_head(self, axis: Axis, heads: Axis) -> None:
-        """The size of a head is h/a, where the heads make up the model's width."""
-        width, size = self.values.get(letter("h")), ax.find(heads).size * ax.find(axis).size
+        """Name the size of a head: h/a if the heads make up the model's width."""
+        width, size = self._symbols.values.get(symbol("h")), ax.find(heads).size * ax.find(axis).size
         if self._is_free(axis):
-            whole = letter("h") / self._local(heads, {}) if width == size else None
+            whole = symbol("h") / self._symbols.local(heads, {}) if width == size else None
             self._set(axis, whole or self._symbol("head", ax.find(axis).size))
 
     def _name_widths(self) -> None:
-        """What a product with a weight contracts and has no name is the width of an MLP."""
+        """Name the remaining axes that a product with a weight contracts as widths of an MLP."""
         for node in self._calls(EMBEDDING):
             self._name("h", self._axis_map.of(node.args[0])[1])
         for node in self._calls(*PRODUCTS):
@@ -195,13 +263,13 @@ class Letters:
 
 
 def _factors(node: fx.Node) -> tuple[Any, Any]:
-    """The first two tensors that an attention, or a product of one, multiplies."""
+    """Return the first two tensors that an attention, or a product of one, multiplies."""
     first = 1 if operator_name(node.target) == "aten.baddbmm" else 0
     return node.args[first], node.args[first + 1]
 
 
 def _compute(value: Any, program: Program) -> torch.Tensor | None:
-    """The value of whole numbers that depend on no input; None where they do, or are not known."""
+    """Return the value of integers that depend on no input; None if they do or are unknown."""
     constants = program.stages[0].constants
     outputs: Any = [node.args[0] for node in constants.nodes if node.op == "output"]
     made = dict(outputs[0]) if outputs else {}

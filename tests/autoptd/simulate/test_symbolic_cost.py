@@ -21,13 +21,12 @@ from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import recomputed_groups
-from autoptd.passes.tensor_parallel.symbols import letter
-from autoptd.simulate.symbolic_cost import named_sizes
+from autoptd.passes.tensor_parallel.symbols import symbol
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.plain_models import HUGGING_FACE, LENGTH
 
-V, a, b, d, f, h, l, m, s, t = map(letter, "Vabdfhlmst")  # noqa: E741
+V, a, b, d, f, h, l, m, s, t = map(symbol, "Vabdfhlmst")  # noqa: E741
 B = b * d * m
 
 
@@ -163,9 +162,9 @@ def test_the_flagship_is_named_by_role() -> None:
     assert a in saved.free_symbols  # a statistic per head and token
 
 
-def test_grouped_queries_and_gated_widths_have_letters() -> None:
+def test_grouped_queries_and_gated_widths_have_symbols() -> None:
     """q, o: h^2; k, v: h^2 g/a; three matrices of width f; two norms."""
-    g = letter("g")
+    g = symbol("g")
     cost = compile_model(hugging_face("llama")).cost
     layer = 2 * h**2 + 2 * h**2 * g / a + 3 * f * h + 2 * h
     assert is_zero(cost.parameters - l * layer - 2 * V * h - h) or is_zero(
@@ -176,7 +175,7 @@ def test_grouped_queries_and_gated_widths_have_letters() -> None:
 
 def test_replicated_keys_are_computed_on_every_rank() -> None:
     """Two heads of keys and values over four tensor ranks."""
-    g = letter("g")
+    g = symbol("g")
     cost = compile_model(hugging_face("llama"), (4, 1, 1)).cost
     assert cost.values[g] == 2
     assert cost.values[a] == 4
@@ -207,14 +206,16 @@ def in_numbers(work: Work, cost: Any) -> list[Any]:
     [(2, True), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(1, True), (1, False), (2, False)])],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_letters_and_numbers_agree_for_every_operator(name: str, tensor: int, fuse: bool) -> None:
+def test_symbols_and_numbers_agree_for_every_operator(name: str, tensor: int, fuse: bool) -> None:
     program = compile_model(MODELS[name](), (tensor, 1, 1), fuse=fuse)
+    assert program.symbols is not None
+    sizes = program.symbols.shape
     for stage in program.stages:
         trained = find_trained(stage)
         for node in stage.graph.nodes:
             for named, plain in (
-                (forward_work(node, named_sizes), forward_work(node)),
-                (backward_work(node, trained, named_sizes), backward_work(node, trained)),
+                (forward_work(node, sizes), forward_work(node)),
+                (backward_work(node, trained, sizes), backward_work(node, trained)),
             ):
                 assert in_numbers(named, program.cost) == in_numbers(plain, program.cost), node
 
@@ -320,7 +321,7 @@ def test_a_loaded_program_knows_numbers(tmp_path: Path) -> None:
     assert loaded.cost.evaluate(flops, t=4) == loaded.cost.evaluate(flops)
 
 
-def test_a_letter_that_is_none_is_refused() -> None:
+def test_a_symbol_that_is_none_is_refused() -> None:
     cost = compile_model(sample()).cost
-    with pytest.raises(ValueError, match="'x' is no letter of this program's cost; it has V, a, b"):
+    with pytest.raises(ValueError, match="'x' is no symbol of this program's cost; it has V, a, b"):
         cost.evaluate(cost.flops, x=3)
