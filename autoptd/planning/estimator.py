@@ -1,7 +1,7 @@
-"""What a step of a model takes on a mesh of a cluster, without compiling it for that mesh.
+"""Estimates of a model's step on a mesh of a cluster, without compiling it for that mesh.
 
-The model is captured once for each microbatch size, with few of its equal layers; divided once for each number of
-tensor ranks. What its calls take is then cut into stages and walked by the schedule as a compiled program's would be.
+The model is captured once for each microbatch size, with few of its equal layers, and divided once for each number of
+tensor ranks. The times of its calls are then cut into stages and scheduled as those of a compiled program would be.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from autoptd.simulate.stage_times import StageTimes
 from autoptd.simulate.step import Training, action_times, simulate_times
 
 ROUNDING = 1e-12  # of a sum of times
-WALKED = 2048  # forwards of a step that is not worth two shorter ones
+WALKED = 2048  # forwards of a step that is simulated whole
 
 
 class Candidate(NamedTuple):
-    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, and what is computed again."""
+    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, and the recomputation."""
 
     tensor: int
     pipeline: int
@@ -70,8 +70,7 @@ class Candidate(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A schedule of some microbatches: its seconds; of these what the rank that decides longer ones is not idle
-    between its actions, and what it takes for each microbatch."""
+    """The seconds of a schedule; of the rank that decides longer ones, the busy seconds and those per microbatch."""
 
     seconds: float
     busy: float
@@ -80,7 +79,7 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step in seconds, what it is made of on the busiest rank (see `Simulation`), and each rank's peak in bytes."""
+    """A step in seconds, its parts on the busiest rank (see `Simulation`), and each rank's peak in bytes."""
 
     step_seconds: float
     breakdown: Mapping[str, float]
@@ -127,21 +126,21 @@ class Estimator:
         self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
 
     def searching(self) -> Estimator:
-        """The same with `search`; what is measured is shared."""
+        """Return the same estimator with `search`; both share their measurements."""
         other = copy(self)
         other._search, other._stages = True, {}
         return other
 
     @property
     def example_size(self) -> int | None:
-        """Sequences of the examples that were given."""
+        """The number of sequences in the given examples, or None without any."""
         if self._given["example_inputs"] is None:
             return None
         examples = read_examples(self._model, self._given["example_inputs"], self._given["loss_fn"], None)
         return min((i.shape[i.batch_dim] for i in examples.inputs if i.batch_dim is not None), default=1)
 
     def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
-        """What the calls take. ValueError where the model does not divide by `tensor`, or cannot be recomputed so."""
+        """Measure the calls; raise ValueError if the model does not divide by `tensor`, or cannot be recomputed so."""
         key = tensor, microbatch_size, recompute
         if key not in self._rows:
             try:
@@ -159,13 +158,13 @@ class Estimator:
         return self._rows[key]
 
     def least_seconds(self, candidate: Candidate) -> float:
-        """The least that `pipeline_seconds` can be. ValueError for what cannot be."""
+        """Return a lower bound of `pipeline_seconds`; raise ValueError for an impossible candidate."""
         _, (_, times) = self._divide_stages(candidate)
         taken = action_times(times, blocking=not self.training.overlap_transfers)
         return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
-        """A step but for what comes after the schedule. ValueError for what cannot be."""
+        """Return the seconds of a step's schedule; raise ValueError for an impossible candidate."""
         p, m = candidate.pipeline, candidate.num_microbatches
         shares = self._shares(candidate)
         walks = [self._walk(candidate, count) for count, _ in shares]
@@ -179,7 +178,7 @@ class Estimator:
         return self._walk(candidate, turn).seconds + (m - turn) * work
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """A step, and what it is made of. ValueError for what cannot be."""
+        """Estimate a step and its parts; raise ValueError for an impossible candidate."""
         p, m = candidate.pipeline, candidate.num_microbatches
         row, (manifest, times) = self._divide_stages(candidate)
         count = self._shares(candidate)[0][0]
@@ -194,7 +193,7 @@ class Estimator:
         return Estimate(seconds, breakdown, short.memory_bytes)
 
     def fit(self, candidate: Candidate, limit: int) -> Estimate:
-        """The same, cut again within `limit` bytes a rank if a cut is found."""
+        """Estimate a step that is cut within `limit` bytes a rank if possible."""
         mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
         schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
@@ -213,7 +212,7 @@ class Estimator:
         return fit_cut(find, make, limit)[1]
 
     def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
-        """Counts of microbatches whose steps, times the shares, add up to one of m.
+        """Return counts of microbatches and the shares with which their steps add up to the step of m microbatches.
 
         A long step's middle repeats itself every p microbatches: it is on the line through two short ones. Under
         GPipe memory grows with m.
@@ -278,7 +277,7 @@ class Estimator:
         return divided, repeats
 
     def _arrange(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
-        """What any number of tensor ranks divides alike, but that one alone has a layout of its own."""
+        """Arrange the model for any number of tensor ranks above one, or for a single one, which has its own layout."""
         if microbatch_size not in self._captured:
             model, repeats = self._short
             program = capture(model, mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
@@ -297,6 +296,6 @@ class Estimator:
 def _schedule(
     name: str, pipeline: int, microbatches: int, chunks: int
 ) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
-    """A schedule and its `walking_order`."""
+    """Return a schedule and its `walking_order`."""
     schedule = make_schedule(name, pipeline, microbatches, chunks)
     return schedule, walking_order(schedule)

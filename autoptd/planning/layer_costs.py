@@ -1,6 +1,6 @@
-"""The calls of a whole model in a row, with what each takes: any cut of it into stages is timed by sums.
+"""The costs of a whole model's calls in their order: sums of them time any cut into stages.
 
-The row is measured on a few of a model's equal layers, and the others are repeats of one of them.
+A few of a model's equal layers are measured, and the others repeat one of them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, add_up,
 
 
 class CostRow:
-    """The row of a program that is not cut, divided for t tensor ranks, with `repeats` more of its second layer.
+    """The costs of an uncut program, divided for t tensor ranks, with `repeats` more of its second layer.
 
-    Of tensor groups of `world_size` devices the slowest counts, wherever its stage is.
-
-    With `overlap` all-reduces hide behind the gradients of weights. ValueError where layers are to be repeated and the
-    program's do not repeat.
+    All stages have the speed of the slowest tensor group of `world_size` devices. With `overlap`, gradients of weights
+    are computed during all-reduces. Raises ValueError if layers are to be repeated and the program's do not repeat.
     """
 
     def __init__(
@@ -74,8 +72,10 @@ class CostRow:
         self._cuts: dict[tuple[int, int, bool, tuple[str, int] | None], Sequence[int]] = {}
 
     def _measure(self, uncut: Uncut) -> np.ndarray:
-        """Of each item, with the calls on no parameter behind it: bytes kept, FLOPs, bytes that its group's backward
-        holds, and what a stage that begins there, within a recomputed group, keeps more: what the rest of it takes.
+        """Measure each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
+
+        The fourth amount are the bytes that a stage which begins there, in a recomputed group, keeps in addition: the
+        inputs of the rest of the group.
         """
         index, item_of, scale = 0, self._row.position, self.precision.scale
         amounts = np.zeros((len(self._row.items), 4))
@@ -92,7 +92,7 @@ class CostRow:
         return amounts
 
     def _find_period(self) -> tuple[int, int]:
-        """Where the second layer's items begin and end: it has one like it behind."""
+        """Return the begin and end of the second layer's items, which the third layer must equal."""
         starts: dict[int, int] = {}
         for index, node in enumerate(self._row.items):
             label = info(node).layer
@@ -111,9 +111,9 @@ class CostRow:
     def _name_parameters(
         self, first: int, behind: int
     ) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
-        """The tensors that each item needs; those that only the repeated layer needs have a name each time.
+        """Name the tensors of each item; tensors of the repeated layer alone get a new name for each repeat.
 
-        Parameters that none needs the first stage holds.
+        The first stage holds parameters that no item reads.
         """
         base = [tuple(sorted(name_held(self._row, [node]))) for node in self._row.items]
         reached = {str(node.target) for node in self._row.trained if node.op == "get_attr"}
@@ -133,13 +133,13 @@ class CostRow:
 
     @cached_property
     def layers(self) -> int:
-        """How many repeated layers there are; 0 where none are found."""
+        """The number of repeated layers; 0 if none are found."""
         labels = {label for node in self._row.items if (label := info(node).layer) is not None}
         return len(labels) + int(self._copy.max(initial=0)) if labels else 0
 
     @cached_property
     def owned(self) -> Owned:
-        """What a pipeline rank owns that has the whole model."""
+        """The elements that a pipeline rank with the whole model owns."""
         return self._own(tuple(sorted(self.parameters)))
 
     def _own(self, names: tuple[str, ...]) -> Owned:
@@ -148,24 +148,24 @@ class CostRow:
 
     @cached_property
     def seconds(self) -> float:
-        """Of one microbatch on a pipeline rank that has the whole model."""
+        """The seconds of one microbatch on a pipeline rank with the whole model."""
         return float(self._sums[-1, :, :2].sum())
 
     @cached_property
     def kept(self) -> float:
-        """Bytes that one microbatch keeps for its backward, of the whole model."""
+        """The bytes that one microbatch of the whole model keeps for its backward."""
         return float(self._held[-1, 0])
 
     @cached_property
     def units(self) -> int:
-        """The most stages that the row can be cut into."""
+        """The largest number of stages that the model can be cut into."""
         times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1))
         return count_pieces(fold(times.costs, times.tolls, None, 1, 1))
 
     def cut(self, mesh: Mesh, chunks: int, search: tuple[str, int] | None = None) -> Sequence[int]:
-        """Where to cut into stages, the slowest as fast as can be.
+        """Return the cut with the fastest slowest stage.
 
-        Or into those of the shortest step of a schedule with so many microbatches, which takes a `search`.
+        With `search`, a schedule and its number of microbatches, return the cut with the shortest step. Raises
         ValueError for more stages than `units`.
         """
         times = self._item_times(mesh)
@@ -181,14 +181,14 @@ class CostRow:
         return self._cuts[key]
 
     def memory(self, in_flight: Sequence[Sequence[int]], shards: int, wide: bool) -> Memory:
-        """What the items hold, in stages with so many microbatches; the states of parameters as `state_bytes`."""
+        """Return the memory of the items, in stages with `in_flight` microbatches and states as in `state_bytes`."""
         once = dict(zip(self._source.tolist(), self._names, strict=True))
         sizes = {i: state_bytes(self._own(own), self.precision, shards, wide) for i, own in once.items()}
         static = [round(sum(sizes[source].values())) for source in self._source.tolist()]
         return Memory(static, np.ceil(self._amounts[self._source, 0]).astype(int).tolist(), in_flight, ())
 
     def fit(self, mesh: Mesh, chunks: int, memory: Memory, limit: int) -> Found:
-        """Where to cut into stages of at most `limit` bytes a rank, as `memory` has it."""
+        """Return the cut into stages of at most `limit` bytes a rank, by their `memory`."""
         times = self._item_times(mesh)
         size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
         cut = cut_sequence(times.costs, times.tolls, memory, **size, memory_limit=limit, effort=0.0)
@@ -197,7 +197,7 @@ class CostRow:
     def divide(
         self, mesh: Mesh, chunks: int, scatter_gather: bool, positions: Sequence[int]
     ) -> tuple[Manifest, tuple[StageTimes, ...]]:
-        """Cut into stages at `positions`: a manifest as far as timing needs it, and their times."""
+        """Cut into stages at `positions`, and return a manifest for timing only, and their times."""
         cut = [0, *positions, len(self._source)]
         crossing = [self._crossing(at) for at in cut[1:-1]]
         received: list[tuple[Boundary, ...]] = [(), *crossing, ()]
@@ -239,12 +239,12 @@ class CostRow:
         return WorkTimes(forward, backward, again, kept, working, flops)
 
     def _seconds(self, start: int, end: int) -> np.ndarray:
-        """Of a stage, by direction and kind."""
+        """Return the seconds of a stage by direction and kind."""
         seconds: np.ndarray = self._sums[end] - self._sums[start] + self._more[start] + self._more[end]
         return seconds
 
     def _item_times(self, mesh: Mesh) -> ItemTimes:
-        """Between neighbours in one node, and in different ones, messages differ, and what cut is best."""
+        """Return the times of the items; messages within a node and between nodes differ, and so does the best cut."""
         node = self._cluster.devices_per_node
         apart = mesh.size > node and node % (mesh.pipeline * mesh.tensor) != 0
         if apart not in self._items:
@@ -254,7 +254,7 @@ class CostRow:
         return self._items[apart]
 
     def _crossing(self, at: int) -> tuple[Boundary, ...]:
-        """What lives before an item of the row."""
+        """Return the values that cross a cut before an item."""
         row, place = self._row, int(self._source[at])
         live = (node for node in row.items[:place] if row.last_use[node] >= place)
         return tuple(replace(make_boundary(node), requires_grad=node in row.trained) for node in live)

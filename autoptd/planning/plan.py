@@ -1,4 +1,4 @@
-"""A way to train a model on a cluster, what it takes, and why it is not another's place in the ranking."""
+"""A way to train a model on a cluster, its time and memory, and the reason for its rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One mesh with what is best on it.
+    """One mesh with its best settings.
 
-    Where it is `simulated`, `breakdown` says what `step_seconds` are made of on the busiest rank (see `Simulation`),
-    and `memory_bytes` is what the fullest rank holds at its peak. Else both are lower bounds, for the mesh whatever its
-    settings, of which those with the lowest bound stand for the rest; `fits` is False where that is too much already,
-    and None where it is unknown: not simulated. `why` says why the plan is the best, or what it loses by.
+    If it is `simulated`, `breakdown` has the parts of `step_seconds` on the busiest rank (see `Simulation`), and
+    `memory_bytes` is the peak of the fullest rank. Otherwise both are lower bounds for the mesh with any settings, and
+    the settings are those with the lowest bound; then `fits` is False if the bound exceeds the memory, and None if it
+    is unknown. `why` is the reason why the plan is the best, or its largest loss.
     """
 
     mesh: Mesh
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def simulated(self) -> bool:
-        """Whether the step was simulated; else it is bounded from below."""
+        """Whether the step was simulated; otherwise its time is a lower bound."""
         return bool(self.breakdown)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `autoptd.compile` is given to follow the plan."""
+        """The arguments of `autoptd.compile` that follow the plan."""
         names = ("mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches", "recompute")
         return {name: getattr(self, name) for name in names}
 
@@ -68,14 +68,14 @@ def make_plan(
     fits: bool | None,
     breakdown: Mapping[str, float] | None = None,
 ) -> Plan:
-    """The plan of a candidate; why, is not said yet."""
+    """Return the plan of a candidate, without a reason yet."""
     sizes = candidate.num_model_chunks, candidate.microbatch_size, candidate.num_microbatches
     settings = candidate.mesh, candidate.schedule, *sizes, candidate.recompute
     return Plan(*settings, step_seconds, memory_bytes, fits, breakdown or {})
 
 
 def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:
-    """Why a simulated plan is where it is among others: what it loses most by against the best."""
+    """Return the reason for the rank of a simulated plan: its largest loss against the best plan."""
     best = ranked[0]
     if plan is best:
         parts = sorted(plan.breakdown.items(), key=lambda part: -part[1])

@@ -1,6 +1,6 @@
-"""plan: the mesh, the model chunks, the microbatches and the recomputation that make a step fastest on a cluster.
+"""plan: find the mesh, model chunks, microbatches and recomputation of the fastest step on a cluster.
 
-A search over all candidates, best bound first (branch and bound): what a bound rules out is not simulated.
+The search takes candidates in the order of their bounds (branch and bound) and simulates none that a bound rules out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.simulate.memory import optimizer_bytes, state_bytes
 from autoptd.simulate.step import Training
 
-SLACK = 0.95  # of a bound that is an extrapolation
-SEARCHED = 8192  # actions of a schedule for which a cut is searched: for more it takes longer than planning
-TRIED = 4  # of those that need least memory, where nothing fits
+SLACK = 0.95  # factor of an extrapolated bound
+SEARCHED = (
+    8192  # actions of a schedule at most for which a cut is searched, which else takes longer than planning
+)
+TRIED = 4  # candidates that need least memory, tried if none fits
 
 
 @paused_collector()
@@ -106,7 +108,7 @@ def plan(
 
 
 class Search:
-    """Best bound first: a candidate is bounded by what is known, then measured, then simulated."""
+    """The branch and bound search: a candidate is bounded, then measured, then simulated."""
 
     def __init__(self, estimator: Estimator, space: Space) -> None:
         self._estimator, self._space = estimator, space
@@ -127,7 +129,7 @@ class Search:
         self._best = math.inf
 
     def run(self) -> tuple[Plan, ...]:
-        """All meshes' plans. ValueError where none fits."""
+        """Return the plans of all meshes; raise ValueError if none fits."""
         candidates = list(self._space.candidates(self._whole.layers, self._whole.units))
         if not candidates:
             raise ValueError(self._explain_none())
@@ -161,7 +163,7 @@ class Search:
         return self._rank([(bound, candidates[index]) for bound, index in heap])
 
     def _search_cuts(self) -> None:
-        """Cut what was found into several chunks a rank as `compile` does: the step is up to an eighth shorter."""
+        """Cut the plans with several chunks a rank as `compile` does, which shortens the step by up to an eighth."""
         searching = self._estimator.searching()
         for mesh, (candidate, _) in self._found.items():
             chunks = candidate.num_model_chunks
@@ -176,8 +178,10 @@ class Search:
         return candidate.tensor, candidate.microbatch_size, candidate.recompute
 
     def _extrapolate(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least, from what is measured of fewer tensor ranks and smaller microbatches:
-        m microbatches on even ranks, the bubble (SC21 §2.2), and what comes after the pipeline."""
+        """Return a lower bound of a step's seconds, from measurements of fewer tensor ranks and smaller microbatches.
+
+        It is the time of m microbatches on even ranks, the bubble (SC21 §2.2), and the optimizer.
+        """
         first = (1, self._size, self._recompute)
         whole = max(
             t * self._estimator.measure(t, b, how).seconds + (candidate.microbatch_size - b) * self._each
@@ -191,9 +195,9 @@ class Search:
         return passes * each + self._finish(candidate)
 
     def _finish(self, candidate: Candidate) -> float:
-        """Seconds that the optimizer takes at least, on ranks with equal shares of the parameters.
+        """Return a lower bound of the optimizer's seconds, on ranks with equal shares of the parameters.
 
-        The sums of gradients may run beside the last backwards.
+        The gradient sums may overlap with the last backwards.
         """
         cluster, training = self._space.cluster, self._estimator.training
         ranks = candidate.tensor * candidate.pipeline * max(self._shards(candidate), 1)
@@ -201,10 +205,10 @@ class Search:
         return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
 
     def _need(self, candidate: Candidate) -> float:
-        """Bytes that the fullest pipeline rank holds at least, however the model is cut.
+        """Return a lower bound of the fullest pipeline rank's bytes, for any cut.
 
-        A rank that holds h microbatches of all its chunks when its first backward begins has room for 1/h of what they
-        keep, of which the ranks share the sum. It is an extrapolation if the candidate is not measured.
+        A rank that holds h microbatches of all its chunks when its first backward begins has room for 1/h of the bytes
+        that they keep, and the ranks share the sum. Without a measurement of the candidate it is an extrapolation.
         """
         t, p = candidate.tensor, candidate.pipeline
         if self._key(candidate) in self._measured:
@@ -220,7 +224,7 @@ class Search:
         return max((static + min(held) * kept) / p, (static / max(held) + kept) / sum(1 / h for h in held))
 
     def _shards(self, candidate: Candidate) -> int:
-        """Replicas that divide the optimizer's states; 0 where none do."""
+        """Return the number of replicas that divide the optimizer's states; 0 if none do."""
         return candidate.data * self._estimator.training.zero
 
     def _is_too_full(self, candidate: Candidate) -> bool:
@@ -245,14 +249,14 @@ class Search:
         return True
 
     def _cuts(self, candidate: Candidate) -> bool:
-        """Whether what is measured has places for so many stages: fewer than t = 1 has, maybe."""
+        """Return whether the measured model can be cut into so many stages, which may be fewer than for t = 1."""
         return (
             candidate.pipeline * candidate.num_model_chunks
             <= self._estimator.measure(*self._key(candidate)).units
         )
 
     def _divides(self, candidate: Candidate) -> bool:
-        """Whether as many tensor ranks divide the model, and leave places for the stages: one measurement says so."""
+        """Return whether so many tensor ranks divide the model and leave enough cuts, by one measurement."""
         keys = [key for key in self._measured if key[0] == candidate.tensor]
         if not keys and self._measure(candidate):
             keys = [self._key(candidate)]
@@ -260,7 +264,7 @@ class Search:
         return any(stages <= self._estimator.measure(*key).units for key in keys)
 
     def _simulate(self, candidate: Candidate) -> float:
-        """0; or, if it is another cut that may fit, and takes longer, what this one takes: it is simulated in turn."""
+        """Return 0.0 when done; otherwise the step time at which to requeue the candidate, cut to fit in memory."""
         limits = [int(self._limit)] * (candidate in self._again)
         estimate = (self._estimator.fit if limits else self._estimator.estimate)(candidate, *limits)
         if max(estimate.memory_bytes) > self._limit:
@@ -276,7 +280,7 @@ class Search:
     # Results
 
     def _rank(self, left: Sequence[tuple[float, Candidate]]) -> tuple[Plan, ...]:
-        """The best first; then meshes that are too slow to have been simulated; then those that do not fit."""
+        """Return the plans in order: simulated ones, meshes too slow to be simulated, meshes that do not fit."""
         order = sorted(self._found.values(), key=lambda found: found[1].step_seconds)
         best = order[0]
         plans = [
@@ -304,7 +308,7 @@ class Search:
         return tuple(plans)
 
     def _explain_full(self) -> str:
-        """The candidate that needs least memory: of each mesh's leanest, by a simulation of the likeliest."""
+        """Describe the candidate that needs least memory, found by simulating the likeliest ones."""
         leanest = (
             min(full, key=lambda pair: (pair[1].microbatch_size, -RECOMPUTE.index(pair[1].recompute), pair))[
                 1
@@ -355,7 +359,7 @@ class Search:
 
 
 def _count_held(candidate: Candidate, rank: int) -> int:
-    """Microbatches of which a pipeline rank holds every chunk's activations when its first backward begins."""
+    """Count the microbatches of which a rank holds every chunk's activations when its first backward begins."""
     p, m = candidate.pipeline, candidate.num_microbatches
     if candidate.schedule == "gpipe":
         return m

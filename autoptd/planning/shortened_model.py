@@ -1,4 +1,4 @@
-"""A model with fewer of its equal layers: what planning measures in place of the whole."""
+"""A model with fewer of its equal layers, which planning measures in place of the whole."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from torch.utils._pytree import tree_flatten
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.fake_module import copy_structure, make_mode, make_skeleton, run_without_data
 
-KEPT = 4  # layers: the first and last, which may differ in the graph, and two like all between
-OWN = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-)  # of a module's attributes, those that are compared by what is in them
+KEPT = 4  # layers: the first and last, which may differ in the graph, and two of the others
+OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module whose contents are compared
 
 
 def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]:
-    """A copy of `model` on the meta device with all but a few of its equal layers left out, and how many those are.
+    """Return a copy of `model` on the meta device with few of its equal layers, and the number of layers left out.
 
     The layers are the ModuleList with the most parameters, if its modules are equal: in type, settings, and the
-    shapes and dtypes of their tensors, none of which is another's too; and if forward, called as in `examples`, calls
-    each alike. Settings that differ by the layer's own number are no difference. Where there is
-    nothing to leave out, `model` itself and 0.
+    shapes and dtypes of their tensors, none of which is tied; and if forward, called as in `examples`, calls each in
+    the same way. A setting may be the layer's own number. Otherwise the result is `model` itself and 0.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > KEPT]
     name, layers = max(lists, key=lambda named: _count(named[1]), default=("", nn.ModuleList()))
@@ -55,14 +50,14 @@ def _count(module: nn.Module) -> int:
 
 
 def _is_tied(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Whether a tensor of one layer is also another module's."""
+    """Return whether a tensor of one layer is also another module's."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     uses = Counter(id(tensor) for _, tensor in named)
     return any(uses[id(tensor)] > 1 for tensor in (*layers.parameters(), *layers.buffers()))
 
 
 def _sign(layer: nn.Module) -> dict[tuple[str, str], object]:
-    """What makes two layers equal, by place: types, settings, shapes."""
+    """Return the types, settings and shapes in which equal layers agree."""
     found: dict[tuple[str, str], object] = {}
     for path, module in layer.named_modules():
         found[path, "type"] = type(module)
@@ -73,7 +68,7 @@ def _sign(layer: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether two settings are surely the same."""
+    """Return whether two settings are certainly the same."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
@@ -86,7 +81,7 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _uses_alike(model: nn.Module, name: str, examples: Examples) -> bool:
-    """Whether forward calls each of the equal layers in `name` alike, without data; False where it is not known."""
+    """Return whether forward calls the layers in `name` all in the same way, without data; False if unknown."""
     skeleton = make_skeleton(model, mode := make_mode())
     layers = skeleton.get_submodule(name)
     assert isinstance(layers, nn.ModuleList)
@@ -98,9 +93,7 @@ def _uses_alike(model: nn.Module, name: str, examples: Examples) -> bool:
     try:
         with torch.no_grad(), run_without_data(mode):
             skeleton(**{i.name: torch.empty(i.shape, dtype=i.dtype) for i in inputs}, **examples.constants)
-    except (
-        Exception
-    ):  # the user's code, that looks at values: it is measured whole, and capture says what is wrong
+    except Exception:  # the user's code looks at values: the whole model is measured, and capture explains
         return False
     return bool(calls[0]) and all(_is_same(calls[0], own) for own in calls)
 
@@ -112,7 +105,7 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Note a layer's call; its result is that of the first call of any layer with arguments like these."""
+    """Record a layer's call, and return the result of the first call of any layer with equal arguments."""
     leaves, form = tree_flatten((args, kwargs))
     given = [form, *((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)]
     calls.append(given)

@@ -1,4 +1,4 @@
-"""What a planner considers: every way to train a model on so many devices."""
+"""The search space of the planner: every way to train a model on a number of devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CHUNKS = 8  # more save little bubble and send as much again
 
 @dataclass(frozen=True)
 class Space:
-    """What is considered; None is free."""
+    """The limits of the search space; None is free."""
 
     world_size: int
     global_batch: int
@@ -26,7 +26,7 @@ class Space:
     recompute: str | None = None
 
     def meshes(self) -> Iterator[tuple[int, int, int]]:
-        """All (t, p, d) whose replicas divide the batch; no tensor group beyond a node unless it is asked for."""
+        """Yield all (t, p, d) whose replicas divide the batch; tensor groups span nodes only with `max_tensor`."""
         for t in _divisors(self.world_size):
             if t <= self.max_tensor if self.max_tensor else self._in_node(t):
                 for p in _divisors(self.world_size // t):
@@ -39,7 +39,7 @@ class Space:
         return t <= size and (size % t == 0 or self.world_size <= size)
 
     def candidates(self, layers: int, units: int) -> Iterator[Candidate]:
-        """All ways to train a model that has so many layers and can be cut into so many stages."""
+        """Yield all ways to train a model of so many `layers` that can be cut into so many stages (`units`)."""
         free = RECOMPUTE if layers else RECOMPUTE[:2]  # "full" is of repeated layers
         recomputes = [self.recompute] if self.recompute else free
         for t, p, d in self.meshes():
@@ -52,7 +52,7 @@ class Space:
                             yield Candidate(t, p, d, b, share // b, v, recompute, schedule)
 
     def _chunks(self, p: int, m: int, layers: int, units: int) -> Iterator[tuple[int, str]]:
-        """Model chunks with their schedule: chunks of unequal layers wait for each other, and are not considered."""
+        """Yield model chunks with their schedule, only chunks of equal numbers of layers, which do not wait."""
         for v in [self.num_model_chunks] if self.num_model_chunks else range(1, MOST_CHUNKS + 1):
             schedule = self.schedule or ("1f1b" if v == 1 else "interleaved_1f1b")
             even = v == 1 or (p > 1 and layers % (p * v) == 0) or v == self.num_model_chunks

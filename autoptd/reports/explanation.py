@@ -1,4 +1,4 @@
-"""Why a program's step takes what it takes on a cluster, and what would change it."""
+"""An explanation of the time of a program's step on a cluster, and of settings that would change it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REORDERED = (
 
 @dataclass(frozen=True)
 class Change:
-    """What another setting would make of a step: `step_seconds` and bytes of the fullest rank, as estimated.
+    """The estimate of a step with another setting: `step_seconds`, and bytes of the fullest rank.
 
     `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
     program's own estimate, which knows no limit of memory, and `memory_error` that of its bytes; a change that is
@@ -52,7 +52,7 @@ class Change:
 
     @property
     def within_error(self) -> bool:
-        """Whether it changes the time of a sequence by no more than the program's own estimate is off."""
+        """Whether the time of a sequence changes by no more than the error of the program's own estimate."""
         return not self.refused and abs(1 - self.seconds_per_sequence) <= self.error
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Explanation:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What there is to say beside the simulation, a sentence each."""
+        """The sentences of the explanation, without the simulation."""
         sim, work = self.simulation, self.work_seconds
         mean = sum(work) / len(work)
         bubble = sim.breakdown["bubble"]
@@ -173,7 +173,7 @@ def _move_cuts(
     simulation: Simulation,
     training: Training,
 ) -> Iterator[str]:
-    """What the schedule would take if the critical rank's longest stage began later, or ended earlier."""
+    """Yield the change of the schedule's time if the critical rank's longest stage began later or ended earlier."""
     mesh, cluster = manifest.mesh, simulation.cluster
     precision, order = Precision.of(stages, simulation.dtype), walking_order(schedule)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
@@ -188,7 +188,7 @@ def _move_cuts(
     trained, repeated = find_trained(stages[at]), find_repeated(stages[at], mesh)
 
     def add_up(nodes: Sequence[fx.Node]) -> tuple[float, float]:
-        """Forward, and backward with what it repeats."""
+        """Return the seconds of forward, and of backward with recomputation."""
         again = [forward_work(node) for node in nodes if node in repeated]
         works = map(forward_work, nodes), [*again, *(backward_work(node, trained) for node in nodes)]
         return sum(map(durations.seconds, works[0])), sum(map(durations.seconds, works[1]))
@@ -215,8 +215,10 @@ def _move_cuts(
 
 
 def _list_places(stage: Stage, *, first: bool) -> Iterator[tuple[list[fx.Node], tuple[Boundary, ...]]]:
-    """What a stage gives away where it begins later, or (not `first`) ends earlier, and what crosses there: whole
-    tensors, none still to be summed over the tensor ranks."""
+    """Yield the nodes that a stage gives away if it begins later, or (not `first`) ends earlier, and its new boundary.
+
+    A boundary has whole tensors only, and no partial sums.
+    """
     nodes = [node for node in stage.graph.nodes if node.op == "call_function"]
     carried = [node for node in stage.graph.nodes if info(node).role == "boundary"]
     rooted = {*carried, *(node for node in stage.graph.nodes if node.op == "get_attr")}
@@ -262,7 +264,7 @@ def _change(
 
 
 def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
-    """One more chunk, microbatch, and tensor rank, or the next that can be."""
+    """Yield the candidates with one more chunk, one more microbatch, and twice the tensor ranks, or a refusal."""
     p, m, v, t, d = own.pipeline, own.num_microbatches, own.num_model_chunks, own.tensor, own.data
     chunk = own._replace(num_model_chunks=v + 1, schedule="interleaved_1f1b")
     if p > 1:

@@ -1,4 +1,4 @@
-"""A compiled program in numbers: what was decided and what it costs, for tables, pages and JSON alike."""
+"""A compiled program in numbers, its decisions and costs, for tables, pages and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 
 @dataclass(frozen=True)
 class StageOverview:
-    """One stage on one rank, one microbatch.
+    """The numbers of one stage on one rank and one microbatch.
 
     `first` and `last` are module paths, `flops` those of the forward. `sent_bytes` leave one tensor rank forward;
     without scatter/gather (SC21 §4.1) they were `unscattered_bytes`.
@@ -37,7 +37,7 @@ class StageOverview:
 
 @dataclass(frozen=True)
 class Traffic:
-    """So many messages or all-reduces, and their bytes together."""
+    """A number of messages or all-reduces, and the sum of their bytes."""
 
     count: int
     bytes: int
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Communication:
-    """What one tensor rank of every stage together communicates.
+    """The communication of one tensor rank of each stage, summed over the stages.
 
     `tensor_forward`, `tensor_backward` are all-reduces, and `pipeline_forward`, `pipeline_backward` messages, of one
     microbatch; `tensor_repeated` are those of `tensor_backward` that recomputation repeats. `loss` says that the loss
@@ -79,7 +79,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """How many groups the backward computes again, and the bytes that all stages keep for it of how many."""
+    """The number of groups that the backward computes again, and the bytes that all stages keep for them."""
 
     groups: int
     kept_bytes: int
@@ -164,7 +164,7 @@ def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) ->
 
 
 def find_path(node: fx.Node) -> str:
-    """The module path of a call; in a stage that was traced from its text, that of the parameter it takes."""
+    """Return the module path of a call; in a stage traced from its text, that of its parameter."""
     if node.op != "call_function":
         return ""
     names = [str(taken.target) for taken in node.all_input_nodes if taken.op == "get_attr"]
@@ -176,7 +176,7 @@ def _bytes(boundary: Boundary) -> int:
 
 
 def _crossing(boundary: Boundary, manifest: Manifest) -> int:
-    """Bytes that one tensor rank sends of a boundary value."""
+    """Return the bytes of a boundary value that one tensor rank sends."""
     tensor = manifest.mesh.tensor
     scattered = is_scattered(boundary, tensor, manifest.scatter_gather)
     return _bytes(boundary) // (tensor if scattered else 1)
@@ -206,7 +206,7 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
 
 
 def _gradient_bytes(manifest: Manifest) -> list[int]:
-    """Bytes of gradients on each pipeline rank."""
+    """Return the bytes of gradients on each pipeline rank."""
     held = [0] * manifest.mesh.pipeline
     for name, parameter in manifest.parameters.items():
         if parameter.kind == "parameter" and parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""A simulated step as one page to look at in a browser: report.html with the numbers put in; it needs no network."""
+"""A simulated step as one page for a browser: report.html with the numbers inserted, which needs no network."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _tiles(simulation: Simulation) -> Iterator[str]:
 
 
 def _breakdown(simulation: Simulation) -> Iterator[str]:
-    """A bar in pieces, and what each piece is."""
+    """Return a bar in pieces, with a legend."""
     shares = {
         name: (seconds, max(0.0, seconds) / simulation.step_seconds)
         for name, seconds in simulation.breakdown.items()
@@ -87,7 +87,7 @@ def _breakdown(simulation: Simulation) -> Iterator[str]:
 
 
 def _held(simulation: Simulation) -> Iterator[str]:
-    """What the fullest rank holds at its peak."""
+    """Return the memory of the fullest rank at its peak, as a bar."""
     rank = simulation.memory_bytes.index(max(simulation.memory_bytes))
     yield f"<p>Pipeline rank {rank} at its peak, the fullest.</p><table>"
     for name, size in simulation.held_bytes.items():
@@ -128,7 +128,7 @@ def _numbers(cells: Iterable[object]) -> str:
 
 
 def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
-    """What the script draws. Times are in ticks, each counted from the one before: equal steps pack to nothing."""
+    """Return the data that the script draws. Times are tick differences, so that equal steps compress well."""
     tick = simulation.step_seconds / TICKS
     unit = max(simulation.memory_bytes) / LEVELS
     p = len(simulation.timeline)
@@ -146,7 +146,7 @@ def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
 
 
 def _row(row: Sequence[TimelineEntry], num_ranks: int, tick: float) -> dict[str, list[int]]:
-    """One rank's forwards and backwards in columns: `box_code`, microbatch, gap, length."""
+    """Return one rank's forwards and backwards in columns: `box_code`, microbatch, gap, length."""
     columns: dict[str, list[int]] = {"code": [], "microbatch": [], "gap": [], "length": []}
     last = 0
     for _, action, start, end in row:
@@ -165,7 +165,7 @@ def _phase(phase: Phase, tick: float) -> list[object]:
 
 
 def _course(course: Sequence[tuple[float, int]], step_seconds: float, unit: float) -> list[int]:
-    """The most that is held in each of `MOMENTS` equal parts of the step, in units."""
+    """Return the largest memory in each of `MOMENTS` equal parts of the step, in units."""
     most = [0.0] * MOMENTS
     at, held = 0, course[0][1]
     for seconds, after in (*course, (step_seconds, course[-1][1])):
@@ -178,6 +178,6 @@ def _course(course: Sequence[tuple[float, int]], step_seconds: float, unit: floa
 
 
 def _pack(value: object) -> str:
-    """Zlib in base64, which the page's script unpacks: a page of 64 texts stays small."""
+    """Compress with zlib and base64 for the page's script: a page of 64 texts stays small."""
     data = json.dumps(value, separators=(",", ":")).encode()
     return base64.b64encode(zlib.compress(data, 9)).decode()

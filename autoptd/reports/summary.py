@@ -1,4 +1,4 @@
-"""What ``print(program)`` shows: what was decided, and what it costs."""
+"""The text of ``print(program)``: the decisions, and their costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = tuple[str, ...]
 
 
 def summarize(program: Overview) -> str:
-    """Mesh, schedule, stages, communication, tied parameters and what the passes said, as plain text.
+    """Write mesh, schedule, stages, communication, tied parameters and the passes' log as plain text.
 
     Bytes and FLOPs are one rank's, of one microbatch; FLOPs of the forward alone.
     """
@@ -26,7 +26,7 @@ def summarize(program: Overview) -> str:
 
 
 def headline(program: Overview) -> Iterator[str]:
-    """The model, its mesh and its schedule."""
+    """Return the lines of the model, its mesh and its schedule."""
     mesh, m, v = Mesh(*program.mesh), program.num_microbatches, program.num_model_chunks
     yield program.title
     yield f"{mesh}: {mesh.size} rank{'s' * (mesh.size > 1)}"
@@ -59,7 +59,7 @@ def _table(stages: Sequence[StageOverview]) -> Iterator[str]:
 
 
 def list_stages(stages: Sequence[StageOverview]) -> list[Row]:
-    """A row per stage under `HEAD`; of a long table, equal neighbours are one row of dots."""
+    """Return a row per stage under `HEAD`; in a long table, equal neighbours are one row of dots."""
     rows = [_row(stage) for stage in stages]
     shown: list[Row] = []
     for index, row in enumerate(rows):
@@ -116,7 +116,7 @@ def format_teraflops(rate: float) -> str:
 
 
 def describe_all(program: Overview) -> Iterator[str]:
-    """Communication, ties and recomputation: a line each."""
+    """Yield the lines of communication, ties and recomputation."""
     yield from _all_reduces(program)
     yield from describe_sums(program)
 
@@ -134,7 +134,7 @@ def _all_reduces(program: Overview) -> Iterator[str]:
 
 
 def describe_sums(program: Overview) -> Iterator[str]:
-    """Which gradients are summed over which ranks, and what the backward computes again: a line each."""
+    """Yield the lines of gradient sums over ranks, and of recomputation."""
     communication, (_, _, data) = program.communication, program.mesh
     if communication.partial:
         yield (f"summed over the tensor ranks once a step: the gradients of {_list(communication.partial)}")
@@ -162,7 +162,7 @@ def _list(names: Sequence[str], shown: int = 3) -> str:
 
 
 def _wrap(line: str) -> Iterator[str]:
-    """The line in pieces of at most `WIDTH`, broken between words, the rest indented."""
+    """Break a line between words into pieces of at most `WIDTH`, all but the first indented."""
     while len(line) > WIDTH:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         cut = line.rfind(" ", len(indent) + 1, WIDTH + 1)

@@ -1,4 +1,4 @@
-"""What a pipeline rank holds in the course of a simulated step."""
+"""The memory of a pipeline rank in the course of a simulated step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ MOMENT_BYTES = 4
 class Owned:
     """Elements of the tensors of one rank: all, the trained ones, and those whose gradients are partial sums.
 
-    Whole numbers and buffers are not among them: they take `fixed` bytes, whatever is computed in. Of the trained ones,
-    `tied` has those that other pipeline ranks own too, by the ranks; `after` the others, by the stage whose last
-    backward makes their gradients whole.
+    Integers and buffers take `fixed` bytes in any precision. `tied` counts the trained elements that other pipeline
+    ranks own too, by those ranks; `after` the others, by the stage whose last backward completes their gradients.
     """
 
     elements: int
@@ -39,7 +38,7 @@ class Owned:
 
 
 def freeze_idle(manifest: Manifest, stages: Sequence[Stage]) -> Manifest:
-    """Mark as frozen the parameters that no gradient of the loss reaches: they are held, and nothing is beside them."""
+    """Mark as frozen the parameters that no gradient of the loss reaches, which need no states."""
     reached: set[str] = set()
     for stage, interface in zip(stages, manifest.stages, strict=True):
         results = arguments_of(next(iter(reversed(stage.graph.nodes))))
@@ -51,12 +50,12 @@ def freeze_idle(manifest: Manifest, stages: Sequence[Stage]) -> Manifest:
 
 
 def freeze_others(parameters: Mapping[str, Parameter], reached: Container[str]) -> Mapping[str, Parameter]:
-    """The parameters, those beside `reached` as frozen ones."""
+    """Return the parameters, with all but `reached` frozen."""
     return {n: replace(p, requires_grad=p.requires_grad and n in reached) for n, p in parameters.items()}
 
 
 def count_owned(manifest: Manifest, rank: int) -> Owned:
-    """What pipeline rank `rank` owns; a parameter of several of its stages once."""
+    """Count the elements that a pipeline rank owns; a parameter of several of its stages counts once."""
     first: dict[str, int] = {}  # of a rank's stages the first is the last to run backwards
     for stage in manifest.stages[rank :: manifest.mesh.pipeline]:
         for name in stage.parameters:
@@ -83,16 +82,16 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
 
 
 def gradient_bytes(precision: Precision, wide: bool = True) -> float:
-    """Bytes of one element's gradient: at least float32 where it is `wide`, as in our runtime."""
+    """Return the bytes of one element's gradient: at least float32 if `wide`, as in our runtime."""
     item = ITEM_BYTES[precision.dtype]
     return max(MOMENT_BYTES, item) if wide else item
 
 
 def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
-    """Bytes that are held throughout: `shards` replicas divide the optimizer's states among them (ZeRO-1), 0: none do.
+    """Return the bytes held throughout a step; `shards` replicas divide the optimizer's states (ZeRO-1), or none (0).
 
-    Adam has two moments of each element. What it steps is a copy of its own of half-precision weights, in float32, and
-    of weights that replicas divide, whose parts all of them have, also where there is one replica.
+    Adam has two moments of each element. It steps a float32 copy of half-precision weights, and a copy of weights whose
+    states are divided, even among one replica.
     """
     item = ITEM_BYTES[precision.dtype]
     moment = max(MOMENT_BYTES, item)
@@ -107,16 +106,16 @@ def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = Tr
 def scattered_bytes(
     elements: float, precision: Precision, shards: int, wide: bool = True
 ) -> tuple[float, float]:
-    """Bytes besides the gradients of `elements` that are scattered together: their sums, and at first a bucket again.
+    """Return the bytes of the sums of `elements` that are scattered together, and of the bucket that they pass through.
 
-    One replica has no sums but what it scatters.
+    One replica has no sums besides its gradients.
     """
     gradients = elements * gradient_bytes(precision, wide)
     return gradients / shards if shards > 1 else 0.0, min(gradients, BUCKET_BYTES) if shards else 0.0
 
 
 def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
-    """Bytes that are held besides while the optimizer steps: narrow gradients are made float32 first."""
+    """Return the bytes of the float32 copies of narrow gradients while the optimizer steps."""
     return (
         owned.trained
         / max(shards, 1)
@@ -125,10 +124,10 @@ def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = T
 
 
 def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
-    """Bytes that clipping by the global norm and an Adam step read and write.
+    """Return the bytes that clipping by the global norm and an Adam step read and write.
 
     The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. Narrow
-    gradients are made float32 first, and of half-precision weights the new ones are narrowed.
+    gradients are converted to float32 first, and new weights to half precision at the end.
     """
     item, gradient = ITEM_BYTES[precision.dtype], gradient_bytes(precision, wide)
     moment = max(MOMENT_BYTES, item)

@@ -1,4 +1,4 @@
-"""What each stage of a program takes on a cluster: time and memory of one microbatch, on one rank."""
+"""The time and memory of each stage of a program on a cluster, for one microbatch on one rank."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def time_stages(
     *,
     overlap: bool = True,
 ) -> tuple[StageTimes, ...]:
-    """The times of all stages, each in the replica where it is slowest. ValueError for a dtype that the device has not.
+    """Time all stages, each in its slowest replica; without `overlap` nothing runs during all-reduces.
 
-    Without `overlap` all-reduces hide behind nothing.
+    Raises ValueError for a dtype in which the device does not compute.
     """
     known: dict[object, StageWork] = {}
     found = []
@@ -85,11 +85,11 @@ def time_stages(
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a stage, or a call of it, does and holds in the program's own dtype.
+    """The work and memory of a stage, or of a call of it, in the program's own dtype.
 
-    `forward` and `backward` count equal works, as equal layers have them; `again` is what recomputation repeats in
-    the backward. `working` bytes are there beside what is kept where the backward holds most: gradients, and what a
-    recomputed group saves.
+    `forward` and `backward` count equal works, as equal layers have them; `again` is the work that recomputation
+    repeats in the backward. `working` are the most bytes that the backward holds besides the `kept` ones: gradients,
+    and tensors saved by a recomputed group.
     """
 
     forward: Counter[Work]
@@ -101,7 +101,7 @@ class StageWork:
 
 
 def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, StageWork]:
-    """The work of each call of a stage. A storage is kept by the first call that saves it, or group that takes it."""
+    """Return the work of each call of a stage; a storage is kept by the first call, or group, that needs it."""
     groups = recomputed_groups(stage.graph)
     first = {group[0]: group for group in groups}
     inside = {node: group for group in groups for node in group}
@@ -145,9 +145,9 @@ def _join(works: Collection[StageWork]) -> StageWork:
 
 
 def _sign(stage: Stage) -> object:
-    """Equal for stages that cost the same: their operators, values and groups, whatever their names.
+    """Return a key that is equal for stages of equal cost: their operators, values and groups, without names.
 
-    Whole numbers among the arguments are dimensions and shapes, which the values show, or an operator's own number.
+    Integers among the arguments are left out: dimensions and shapes, which the values show, or an operator's number.
     """
     place = {node: index for index, node in enumerate(stage.graph.nodes)}
 
@@ -173,7 +173,7 @@ def _sign(stage: Stage) -> object:
 
 @dataclass(frozen=True)
 class WorkTimes:
-    """A `StageWork` on a cluster: seconds by direction, `again` beside `backward`; bytes in its dtype."""
+    """A `StageWork` on a cluster, in seconds and in bytes of the step's dtype."""
 
     forward: Seconds
     backward: Seconds
@@ -186,7 +186,7 @@ class WorkTimes:
 def time_work(
     work: StageWork, cluster: Cluster, ranks: Sequence[int], precision: Precision, *, overlap: bool = True
 ) -> WorkTimes:
-    """Time a work on the tensor group `ranks`. ValueError for a dtype that the device has not."""
+    """Time a work on the tensor group `ranks`; raise ValueError for a dtype in which the device does not compute."""
     cluster.device.peak(precision.dtype)
     return WorkTimes(
         add_up(work.forward, cluster, ranks, precision, overlap),
@@ -201,7 +201,7 @@ def time_work(
 def time_stage(
     manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
 ) -> StageTimes:
-    """A stage of that work with its messages."""
+    """Return the times of a stage with that work, and of its messages."""
     ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
     crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in COMPUTING}
     return StageTimes(
@@ -219,7 +219,7 @@ def time_stage(
 def add_up(
     works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision, overlap: bool
 ) -> Seconds:
-    """Time works, so many of each, on the tensor group `ranks`."""
+    """Time `works`, with the number of each, on the tensor group `ranks`."""
     dtype, scale = precision.dtype, precision.scale
     compute = tensor = 0.0
     for work, count in works.items():
@@ -229,14 +229,14 @@ def add_up(
 
 
 def count_flops(stage: Stage) -> int:
-    """FLOPs of a stage's products forward and backward, without recomputation."""
+    """Count the FLOPs of a stage's products, forward and backward without recomputation."""
     trained = find_trained(stage)
     works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
     return round(sum(map(_product_flops, works)))
 
 
 def _product_flops(work: Work) -> float:
-    """Without the scores that a fused attention's backward computes again, as SC21 counts."""
+    """Count as SC21 does, without the scores that the backward of a fused attention computes again."""
     return float(sum(product.flops for product in work.products if not product.repeated))
 
 
@@ -252,7 +252,7 @@ class _Crossing:
 def _cross(
     manifest: Manifest, index: int, kind: Kind, cluster: Cluster, ranks: Sequence[int], precision: Precision
 ) -> _Crossing:
-    """A stage's, whose slowest tensor group is `ranks`."""
+    """Time the messages of a stage whose slowest tensor group is `ranks`."""
     mesh, interface = manifest.mesh, manifest.stages[index]
     if mesh.pipeline == 1:  # handed over on the spot
         return _Crossing()
@@ -270,7 +270,7 @@ def _cross(
 def _bytes(
     boundaries: Sequence[Boundary], manifest: Manifest, kind: Kind, precision: Precision
 ) -> tuple[float, float]:
-    """Bytes of boundary values, or of their gradients: of those that cross whole, and of those in pieces."""
+    """Return the bytes of boundary values, or of their gradients, that cross whole, and those that cross in pieces."""
     sizes = [0.0, 0.0]
     for boundary in boundaries:
         if kind is Kind.FORWARD or boundary.requires_grad:

@@ -1,4 +1,4 @@
-"""A training step of a compiled program on a described cluster, without the cluster: time, memory, and why."""
+"""A training step of a compiled program, simulated on a described cluster: its time, its memory, and the reasons."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak is within its device's memory."""
+        """Whether the peak of every rank fits in its device's memory."""
         return max(self.memory_bytes) <= self.cluster.device.memory_bytes
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a chrome trace that Perfetto opens; a `path` that ends in .gz is packed."""
+        """Write a Chrome trace for Perfetto; a `path` that ends in .gz is compressed."""
         about = {"step": "predicted", "cluster": self.cluster.name, "dtype": self.dtype}
         write_trace(path, self.timeline, self.phases, self.memory, about)
 
     def save_svg(self, path: str | Path) -> None:
-        """Write a picture of the step, a row per pipeline rank, as SC21 Figure 4."""
+        """Write a picture of the step with a row per pipeline rank, like SC21 Figure 4."""
         write_svg(path, self.timeline, self.phases)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Training:
-    """How the step is run beyond what the program says.
+    """The options of a step that the program does not record.
 
     `overlap_transfers`: sending does not hold up the sender.
     `overlap_data`: a stage's gradients are summed over the replicas while later backwards run. `overlap_tensor`: the
@@ -200,7 +200,7 @@ def _trace_courses(
     phases: Iterable[Phase],
     optimizer: tuple[Precision, int, bool],
 ) -> list[list[tuple[float, float, float]]]:
-    """What each rank holds beside its states, as `trace_memory` has it, and then in the `phases`."""
+    """Return the memory of each rank besides its states, in the schedule (see `trace_memory`) and the `phases`."""
     courses = []
     for actions, row, own in zip(schedule, timeline, owned, strict=True):
         scattered = {stage: scattered_bytes(size, *optimizer) for stage, size in own.after.items()}
@@ -231,7 +231,7 @@ def action_times(
 
 
 def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:
-    """What the stages of a rank do in the schedule, by kind."""
+    """Return the seconds that the stages of a rank work in the schedule, by kind."""
     directions = [side for time in times for side in (time.forward, time.backward)]
     return {
         "compute": microbatches * sum(side.compute for side in directions),
@@ -287,7 +287,7 @@ def _finish(
 
 
 def _last_backward(entries: Sequence[TimelineEntry], stage: int) -> float:
-    """When `stage` has had its last backward."""
+    """Return the end of the last backward of `stage`."""
     return next(
         e.end for e in reversed(entries) if e.action.kind.produces_gradients and e.action.stage == stage
     )

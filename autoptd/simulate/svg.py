@@ -1,4 +1,4 @@
-"""A simulated step as a picture, as SC21 Figure 4 has it."""
+"""A simulated step as a picture like SC21 Figure 4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = {"data": "#d97a2b", "optimizer": "#8064a2"}
 
 
 def write_svg(path: str | Path, rows: Rows, phases: Sequence[Phase]) -> None:
-    """Write the step as a picture: a row per pipeline rank, time to the right, a microbatch's number where it fits.
+    """Write the step as a picture: a row per pipeline rank, time to the right, microbatch numbers where they fit.
 
     As in SC21 Figure 4, forwards are blue, backwards green, and later chunks of a rank lighter.
     """
@@ -39,7 +39,7 @@ def write_svg(path: str | Path, rows: Rows, phases: Sequence[Phase]) -> None:
 
 
 def box_colours(chunks: int) -> list[tuple[str, str]]:
-    """Fill and ink of chunk 0's forward, its backward, chunk 1's forward, …: later chunks are lighter."""
+    """Return fill and ink of chunk 0's forward, its backward, chunk 1's forward, …; later chunks are lighter."""
     found = []
     for chunk in range(chunks):
         light = 0.36 + 0.36 * chunk / (chunks - 1) if chunks > 1 else 0.42
@@ -51,7 +51,7 @@ def box_colours(chunks: int) -> list[tuple[str, str]]:
 
 
 def box_code(action: Action, num_ranks: int) -> int:
-    """Which of `box_colours` a forward or backward has."""
+    """Return the index of a forward or backward in `box_colours`."""
     return 2 * (action.stage // num_ranks) + (action.kind is Kind.BACKWARD)
 
 
@@ -83,7 +83,7 @@ def _draw_columns(
     top: float,
     scale: float,
 ) -> Iterator[str]:
-    """Where boxes are thin, columns a pixel wide, each in the mean colour of what is done meanwhile."""
+    """Draw thin boxes as columns a pixel wide, each in the mean colour of its actions."""
     columns = [[255.0] * 3 for _ in range(math.ceil(WIDTH - MARGIN))]
     for _, action, start, end in entries:
         fill = bytes.fromhex(colours[box_code(action, num_ranks)][0][1:])
@@ -112,7 +112,7 @@ def _draw_phase(phase: Phase, top: float, scale: float) -> str:
 
 
 def _draw_legend(colours: Sequence[tuple[str, str]], top: float, last: float) -> Iterator[str]:
-    """Beside each kind's word the colours of its chunks."""
+    """Draw the colours of the chunks next to the name of each kind."""
     kinds = {"forward": colours[::2], "backward": colours[1::2]}
     left = MARGIN
     for words, fills in (kinds | {WORDS[name]: [(fill, "")] for name, fill in PHASES.items()}).items():

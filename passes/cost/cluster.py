@@ -1,4 +1,4 @@
-"""A cluster in numbers, read from a TOML file: devices, nodes and network, and how long they take for some work."""
+"""A cluster as numbers read from a TOML file (devices, nodes, network), and the time of work and messages on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ITEM_BYTES: Mapping[str, float] = {
     "fp8": 1,
     "fp4": 0.5,
 }
-ELEMENT_FLOPS = 20  # of an element of an elementwise kernel: an exponential and what is round it
+ELEMENT_FLOPS = 20  # of an element of an elementwise kernel: an exponential and some arithmetic
 SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not worth their loads
 
 
@@ -45,12 +45,12 @@ class Link:
 
     @property
     def message_rate(self) -> float:
-        """Bytes/s of a large message."""
+        """The bytes/s of a large message."""
         return self.bandwidth * self.message_efficiency
 
     @property
     def collective_rate(self) -> float:
-        """Bytes/s over a link of a large ring."""
+        """The bytes/s of a large ring collective over one link."""
         return self.bandwidth * self.collective_efficiency
 
 
@@ -78,16 +78,17 @@ class Device:
     launch_seconds: float
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in `dtype`. ValueError where the device computes in no such type."""
+        """Return FLOP/s in `dtype`; raise ValueError if the device does not compute in it."""
         if dtype not in self.peak_flops:
             raise ValueError(f"{self.name} has no {dtype}: expected one of {', '.join(self.peak_flops)}")
         return self.peak_flops[dtype]
 
     def seconds(self, work: Work, dtype: str, scale: float = 1.0) -> float:
-        """Time of `work` on this device alone; its all-reduces are the cluster's matter.
+        """Return the seconds of `work` on this device, without its all-reduces.
 
-        GEMMs take what their tiles or their memory traffic takes, whichever is longer; what else is moved, or
-        computed if that takes longer, comes on top. Products that move less than their factors are one fused kernel.
+        A GEMM takes the time of its tiles or of its memory traffic, whichever is longer; the other traffic, or the
+        elementwise FLOPs if they take longer, come on top. Products that move less than their factors are one fused
+        kernel.
         `scale` converts the bytes of `work` to `dtype`.
         """
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
@@ -125,10 +126,10 @@ class Cluster:
 
     @classmethod
     def load(cls, name: Cluster | str | Path) -> Cluster:
-        """A cluster by its shipped name ("dgx-a100"), or from a TOML file of your own by path; a cluster is itself.
+        """Load a shipped cluster by name ("dgx-a100") or your own TOML file by path; return a `Cluster` as it is.
 
-        Raises TypeError for another type, ValueError for an unknown name, and for a file with missing, unknown or
-        impossible values, all named.
+        Raises TypeError for another type, and ValueError for an unknown name or a file with missing, unknown or
+        impossible values, which it names.
         """
         if isinstance(name, Cluster):
             return name
@@ -155,10 +156,10 @@ class Cluster:
         return _read_cluster(table, str(path))
 
     def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:
-        """Write a TOML file that `load` reads, each value with where it is from: `source`, or what `others` says.
+        """Write a TOML file that `load` reads, each value with its source: `source`, or its entry in `others`.
 
-        `others` is by value, or table of values: "nics_per_node", "network". ValueError where `path` cannot be
-        written, or is no .toml, which `load` would not take for a file.
+        The keys of `others` name values or tables of values: "nics_per_node", "network". Raises ValueError if `path`
+        cannot be written or does not end in .toml.
         """
         file = Path(path)
         if file.suffix != ".toml":
@@ -180,20 +181,20 @@ class Cluster:
             )
 
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
-        """How many of `ranks` are in each node."""
+        """Count the `ranks` in each node."""
         return Counter(rank // self.devices_per_node for rank in ranks)
 
     def slowest(self, groups: Iterable[Sequence[int]]) -> Sequence[int]:
-        """The first of those `groups` that are slowest where they stand: groups of one size may part over nodes."""
+        """Return the first of the slowest `groups`: groups of one size may span different numbers of nodes."""
         return max(groups, key=lambda ranks: (-self.ring_rate(ranks), self.ring_latency(ranks)))
 
     def farthest(self, pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
-        """The first of those pairs that are in different nodes, if there are any."""
+        """Return the first pair in different nodes, or else the first pair."""
         size = self.devices_per_node
         return max(pairs, key=lambda pair: pair[0] // size != pair[1] // size)
 
     def ring_rate(self, ranks: Sequence[int]) -> float:
-        """Bytes/s over the slowest link of a ring through `ranks`, while all other devices are in like rings.
+        """Return bytes/s over the slowest link of a ring through `ranks`, while all other devices are in equal rings.
 
         A node's cards are shared evenly: a ring with k of its devices has k shares.
         """
@@ -204,16 +205,16 @@ class Cluster:
         return min(self.node.collective_rate, cards * self.network.collective_rate)
 
     def all_reduce_seconds(self, count: float, ranks: Sequence[int]) -> float:
-        """All-reduce of `count` bytes by a ring: 2 (n - 1) steps of 1/n each (SC21 §3.3.1)."""
+        """Return the seconds of a ring all-reduce of `count` bytes: 2 (n - 1) steps of 1/n each (SC21 §3.3.1)."""
         return 2 * self.all_gather_seconds(count, ranks)
 
     def exposed_seconds(
         self, work: Work, ranks: Sequence[int], dtype: str, scale: float = 1.0, *, overlap: bool = True
     ) -> float:
-        """What of the all-reduces of `work` over `ranks` its device waits for, while it computes what is beside them.
+        """Return the seconds of the all-reduces of `work` over `ranks` that no overlapped work hides.
 
-        A device of one multiprocessor, a core, sums and copies itself, and hides nothing. `scale` is as of
-        `Device.seconds`; without `overlap` nothing is beside.
+        A device of one multiprocessor, a core, sums and copies itself, so it overlaps nothing; nor does any device
+        without `overlap`. `scale` as in `Device.seconds`.
         """
         seconds = self.all_reduce_seconds(work.reduced * scale, ranks)
         if work.beside is None or not overlap or self.device.multiprocessors == 1:
@@ -221,7 +222,7 @@ class Cluster:
         return max(0.0, seconds - self.device.seconds(work.beside, dtype, scale))
 
     def all_gather_seconds(self, count: float, ranks: Sequence[int]) -> float:
-        """All-gather to `count` bytes, or reduce-scatter of them: n - 1 steps of 1/n each."""
+        """Return the seconds to all-gather or reduce-scatter `count` bytes by a ring: n - 1 steps of 1/n each."""
         number = len(ranks)
         if number < 2 or not count:
             return 0.0
@@ -233,7 +234,7 @@ class Cluster:
         return (len(ranks) - 1) * link.latency_seconds
 
     def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
-        """One message of `count` bytes, while `senders` devices of the node send like ones."""
+        """Return the seconds of one message of `count` bytes, while `senders` devices of the node send equal ones."""
         if not count:
             return 0.0
         if len(self.nodes((source, destination))) < 2:
@@ -243,20 +244,20 @@ class Cluster:
 
 
 def _narrower(product: Product, dtype: str, scale: float) -> str:
-    """What a product is computed in: `dtype`, or its own where that is narrower than its program's."""
+    """Return the dtype of a product: `dtype`, or its own if that is narrower than its program's."""
     own = product.dtype
     return own if own and ITEM_BYTES[own] * scale < ITEM_BYTES[dtype] else dtype
 
 
 def _product_bytes(product: Product, dtype: str) -> float:
-    """What a GEMM reads and writes at least."""
+    """Return the least bytes that a GEMM reads and writes."""
     m, n, k = product.rows, product.columns, product.inner
     return float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
 
 
 @lru_cache(maxsize=4096)
 def round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
-    """A product's FLOPs with those that its best tiling wastes.
+    """Return a product's FLOPs, with those that its best tiling wastes.
 
     Tiles run in waves over all multiprocessors, and a wave takes its time whether it is full or not. A tile of
     r x c loads r + c elements for every r c products: smaller tiles are slower in proportion.
@@ -275,7 +276,7 @@ def _intensity(rows: int, columns: int) -> float:
 
 @lru_cache
 def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-    """The largest tile, its halves and theirs, either way round."""
+    """Return the largest tile, its halves and theirs, in both orientations."""
     found: set[tuple[int, int]] = set()
     pending = [(rows, columns), (columns, rows)]
     while pending:

@@ -1,4 +1,4 @@
-"""The TOML of a cluster: read with every wrong value named, written with every value's source."""
+"""The TOML file of a cluster: wrong values are refused by name, and every value is written with its source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def read_table(table: Mapping[str, Any], kind: type, source: str, place: str) -> dict[str, Any]:
-    """The values of a table by the fields of `kind`: all of them, and no others."""
+    """Read a table that has a value for each field of `kind`, and no others."""
     types = {field.name: str(field.type) for field in fields(kind)}
     for key in table:
         if key not in types:
@@ -34,7 +34,7 @@ def read_table(table: Mapping[str, Any], kind: type, source: str, place: str) ->
     return values
 
 
-SMALLEST, LARGEST = 1e-30, 1e30  # of a value in a file: what times are made of neither vanishes nor overflows
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a value, so that no time vanishes or overflows
 
 
 def read_number(value: object, kind: type, source: str, name: str) -> Any:
@@ -56,7 +56,7 @@ def suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def write_tables(record: Any, source: str, others: Mapping[str, str]) -> str:
-    """The dataclass `record` as TOML: its own values first, then a table for each dataclass or mapping in it.
+    """Write the dataclass `record` as TOML: its own values first, then a table for each dataclass or mapping in it.
 
     A value's source is in `others` by its name, or by its table's, or it is `source`.
     """
@@ -83,5 +83,5 @@ def _write_table(record: Any, place: str, source: str, others: Mapping[str, str]
 
 
 def _escape(text: str) -> str:
-    """A text of JSON as one of TOML, or a text as a comment's: neither has control characters."""
+    """Escape control characters, which neither TOML strings nor comments may have."""
     return re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""What the cut weighs stages by: nanoseconds of operators and of boundary values on a cluster."""
+"""The weights of the pipeline cut: nanoseconds of operators and of boundary values on a cluster."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 @dataclass(frozen=True)
 class Precision:
-    """What is computed in: `dtype`, and how many of its bytes the program has for one of its own (`scale`)."""
+    """The `dtype` of a step, and its bytes for each byte of the program's own dtype (`scale`)."""
 
     dtype: str
     scale: float = 1.0
 
     @classmethod
     def of(cls, stages: Iterable[Stage], dtype: str | None = None) -> Precision:
-        """`dtype`, by default the one that most elements of the program's parameters have.
+        """Return the precision of `dtype`, by default that of most elements of the program's parameters.
 
-        ValueError for one that is unknown, or narrower than what a step keeps its weights and activations in.
+        Raises ValueError for a dtype that is unknown, or too narrow for weights and activations.
         """
         counts: dict[torch.dtype, int] = {}
         for stage in stages:
@@ -56,7 +56,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Durations:
-    """Times of nodes and transfers on the ranks of `mesh`, whole nanoseconds; equal works are timed once."""
+    """Times of nodes and transfers on the ranks of `mesh`, in whole nanoseconds; equal works are timed once."""
 
     cluster: Cluster
     mesh: Mesh
@@ -64,17 +64,17 @@ class Durations:
     _known: dict[Work, float] = field(default_factory=dict, repr=False)
 
     def of_forward(self, node: fx.Node) -> int:
-        """The forward of one microbatch; what does no work takes none."""
+        """Return the time of a node's forward of one microbatch."""
         return self._of_work(forward_work(node))
 
     def of_backward(self, node: fx.Node, trained: Container[fx.Node] | None = None) -> int:
-        """The backward of one microbatch, where the values `trained` have a gradient (see `backward_work`)."""
+        """Return the time of a node's backward of one microbatch; `trained` as in `backward_work`."""
         return self._of_work(backward_work(node, trained))
 
     def of_transfer(self, value: torch.Tensor, *, divided: bool) -> int:
-        """To send one tensor to the next stage, or its gradient back.
+        """Return the time to send one tensor to the next stage, or its gradient back.
 
-        Of an undivided tensor each tensor rank sends 1/t, all-gathered on arrival (SC21 §4.1).
+        Each tensor rank sends 1/t of an undivided tensor, which is all-gathered on arrival (SC21 §4.1).
         """
         size = tensor_bytes(value) * self.precision.scale
         share = size if divided else size / self.mesh.tensor
@@ -88,7 +88,7 @@ class Durations:
         return ceil(self.seconds(work) * NANOSECONDS)
 
     def seconds(self, work: Work) -> float:
-        """One direction of one node."""
+        """Return the seconds of one direction of one node."""
         if not work:
             return 0.0
         if work not in self._known:
@@ -105,7 +105,7 @@ class Durations:
 
     @cached_property
     def _neighbours(self) -> tuple[int, int]:
-        """Two ranks next to each other on the pipeline."""
+        """Two neighbouring ranks of the pipeline."""
         places = product(range(self.mesh.data), range(self.mesh.pipeline), range(self.mesh.tensor))
         p, rank_of = self.mesh.pipeline, self.mesh.rank_of
         return self.cluster.farthest((rank_of(d, k, t), rank_of(d, (k + 1) % p, t)) for d, k, t in places)

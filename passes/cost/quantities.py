@@ -1,4 +1,4 @@
-"""Amounts of work, in any kind of number: products, FLOPs, bytes, launches."""
+"""Quantities of work in any kind of number: products, FLOPs, bytes, launches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for sever
 class Product:
     """`batch` GEMMs of [rows, inner] by [inner, columns].
 
-    `repeated`: a fused attention's backward computes the scores again, for it has not kept them. `dtype` is a half type
-    that it is computed in, as a cluster has it: of autocast, in a program of float32.
+    `repeated`: the backward of a fused attention computes the scores again. `dtype` is the half type of a product under
+    autocast, by its name in a cluster.
     """
 
     batch: Number
@@ -37,7 +37,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """One direction of one operator, on one rank and one microbatch.
+    """The work of one direction of one operator, on one rank and one microbatch.
 
     `elementwise` are FLOPs beside the products, one per element; `read` and `written` bytes of memory; `reduced`
     the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts. `beside` is what
@@ -54,12 +54,12 @@ class Work:
 
     @property
     def flops(self) -> Number:
-        """All FLOPs."""
+        """The FLOPs of products and elementwise operations."""
         return sum((product.flops for product in self.products), self.elementwise)
 
     @property
     def moved(self) -> Number:
-        """Bytes read and written."""
+        """The bytes read and written."""
         return self.read + self.written
 
     def __add__(self, other: Work) -> Work:
@@ -78,13 +78,13 @@ class Work:
 
 
 def local_sizes(node: fx.Node) -> Any:
-    """One rank's shape of a value, in integers."""
+    """Return one rank's shape of a value in integers."""
     value = node.meta["val"]
     return tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(tuple(v.shape) for v in value)
 
 
 class Value:
-    """Elements and bytes of values, in the numbers of one `Sizes`."""
+    """The elements and bytes of values, in the numbers of one `Sizes`."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.shape = sizes
@@ -103,11 +103,11 @@ class Value:
         return self._sum(node, lambda value, count: count * value.element_size())
 
     def rows(self, node: fx.Node) -> Number:
-        """The product of all dimensions but the last."""
+        """Return the product of all dimensions but the last."""
         return prod(self.shape(node)[:-1])
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The arguments that are tensors, each once."""
+    """Return the tensor arguments, each once."""
     sources = ((source, source.meta.get("val")) for source in node.all_input_nodes)
     return [source for source, value in sources if isinstance(value, (torch.Tensor, tuple, list))]

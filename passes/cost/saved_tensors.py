@@ -1,8 +1,8 @@
-"""What autograd saves for the backward of a stage, tensor by tensor: an exact ledger, without running it.
+"""An exact ledger of the tensors that autograd saves for the backward of a stage, without running it.
 
 The stage is run on meta tensors with autograd, and each tensor that an operator saves is written down under the
-operator. A storage counts once, whoever saves it; parameters and batch inputs, which are held anyway, do not. What an
-operator does differently on a GPU is not seen: there the loss of logits in float32 keeps these, and not their softmax.
+operator. A storage counts once; parameters and batch inputs, which are held anyway, do not count. The ledger does not
+see differences on a GPU, where the loss of float32 logits keeps these and not their softmax.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ledger:
                     self._values[node] = self._give(node, stage)
 
     def _give(self, node: fx.Node, stage: Stage) -> Any:
-        """A value from outside, with a storage of its own."""
+        """Make an input of the stage, with a storage of its own."""
         if info(node).role == "rank":
             return self._rank
         value, boundary = node.meta["val"], info(node).role == "boundary"
@@ -82,17 +82,17 @@ class Ledger:
         return self._saved.keys()
 
     def saved(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
-        """What `nodes` save, without parameters and batch inputs."""
+        """Return the storages that `nodes` save, without parameters and batch inputs."""
         return {s for node in nodes for s in self._saved[node]} - self._held
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
-        """Where the values of `nodes` lie, without parameters and batch inputs."""
+        """Return the storages of the values of `nodes`, without parameters and batch inputs."""
         values = [self._values[node] for node in nodes]
         tensors = (t for v in values for t in (v if isinstance(v, (tuple, list)) else [v]))
         return {t.untyped_storage() for t in tensors if isinstance(t, Tensor)} - self._held
 
     def kept(self, groups: Collection[Sequence[fx.Node]]) -> set[UntypedStorage]:
-        """What the stage keeps for its backward where `groups` are recomputed."""
+        """Return the storages that the stage keeps for its backward if `groups` are recomputed."""
         inside = {node for group in groups for node in group}
         taken = {source for group in groups for source in values_taken(group)}
         return self.saved(node for node in self.nodes if node not in inside) | self.storages(taken)
@@ -100,8 +100,10 @@ class Ledger:
     def itemize(
         self, groups: Collection[Sequence[fx.Node]], sizes: Sizes
     ) -> Iterator[tuple[fx.Node, Number]]:
-        """What the stage keeps where `groups` are recomputed, once each: the first call that keeps it, and its bytes
-        in the numbers of `sizes`. Of what lies in a part of a storage, all parts are taken to be alike."""
+        """Yield the first call that keeps each storage if `groups` are recomputed, and its bytes in numbers of `sizes`.
+
+        All parts of a storage are taken to be equal.
+        """
         ends = {group[0]: group for group in groups}
         inside = {node for group in groups for node in group}
         homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
@@ -123,7 +125,7 @@ class Ledger:
                 yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
 
     def differentiated(self, node: fx.Node, trained: Collection[fx.Node]) -> int:
-        """Bytes of the gradients that there are at once where `node` is differentiated, those of weights included.
+        """Return the bytes of the gradients that exist at once while `node` is differentiated, with those of weights.
 
         `trained` are the values that have a gradient. A view's gradient lies where its source's does; torch's own
         cross entropy differentiates its two halves one by one, ours makes the gradient of a softmax that it kept.
@@ -137,20 +139,20 @@ class Ledger:
         return weights + there + count_bytes(self.storages(halves))
 
     def _is_torchs_loss(self, node: fx.Node) -> bool:
-        """Whether torch's own cross entropy computes the node."""
+        """Return whether torch's own cross entropy computes the node."""
         if node.target is not kernels.cross_entropy:
             return node.target is aten.cross_entropy_loss.default
         args: Any = fx.map_arg(node.args, self._values.__getitem__)
         return leaves_to_torch(self._rank, args[1], args[3])
 
     def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
-        """The nodes of a recomputed `group` that run again: up to the last one that saves anything."""
+        """Return the nodes of a recomputed `group` that run again: up to the last one that saves a tensor."""
         last = max((i for i, node in enumerate(group) if self._saved[node]), default=-1)
         return group[: last + 1]
 
 
 def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
-    """The shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
+    """Return the shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
     for node in nodes:
         value, named = node.meta["val"], sizes(node)
         for own, shape in [(value, named)] if isinstance(value, Tensor) else zip(value, named, strict=True):
@@ -165,7 +167,7 @@ def count_bytes(storages: Iterable[UntypedStorage]) -> int:
 
 
 def find_repeated(stage: Stage, mesh: Mesh) -> set[fx.Node]:
-    """The calls of a stage that its backward runs again."""
+    """Return the calls of a stage that its backward runs again."""
     groups = recomputed_groups(stage.graph)
     if not groups:
         return set()
@@ -174,7 +176,7 @@ def find_repeated(stage: Stage, mesh: Mesh) -> set[fx.Node]:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What a fused attention saves on a device: its arguments, its result and a number per query and head.
+    """A fused attention that saves what a device would: its arguments, its result and a number per query and head.
 
     On meta tensors torch's own would run, and save, the products written out. The result lies in memory in the
     order of the queries; a bool mask is saved as the numbers that it adds to the scores.

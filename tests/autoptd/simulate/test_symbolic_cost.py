@@ -323,5 +323,5 @@ def test_a_loaded_program_knows_numbers(tmp_path: Path) -> None:
 
 def test_a_symbol_that_is_none_is_refused() -> None:
     cost = compile_model(sample()).cost
-    with pytest.raises(ValueError, match="'x' is no symbol of this program's cost; it has V, a, b"):
+    with pytest.raises(ValueError, match="'x' is no symbol of this program's cost: expected one of V, a, b"):
         cost.evaluate(cost.flops, x=3)
