@@ -12,12 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.passes.recompute import MODES
-from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
 from autoptd.runtime.program.schedule import SCHEDULES
 
 LAYOUTS = ("sbh", "bsh")
 AXES = ("tensor", "pipeline", "data")
-DEVICE_MESH_DIMS = ("dp", "pp", "tp")
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ def read_mesh(mesh: object) -> Mesh:
 
 def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
     names = mesh.mesh_dim_names or ()
-    if sorted(names) != sorted(DEVICE_MESH_DIMS):
+    if sorted(names) != sorted(TORCH_DIMS.values()):
         raise ValueError(
             f'the DeviceMesh has dims {names}; expected "tp", "pp" and "dp": '
             'init_device_mesh(device, (d, p, t), mesh_dim_names=("dp", "pp", "tp"))'
         )
-    ordered = mesh.mesh.permute([names.index(name) for name in DEVICE_MESH_DIMS])
+    ordered = mesh.mesh.permute([names.index(name) for name in TORCH_DIMS.values()])
     data, pipeline, tensor = ordered.shape
     ranks = tuple(int(rank) for rank in ordered.flatten().tolist())
     return Mesh(tensor, pipeline, data, None if ranks == tuple(range(len(ranks))) else ranks)

@@ -16,7 +16,7 @@ from autoptd.runtime.overlapped_linears import Linear, SplitLinear, multiply_cop
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
     """Hand a replicated `x` to a divided region (f). Backward all-reduces the ranks' partial gradients."""
-    if rank.tensor.size == 1:
+    if rank.group("tensor").size == 1:
         return x
     copied: Tensor = _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
     return copied
@@ -24,7 +24,7 @@ def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
     """Sum the partial `x` of a divided region over the tensor ranks (g). Backward is the identity."""
-    if rank.tensor.size == 1:
+    if rank.group("tensor").size == 1:
         return x
     # Summed out here: torch.compile of torch 2.11 makes each value inside a Function's forward an output of it, one
     # tensor several times after an all-reduce in place, and gives its backward zeros.
@@ -37,7 +37,7 @@ def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
 
     Backward gives a partial gradient, zero outside the part. Raises ValueError when t does not divide `dim`.
     """
-    size, index = rank.tensor.size, rank.tensor.index
+    size, index = rank.group("tensor").size, rank.group("tensor").index
     if size == 1:
         return x
     width, rest = divmod(x.shape[dim], size)

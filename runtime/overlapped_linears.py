@@ -96,7 +96,7 @@ class _Copied(torch.autograd.Function):
         if own:
             pairs = zip(gradients, weights, strict=True)
             total = _add_products([term for pair in pairs for term in product.terms(*pair)])
-            posted = ctx.rank.tensor.post_all_reduce([total])
+            posted = ctx.rank.group("tensor").post_all_reduce([total])
             begin = None if measured is None else measured.stopwatch.mark()
         count = len(gradients)
         of_weights = [

@@ -154,7 +154,7 @@ def test_float32_weights_of_half_precision_are_not_gathered(tmp_path: Path, read
         parallel, optimizer = start(chain, connection, True)
         step(chain, connection, parallel, optimizer, 0)
         list(parallel.parameters())  # the step's own gathers end
-        group = connection.rank.data
+        group = connection.rank.group("data")
         assert isinstance(group, ThreadGroup)
         before = group.elements["all_gather"]
         parallel.save_checkpoint(tmp_path, optimizer)

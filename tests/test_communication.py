@@ -111,7 +111,7 @@ def over_pipeline(program: CompiledProgram, measured: list[Traffic], key: str) -
     mesh = program.mesh
     totals = {
         tuple(
-            sum(getattr(measured[rank], kind).get(key, 0) for rank in mesh.pipeline_group(first))
+            sum(getattr(measured[rank], kind).get(key, 0) for rank in mesh.group("pipeline", first))
             for kind in ("calls", "elements")
         )
         for first in range(mesh.size)

@@ -84,7 +84,7 @@ def draw_case(number: int) -> Case:
 def draw_mask(case: Case, mesh: Mesh, coordinates: Coordinates, microbatch: int) -> Tensor:
     """What one rank keeps in one microbatch."""
     rank = Rank.local(mesh, coordinates)
-    rank.tensor = LocalGroup(mesh.tensor, coordinates.tensor)
+    rank.groups["tensor"] = LocalGroup(mesh.tensor, coordinates.tensor)
     b = case.microbatch[mesh.data]
     first = coordinates.data * (SEQUENCES // mesh.data) + microbatch * b
     rank.randomness = Randomness(case.seed, case.call, first)
@@ -322,7 +322,7 @@ def check_padding(program: CompiledProgram, rank: Rank, name: str, own: Tensor) 
     parameter = program.manifest.parameters[name]
     assert parameter.placement.dim == 0
     (segment,) = parameter.placement.segments
-    first = rank.tensor.index * (segment.size // rank.tensor.size)
+    first = rank.group("tensor").index * (segment.size // rank.group("tensor").size)
     padded = max(0, first + len(own) - parameter.shape[0])
     assert not own[len(own) - padded :].any()
 

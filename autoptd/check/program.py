@@ -29,12 +29,16 @@ def check_manifest(manifest: Manifest) -> None:
     mesh, way = manifest.mesh, "correct it in the manifest, or save the program again"
     counts = ("microbatch_size", "num_microbatches", "num_model_chunks", "num_shapes")
     try:
-        check_counts(**{f"{axis} of the mesh": getattr(mesh, axis) for axis in AXES})
+        check_counts(**{f"{axis} of the mesh": size for axis, size in mesh.axes.items()})
         check_counts(**{name: getattr(manifest, name) for name in counts})
         check_seed(manifest.seed)
         check_modes(schedule=manifest.schedule)
     except ValueError as error:
         raise ProgramError(f"the manifest: {error}; {way}") from None
+    if sorted(mesh.axes) != sorted(AXES):
+        raise ProgramError(
+            f"the manifest: the axes of the mesh are {', '.join(mesh.axes)}; expected {', '.join(AXES)}; {way}"
+        )
     if manifest.model_flops < 0:
         raise ProgramError(f"the manifest: model_flops is {manifest.model_flops}; expected 0 or more; {way}")
     if mesh.ranks is not None and sorted(mesh.ranks) != list(range(mesh.size)):

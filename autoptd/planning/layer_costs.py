@@ -52,7 +52,7 @@ class CostRow:
         # before it costs either side, and the amounts of `_measure`.
         cluster.device.peak(precision.dtype)  # refuses what the device has not
         tensor = self._program.mesh.tensor
-        ranks = cluster.slowest(Mesh(tensor, 1, world_size // tensor).tensor_groups(0))
+        ranks = cluster.slowest(Mesh(tensor, 1, world_size // tensor).groups("tensor", pipeline=0))
         measure = cache(lambda work: astuple(add_up({work: 1}, cluster, ranks, precision, overlap)))
         self._times, self._apart = uncut.divide(measure)
         self._amounts = self._measure(uncut)

@@ -77,7 +77,7 @@ def time_stages(
         signature = _sign(stage)
         if signature not in known:
             known[signature] = _join(divide_work(stage, Ledger(stage, manifest.mesh)).values())
-        ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
+        ranks = cluster.slowest(manifest.mesh.groups("tensor", pipeline=index % manifest.mesh.pipeline))
         times = time_work(known[signature], cluster, ranks, precision, overlap=overlap)
         found.append(time_stage(manifest, index, times, cluster, precision))
     return tuple(found)
@@ -202,7 +202,7 @@ def time_stage(
     manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
 ) -> StageTimes:
     """Return the times of a stage with that work, and of its messages."""
-    ranks = cluster.slowest(manifest.mesh.tensor_groups(index % manifest.mesh.pipeline))
+    ranks = cluster.slowest(manifest.mesh.groups("tensor", pipeline=index % manifest.mesh.pipeline))
     crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in COMPUTING}
     return StageTimes(
         forward=work.forward,
@@ -281,6 +281,6 @@ def _bytes(
 
 def _send_seconds(count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster) -> float:
     """Return the seconds of the slowest replica's message between two stages, while its tensor peers send theirs."""
-    sides = (mesh.tensor_groups(stage % mesh.pipeline) for stage in (source, destination))
+    sides = (mesh.groups("tensor", pipeline=stage % mesh.pipeline) for stage in (source, destination))
     here, there = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))
     return cluster.send_seconds(count, here, there, senders=mesh.tensor)

@@ -258,7 +258,7 @@ def _finish(
     summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, joined, gathers = [], [], []
     for rank, own in enumerate(owned):
-        groups = mesh.tensor_groups(rank)
+        groups = mesh.groups("tensor", pipeline=rank)
         replicas = cluster.slowest(zip(*groups, strict=True))
         end = timeline[rank][-1].end
         end += cluster.all_reduce_seconds(own.partial * each, cluster.slowest(groups))
@@ -274,7 +274,7 @@ def _finish(
     for rank, own in enumerate(owned):
         end = ends[rank]
         for owners, elements in own.tied.items():
-            holding = (chain.from_iterable(mesh.tensor_groups(owner)) for owner in owners)
+            holding = (chain.from_iterable(mesh.groups("tensor", pipeline=owner)) for owner in owners)
             ranks = cluster.slowest(zip(*holding, strict=True))
             end = max(end, *(ends[owner] for owner in owners))
             end += cluster.all_reduce_seconds(elements / shards * each, ranks)

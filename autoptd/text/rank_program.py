@@ -91,13 +91,13 @@ class RankProgram:
     @cached_property
     def peers(self) -> Peers:
         mesh, at = self.manifest.mesh, self.coordinates
-        line = mesh.pipeline_group(self.rank)
+        line = mesh.group("pipeline", self.rank)
         ring = len(self.manifest.stages) > mesh.pipeline > 1
         before, after = at.pipeline - 1, at.pipeline + 1
         return Peers(
-            mesh.tensor_group(self.rank),
+            mesh.group("tensor", self.rank),
             line,
-            mesh.data_group(self.rank),
+            mesh.group("data", self.rank),
             line[before] if before >= 0 or ring else None,
             line[after % mesh.pipeline] if after < mesh.pipeline or ring else None,
             {

@@ -101,7 +101,9 @@ class Durations:
     @cached_property
     def _tensor_group(self) -> Sequence[int]:
         stages = range(self.mesh.pipeline)
-        return self.cluster.slowest(group for stage in stages for group in self.mesh.tensor_groups(stage))
+        return self.cluster.slowest(
+            group for stage in stages for group in self.mesh.groups("tensor", pipeline=stage)
+        )
 
     @cached_property
     def _neighbours(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ class CheckpointError(ValueError):
 
 def own_number(rank: Rank) -> int:
     """Return this rank's global number."""
-    return rank.mesh.rank_of(*rank.coordinates)
+    return rank.mesh.rank_of(**rank.coordinates)
 
 
 def agree(rank: Rank, error: Exception | None) -> None:
@@ -43,7 +43,7 @@ def share(rank: Rank, text: str, source: int = 0) -> str:
 
 
 def _reduce(rank: Rank, x: Tensor, op: Reduction) -> Tensor:
-    for group in (rank.tensor, rank.pipeline, rank.data):
+    for group in reversed(rank.groups.values()):
         x = group.all_reduce(x, op)
     return x
 

@@ -59,9 +59,7 @@ class TracedPosition(Position):
     def trace_groups(self, connection: Connection) -> None:
         """Write the collectives of `connection` to the journal too."""
         rank = connection.rank
-        rank.tensor = TracedGroup(rank.tensor, "tensor", self)
-        rank.pipeline = TracedGroup(rank.pipeline, "pipeline", self)
-        rank.data = TracedGroup(rank.data, "data", self)
+        rank.groups = {axis: TracedGroup(group, axis, self) for axis, group in rank.groups.items()}
         connection.world = TracedGroup(connection.world, "world", self)
         connection.tied = {
             owners: TracedGroup(group, f"tied {list(owners)}", self)

@@ -162,7 +162,7 @@ def neighbours(mesh: Mesh) -> list[tuple[int, int]]:
     """Return all ordered pairs of global ranks that are pipeline neighbours, first and last included, ascending."""
     pairs = set()
     for rank in range(mesh.size):
-        line = mesh.pipeline_group(rank)
+        line = mesh.group("pipeline", rank)
         following = line[(line.index(rank) + 1) % len(line)]
         pairs |= {(rank, following), (following, rank)}
     return sorted(pair for pair in pairs if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-"""A rank of the mesh: its coordinates, its groups, and the state of its dropout."""
+"""One rank of the mesh: where it stands, whom it talks to, and what its dropout depends on."""
 
 from __future__ import annotations
 
@@ -14,52 +14,50 @@ from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
 
-ORIGIN = Coordinates(0, 0, 0)
 CPU = torch.device("cpu")
 
 
 @dataclass
 class Rank:
-    """The ``rank`` argument of a program's collectives and kernels; `device` holds its tensors.
+    """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live.
 
-    `measured` records the times of collectives inside a stage, if there is a step to measure.
+    `measured` takes down when collectives inside a stage ran, where there is a step to measure.
     """
 
     mesh: Mesh
     coordinates: Coordinates
-    tensor: Group
-    pipeline: Group
-    data: Group
+    groups: dict[str, Group]
     randomness: Randomness = field(default_factory=Randomness)
     device: torch.device = CPU
     measured: Measured | None = None
 
     @classmethod
-    def local(cls, mesh: Mesh, coordinates: Coordinates = ORIGIN, device: torch.device = CPU) -> Rank:
+    def local(cls, mesh: Mesh, coordinates: Coordinates | None = None, device: torch.device = CPU) -> Rank:
         """Make a rank without peers: for shapes on the meta device, or for a mesh of one."""
-        return cls(
-            mesh,
-            coordinates,
-            LocalGroup(mesh.tensor, coordinates.tensor),
-            LocalGroup(mesh.pipeline, coordinates.pipeline),
-            LocalGroup(mesh.data, coordinates.data),
-            device=device,
-        )
+        at = coordinates or Coordinates(**dict.fromkeys(mesh.axes, 0))
+        groups: dict[str, Group] = {axis: LocalGroup(size, at[axis]) for axis, size in mesh.axes.items()}
+        return cls(mesh, at, groups, device=device)
 
     @classmethod
     def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
-        """Make this process's rank; `devices` is torch's form of `mesh`, with the dims "dp", "pp" and "tp"."""
-        groups = {name: ProcessGroup(devices.get_group(name), device) for name in ("dp", "pp", "tp")}
-        coordinates = Coordinates(groups["dp"].index, groups["pp"].index, groups["tp"].index)
-        return cls(mesh, coordinates, groups["tp"], groups["pp"], groups["dp"], device=device)
+        """Make this process's rank; `devices` is torch's form of `mesh`, with the dims `Mesh.torch_dims`."""
+        dims = zip(mesh.axes, mesh.torch_dims, strict=True)
+        groups: dict[str, Group] = {axis: ProcessGroup(devices.get_group(dim), device) for axis, dim in dims}
+        at = Coordinates(**{axis: group.index for axis, group in groups.items()})
+        return cls(mesh, at, groups, device=device)
+
+    def group(self, axis: str) -> Group:
+        """Return the ranks along `axis` that this one communicates with."""
+        return self.groups[axis]
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduce `x` over the tensor ranks while nothing else is computed. May overwrite `x`."""
+        group = self.group("tensor")
         # Code that torch.compile traces cannot read the clock.
-        if self.measured is None or self.tensor.size == 1 or torch.compiler.is_compiling():
-            return self.tensor.all_reduce(x, op)
+        if self.measured is None or group.size == 1 or torch.compiler.is_compiling():
+            return group.all_reduce(x, op)
         begin = self.measured.stopwatch.mark()
-        result = self.tensor.all_reduce(x, op)
+        result = group.all_reduce(x, op)
         self.measured.add_exposed(begin)
         return result
 
@@ -68,17 +66,12 @@ def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     """Make all ranks of `mesh` as threads of `world`, in the order of their global rank."""
     rendezvous: dict[tuple[str, tuple[int, ...]], ThreadRendezvous] = {}
 
-    def group(name: str, members: tuple[int, ...], rank: int) -> ThreadGroup:
-        new = ThreadRendezvous(world, len(members), f"{name} group {list(members)}")
-        return ThreadGroup(rendezvous.setdefault((name, members), new), members.index(rank))
+    def group(axis: str, rank: int) -> ThreadGroup:
+        members = mesh.group(axis, rank)
+        new = ThreadRendezvous(world, len(members), f"{axis} group {list(members)}")
+        return ThreadGroup(rendezvous.setdefault((axis, members), new), members.index(rank))
 
     return [
-        Rank(
-            mesh,
-            mesh.coordinates(rank),
-            group("tensor", mesh.tensor_group(rank), rank),
-            group("pipeline", mesh.pipeline_group(rank), rank),
-            group("data", mesh.data_group(rank), rank),
-        )
+        Rank(mesh, mesh.coordinates(rank), {axis: group(axis, rank) for axis in mesh.axes})
         for rank in range(mesh.size)
     ]

@@ -183,7 +183,7 @@ class Executor:
         values = self._manifest.stages[boundary].sends
         gradients = [value for value in values if value.requires_grad]
         pipeline = self._manifest.mesh.pipeline
-        tensor, scatter_gather = self._connection.rank.tensor, self._manifest.scatter_gather
+        tensor, scatter_gather = self._connection.rank.group("tensor"), self._manifest.scatter_gather
         if lower is not None:
             peer = (boundary + 1) % pipeline
             label = f"stage {boundary} -> {boundary + 1}"

@@ -39,5 +39,7 @@ def weigh_items(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor], ite
     """
     labels = manifest.weighing_labels
     assert labels is not None
-    summed = rank.data.all_reduce(torch.stack([count_valid(labels, batch[labels.name]).sum(), items]))
+    summed = rank.group("data").all_reduce(
+        torch.stack([count_valid(labels, batch[labels.name]).sum(), items])
+    )
     return summed[0] / summed[1]

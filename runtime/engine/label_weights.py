@@ -34,5 +34,5 @@ def find_divisors(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor]) -
         count = manifest.num_microbatches
         return torch.full((count,), float(count), dtype=torch.float64, device=rank.device)
     counts = count_valid(labels, batch[labels.name])
-    total = rank.data.all_reduce(counts.sum())
-    return total / (counts * rank.data.size)
+    total = rank.group("data").all_reduce(counts.sum())
+    return total / (counts * rank.group("data").size)

@@ -100,7 +100,7 @@ class StateMarks:
 
 def _describe(parameter: Parameter, rank: Rank) -> str:
     """Describe the slice of a `parameter` that `rank` has."""
-    placement, at = parameter.placement, rank.tensor
+    placement, at = parameter.placement, rank.group("tensor")
     local = f"{parameter.name}{list(placement.local_shape(parameter.shape, at.size))}"
     if placement.dim is None or at.size == 1:
         return local

@@ -143,8 +143,8 @@ def compare_shards(
             digest = blake2b(f"{place} {list(bucket)}".encode(), digest_size=7).digest()
             own |= dict.fromkeys(bucket, (int.from_bytes(digest), place, len(bucket)))
     table = [own.get(name, _ABSENT) for name in manifest.parameters]
-    members = mesh.data_group(mesh.rank_of(at.data, at.pipeline, at.tensor))
-    _compare_buckets(manifest, rank.data, members, torch.tensor(table, device=rank.device))
+    members = mesh.group("data", mesh.rank_of(at.data, at.pipeline, at.tensor))
+    _compare_buckets(manifest, rank.group("data"), members, torch.tensor(table, device=rank.device))
     for owners, group in sorted(connection.tied.items()):
         members = tuple(mesh.rank_of(at.data, pipeline, at.tensor) for pipeline in owners)
         _compare_buckets(manifest, group, members, torch.tensor(table, device=rank.device))

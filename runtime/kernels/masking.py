@@ -35,8 +35,8 @@ def find_key(
         shape,
         sample=sample,
         divided=divided,
-        size=rank.tensor.size,
-        index=rank.tensor.index,
+        size=rank.group("tensor").size,
+        index=rank.group("tensor").index,
     )
 
 

@@ -52,7 +52,7 @@ def cross_entropy(
         return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction).to(
             dtype
         )
-    start = rank.tensor.index * logits.shape[1]
+    start = rank.group("tensor").index * logits.shape[1]
     own = max(0, min(logits.shape[1], vocabulary - start))  # columns that are no padding
     kept = target != ignore_index
     column = target - start
@@ -78,7 +78,7 @@ def cross_entropy(
 
 def leaves_to_torch(rank: Rank, logits: Tensor, vocabulary: int) -> bool:
     """Return whether torch's own loss is as good: for few whole logits, and where no kernel runs."""
-    whole = rank.tensor.size == 1 and vocabulary == logits.shape[1]
+    whole = rank.group("tensor").size == 1 and vocabulary == logits.shape[1]
     return whole and logits.numel() <= FEW and logits.dtype not in HALF and runs_plainly(logits)
 
 
@@ -88,7 +88,7 @@ def keeps_softmax(logits: Tensor) -> bool:
 
 
 def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reduction: str) -> None:
-    t = rank.tensor.size
+    t = rank.group("tensor").size
     if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] * t < vocabulary:
         raise ValueError(
             f"cross_entropy was given logits {list(logits.shape)} and target {list(target.shape)}, "
@@ -107,7 +107,7 @@ def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reductio
 
 def _align(rank: Rank, largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Return every row's maximum over all tensor ranks, and its own columns' sum of exponentials relative to that."""
-    if rank.tensor.size == 1:
+    if rank.group("tensor").size == 1:
         return largest, total
     everywhere = rank.all_reduce(largest.clone(), "max")
     # A row that is -inf here adds 0; where it is on all ranks, -inf less -inf makes the sum nan, as torch's.

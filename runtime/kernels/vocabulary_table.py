@@ -14,13 +14,13 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     `weight` [ceil(V / t), h] holds rows index * ceil(V / t) on; the last rank's may be padded. An id outside
     0 to V - 1 is torch's own IndexError on every rank. The row `padding_idx` (-1: none) gets no gradient.
     """
-    if rank.tensor.size == 1:
+    if rank.group("tensor").size == 1:
         return torch.embedding(weight, ids, padding_idx)
     rows = weight.shape[0]
-    local = ids - rank.tensor.index * rows
+    local = ids - rank.group("tensor").index * rows
     elsewhere = (local < 0) | (local >= rows)
     illegal = (ids < 0) | (ids >= vocabulary)
     local = local.masked_fill(elsewhere, 0).masked_fill(illegal, rows)
-    own_padding = padding_idx - rank.tensor.index * rows
+    own_padding = padding_idx - rank.group("tensor").index * rows
     own_padding = own_padding if 0 <= own_padding < rows else -1
     return torch.embedding(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)

@@ -221,7 +221,7 @@ class StepRunner:
         """Write the last step as it ran; a collective. RuntimeError where no step has run."""
         measured, _ = self._read_measured("save_trace")
         with self._connection.position.collective_call("save_trace"):
-            rows, phases = gather_measured(measured, self._rank.pipeline, self._rank.device)
+            rows, phases = gather_measured(measured, self._rank.group("pipeline"), self._rank.device)
         if self._rank.coordinates == self._rank.mesh.coordinates(0):
             about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
             write_trace(path, rows, phases, (), about)

@@ -94,7 +94,7 @@ class TrainedWeights:
         buckets = fill_groups(optimizer, parameters, dtypes, rows)
         with self._connection.position.during("comparison of what is sharded"):
             compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
-        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self._connection.rank.data)
+        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self._connection.rank.group("data"))
         self._share_steps(module, shards)
         self._marks.mark(optimizer)
         optimizer.register_step_pre_hook(self._prepare_step)

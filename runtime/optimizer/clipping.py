@@ -29,14 +29,14 @@ def global_norm(
     norm = _norm(whole, norm_type, rank.device)
     part = _norm(parts, norm_type, rank.device)
     if norm_type == inf:
-        norm = rank.data.all_reduce(torch.maximum(norm, part), "max")
-        return rank.pipeline.all_reduce(rank.tensor.all_reduce(norm, "max"), "max")[0]
+        norm = rank.group("data").all_reduce(torch.maximum(norm, part), "max")
+        return rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(norm, "max"), "max")[0]
     powers = norm**norm_type
     if shards:
-        powers = powers + rank.data.all_reduce(part**norm_type)
-    powers = rank.pipeline.all_reduce(rank.tensor.all_reduce(powers))
+        powers = powers + rank.group("data").all_reduce(part**norm_type)
+    powers = rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(powers))
     # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
-    powers = rank.data.all_reduce(powers, "max")
+    powers = rank.group("data").all_reduce(powers, "max")
     return (powers ** (1 / norm_type))[0]
 
 
@@ -77,7 +77,7 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]
         return
     for name, (inside, part) in shard.ranges().items():
         parameter = manifest.parameters[name]
-        shape = parameter.placement.local_shape(parameter.shape, rank.tensor.size)
+        shape = parameter.placement.local_shape(parameter.shape, rank.group("tensor").size)
         counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
         for rows in _own_rows(manifest, rank, name, counted):
             rows.fill_(True)
@@ -89,8 +89,8 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]
 def _own_rows(manifest: Manifest, rank: Rank, name: str, gradient: Tensor) -> list[Tensor]:
     if manifest.homes(name)[0] != rank.coordinates.pipeline:
         return []
-    placement, tensor = manifest.parameters[name].placement, rank.tensor.size
+    placement, tensor = manifest.parameters[name].placement, rank.group("tensor").size
     rows = split_rows(placement, gradient, tensor, divided=True)
-    if rank.tensor.index == 0:
+    if rank.group("tensor").index == 0:
         rows += split_rows(placement, gradient, tensor, divided=False)
     return rows

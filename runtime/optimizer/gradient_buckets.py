@@ -53,9 +53,9 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
             for loss, divisor, empty in zip(losses, narrow, unlabelled, strict=True)
         ]
         total = reduce(torch.add, shares)
-        pair[0] = rank.data.all_reduce(total.to(torch.float64)) / rank.data.size
+        pair[0] = rank.group("data").all_reduce(total.to(torch.float64)) / rank.group("data").size
         pair[1:].fill_(DTYPES.index(total.dtype))  # set as an element it would wait for the GPU
-    return rank.pipeline.broadcast(pair, rank.pipeline.size - 1)
+    return rank.group("pipeline").broadcast(pair, rank.group("pipeline").size - 1)
 
 
 def fill_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

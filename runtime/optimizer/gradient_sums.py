@@ -122,7 +122,7 @@ class GradientSums:
         self._begin = self._begin or self._measured.stopwatch.mark()
         for owners, names in self._completion.late.items():
             self._post(self._collect(names), self._connection.tied[owners])
-        replicas = self._connection.rank.data.size
+        replicas = self._connection.rank.group("data").size
         while self._posted:
             posted, group, keys = self._posted.pop(0)  # with what was sent: the bucket, or a copy of it
             sums = posted.wait()
@@ -172,7 +172,7 @@ class GradientSums:
         return None if gradient is None else gradient.resolve_conj().resolve_neg()
 
     def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
-        tensor = self._connection.rank.tensor
+        tensor = self._connection.rank.group("tensor")
         if tensor.size == 1:
             return
         partial = [
@@ -192,7 +192,7 @@ class GradientSums:
 
         Arrived sums are added up over their `owners`.
         """
-        data = self._connection.rank.data
+        data = self._connection.rank.group("data")
         if gradients and self._begin is None:
             self._begin = self._measured.stopwatch.mark()
         for index, shard in enumerate(self._shards):

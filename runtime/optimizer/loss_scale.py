@@ -33,7 +33,7 @@ class LossScale:
         flags = torch.stack([~are_finite(gradients, rank.device), ~loss.isfinite()]).to(torch.float32)
         for gradient in gradients:
             gradient.mul_(1 / self.value)
-        for group in (rank.tensor, rank.pipeline, rank.data):
+        for group in reversed(rank.groups.values()):
             flags = group.all_reduce(flags, "max")
         broken, lost = (bool(flag) for flag in flags.tolist())
         if not lost:

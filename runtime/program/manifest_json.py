@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
 
 FORMAT = "autoptd 4"
 
@@ -59,6 +60,9 @@ def encode(value: Any) -> Any:
     """What JSON can hold of a dataclass, and of what its fields hold."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, Mesh):
+        axes = dict(tuple(value.axes.items())[::-1])  # the innermost first, as in mesh=(t, p, d)
+        return axes if value.ranks is None else {**axes, "ranks": list(value.ranks)}
     if dataclasses.is_dataclass(value):
         return {
             field.name: encode(getattr(value, field.name))
@@ -77,6 +81,8 @@ def decode(kind: Any, value: Any, place: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
+    if kind is Mesh:
+        return _decode_mesh(_expect(value, dict, place), place)
     if dataclasses.is_dataclass(kind):
         return _decode_fields(kind, _expect(value, dict, place), place)
     if kind is torch.dtype:
@@ -109,10 +115,24 @@ def _decode_fields(kind: Any, table: dict[str, Any], place: str) -> Any:
             near = difflib.get_close_matches(key, types_by_name, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(types_by_name)}"
             raise ValueError(f"{place}: unknown key {key!r}; {hint}")
-    missing = [name for name in required if name not in table]
+    _require(required, table, place)
+    return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
+
+
+def _decode_mesh(table: dict[str, Any], place: str) -> Mesh:
+    _require(TORCH_DIMS, table, place)
+    return Mesh(
+        **{
+            key: decode(tuple[int, ...] | None if key == "ranks" else int, value, f"{place}: {key}")
+            for key, value in table.items()
+        }
+    )
+
+
+def _require(names: Iterable[str], table: dict[str, Any], place: str) -> None:
+    missing = [name for name in names if name not in table]
     if missing:
         raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}; save it again")
-    return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
 
 
 @cache

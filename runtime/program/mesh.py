@@ -1,68 +1,109 @@
-"""The mesh: which global rank stands where on the tensor, pipeline and data axes."""
+"""The mesh: which global rank stands where on its named axes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import product
+from math import prod
+
+TORCH_DIMS = {"data": "dp", "pipeline": "pp", "tensor": "tp"}
+"""The name of each mesh axis as a dim of torch's DeviceMesh; a further axis has its own name there."""
 
 
-class Coordinates(NamedTuple):
-    """A rank's place on each axis of the mesh."""
+class Coordinates(Mapping[str, int]):
+    """The place of a rank on each axis of its mesh: ``coordinates["tensor"]``, or ``coordinates.tensor``."""
 
-    data: int
-    pipeline: int
-    tensor: int
+    def __init__(self, data: int, pipeline: int, tensor: int, **further: int) -> None:
+        self.data, self.pipeline, self.tensor = data, pipeline, tensor
+        self._places = {**further, "data": data, "pipeline": pipeline, "tensor": tensor}
+
+    def __getitem__(self, axis: str) -> int:
+        return self._places[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._places.items()))
+
+    def __repr__(self) -> str:
+        return f"Coordinates({', '.join(f'{axis}={place}' for axis, place in self.items())})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Mesh:
-    """A grid of ``tensor x pipeline x data`` devices.
+    """A grid of ``tensor x pipeline x data`` devices, and of any `further` axes.
 
-    Rank ``(data * P + pipeline) * T + tensor`` stands at those coordinates (tensor innermost, so that
-    its group shares a node: SC21 §3.1), unless `ranks` gives another order: the global ranks, flat in
-    [data, pipeline, tensor] order.
+    `axes` has the size of each axis, the outermost first. The ranks are counted in this order, the tensor axis
+    innermost, so that its group shares a node (SC21 §3.1), unless `ranks` gives the global rank at each place.
     """
 
-    tensor: int
-    pipeline: int
-    data: int
-    ranks: tuple[int, ...] | None = None
+    axes: Mapping[str, int]
+    ranks: tuple[int, ...] | None
+
+    def __init__(
+        self, tensor: int, pipeline: int, data: int, ranks: tuple[int, ...] | None = None, **further: int
+    ) -> None:
+        object.__setattr__(self, "axes", {**further, "data": data, "pipeline": pipeline, "tensor": tensor})
+        object.__setattr__(self, "ranks", ranks)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.axes.items()), self.ranks))
+
+    @property
+    def tensor(self) -> int:
+        return self.axes["tensor"]
+
+    @property
+    def pipeline(self) -> int:
+        return self.axes["pipeline"]
+
+    @property
+    def data(self) -> int:
+        return self.axes["data"]
 
     @property
     def size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return prod(self.axes.values())
 
-    def rank_of(self, data: int, pipeline: int, tensor: int) -> int:
-        place = (data * self.pipeline + pipeline) * self.tensor + tensor
+    @property
+    def torch_dims(self) -> tuple[str, ...]:
+        """The dims of the mesh as torch's DeviceMesh names them, the outermost first."""
+        return tuple(TORCH_DIMS.get(axis, axis) for axis in self.axes)
+
+    def rank_of(self, data: int, pipeline: int, tensor: int, **further: int) -> int:
+        """Return the global rank at these coordinates."""
+        at, place = {**further, "data": data, "pipeline": pipeline, "tensor": tensor}, 0
+        for axis, size in self.axes.items():
+            place = place * size + at[axis]
         return place if self.ranks is None else self.ranks[place]
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Return where `rank` stands. Raises ValueError unless it is a rank of the mesh."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ValueError(f"rank {rank!r} is none of {self}, which has ranks 0 to {self.size - 1}")
-        place = rank if self.ranks is None else self.ranks.index(rank)
-        rest, tensor = divmod(place, self.tensor)
-        data, pipeline = divmod(rest, self.pipeline)
-        return Coordinates(data, pipeline, tensor)
+        rest = rank if self.ranks is None else self.ranks.index(rank)
+        at = {}
+        for axis, size in tuple(self.axes.items())[::-1]:
+            rest, at[axis] = divmod(rest, size)
+        return Coordinates(**at)
 
-    def tensor_group(self, rank: int) -> tuple[int, ...]:
-        """Global ranks that share `rank`'s data and pipeline coordinates, in tensor order."""
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the global ranks that differ from `rank` along `axis` at most, in the order of that axis."""
         at = self.coordinates(rank)
-        return tuple(self.rank_of(at.data, at.pipeline, t) for t in range(self.tensor))
+        return tuple(self.rank_of(**{**at, axis: place}) for place in range(self.axes[axis]))
 
-    def tensor_groups(self, pipeline: int) -> list[tuple[int, ...]]:
-        """All replicas' groups of ranks at one pipeline coordinate, in tensor order."""
-        row = range(self.tensor)
-        return [tuple(self.rank_of(d, pipeline, t) for t in row) for d in range(self.data)]
-
-    def pipeline_group(self, rank: int) -> tuple[int, ...]:
-        """Global ranks that share `rank`'s data and tensor coordinates, in pipeline order."""
-        at = self.coordinates(rank)
-        return tuple(self.rank_of(at.data, p, at.tensor) for p in range(self.pipeline))
-
-    def data_group(self, rank: int) -> tuple[int, ...]:
-        """Global ranks that share `rank`'s pipeline and tensor coordinates, in data order."""
-        at = self.coordinates(rank)
-        return tuple(self.rank_of(d, at.pipeline, at.tensor) for d in range(self.data))
+    def groups(self, axis: str, **at: int) -> list[tuple[int, ...]]:
+        """Return all groups of ranks along `axis`, or those of the ranks that stand `at` these coordinates."""
+        fixed = {**at, axis: 0}
+        places = product(*((fixed[a],) if a in fixed else range(size) for a, size in self.axes.items()))
+        return [
+            self.group(axis, self.rank_of(**dict(zip(self.axes, place, strict=True)))) for place in places
+        ]
 
     def __str__(self) -> str:
-        return f"mesh tensor={self.tensor} pipeline={self.pipeline} data={self.data}"
+        return " ".join(["mesh", *(f"{axis}={size}" for axis, size in tuple(self.axes.items())[::-1])])

@@ -39,7 +39,7 @@ def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
 
     Rows of padding are zero.
     """
-    shape = parameter.placement.local_shape(parameter.shape, rank.tensor.size)
+    shape = parameter.placement.local_shape(parameter.shape, rank.group("tensor").size)
     made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
     flat, rows = made.view(-1), _find_rows(parameter, rank)
     chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
@@ -71,7 +71,7 @@ def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
     if placement.dim is None:
         return None
     numbers = torch.arange(1, parameter.shape[placement.dim] + 1, device=rank.device)
-    return replace(placement, dim=0).take(numbers, rank.tensor.size, rank.tensor.index) - 1
+    return replace(placement, dim=0).take(numbers, rank.group("tensor").size, rank.group("tensor").index) - 1
 
 
 def _find_elements(parameter: Parameter, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ def write_pretrained(
 def _agree(rank: Rank, writer: Writer | None) -> None:
     """Raise OSError on all ranks if rank 0 could not write."""
     failed = torch.tensor([int(writer is not None and writer.error is not None)], device=rank.device)
-    for group in (rank.tensor, rank.pipeline, rank.data):
+    for group in reversed(rank.groups.values()):
         failed = group.all_reduce(failed, "max")
     if not failed.item():
         return

@@ -109,7 +109,7 @@ def refresh_constants(
 
     def join(name: str) -> Tensor:
         placement, own = manifest.parameters[name].placement, slices[name].detach()
-        return own if placement.dim is None else placement.join(rank.tensor.all_gather(own))
+        return own if placement.dim is None else placement.join(rank.group("tensor").all_gather(own))
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         computed = constants(OnCPU(slices, join))
@@ -149,7 +149,7 @@ def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
 def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
     """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
     _check_whole(parameter, tuple(whole.shape), whole.is_meta)
-    own = parameter.placement.take(whole.detach(), rank.tensor.size, rank.tensor.index)
+    own = parameter.placement.take(whole.detach(), rank.group("tensor").size, rank.group("tensor").index)
     return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
 
 
@@ -158,10 +158,10 @@ def read_slice(parameter: Parameter, stored: Stored, name: str, rank: Rank) -> T
     _check_whole(parameter, stored.shape(name), stored.is_meta(name))
     placement, dim = parameter.placement, parameter.placement.dim
     assert dim is not None
-    shape = placement.local_shape(parameter.shape, rank.tensor.size)
+    shape = placement.local_shape(parameter.shape, rank.group("tensor").size)
     made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
     filled = 0
-    for first, end in placement.runs(rank.tensor.size, rank.tensor.index):
+    for first, end in placement.runs(rank.group("tensor").size, rank.group("tensor").index):
         stored.copy_rows(name, dim, first, end, made.narrow(dim, filled, end - first))
         filled += end - first
     made.narrow(dim, filled, shape[dim] - filled).zero_()  # the rows of padding
@@ -299,12 +299,12 @@ def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], 
     whole = torch.empty(0)
     if at.pipeline == home:
         own = slices[name].detach().to(parameter.dtype)
-        whole = parameter.placement.join(rank.tensor.all_gather(own))
+        whole = parameter.placement.join(rank.group("tensor").all_gather(own))
     if at.tensor != root.tensor:
         return None
     if at.pipeline != home:
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
-    whole = rank.pipeline.broadcast(whole, home)
+    whole = rank.group("pipeline").broadcast(whole, home)
     return whole.to("cpu", copy=True) if at == root else None
 
 

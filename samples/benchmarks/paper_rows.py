@@ -133,7 +133,7 @@ def place_replicas(mesh: Mesh) -> Mesh:
     """The mesh with its ranks in Megatron-LM's order: replicas beside each other, pipeline ranks farthest apart."""
     t, p, d = mesh.tensor, mesh.pipeline, mesh.data
     ranks = tuple((j * d + i) * t + k for i in range(d) for j in range(p) for k in range(t))
-    return replace(mesh, ranks=ranks)
+    return Mesh(**mesh.axes, ranks=ranks)
 
 
 def with_shares(cluster: Cluster, gemm: float, memory: float) -> Cluster:

@@ -16,7 +16,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.options import read_mesh
 from autoptd.planning.search import plan
-from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.mesh import Coordinates, Mesh
 from samples.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -65,8 +65,8 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
     assert read_mesh(device_mesh((6, 64, 8), ("dp", "pp", "tp"))) == Mesh(8, 64, 6)
     swapped = read_mesh(device_mesh((2, 1, 3), ("tp", "dp", "pp")))
     assert (swapped.tensor, swapped.pipeline, swapped.data) == (2, 3, 1)
-    assert swapped.tensor_group(0) == (0, 3)
-    assert swapped.coordinates(4) == (0, 1, 1)
+    assert swapped.group("tensor", 0) == (0, 3)
+    assert swapped.coordinates(4) == Coordinates(0, 1, 1)
     with pytest.raises(
         ValueError, match=r"has dims \('dp', 'pp', 'mp'\); expected \"tp\", \"pp\" and \"dp\""
     ):

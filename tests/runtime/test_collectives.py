@@ -21,14 +21,14 @@ def test_a_divided_mlp_equals_the_whole_one(tensor: int) -> None:
     whole.square().sum().backward()
 
     def divided(rank: Rank) -> tuple[Tensor, ...]:
-        own = rank.tensor.index
+        own = rank.group("tensor").index
         mine = [x, up.chunk(tensor)[own], down.chunk(tensor, 1)[own]]
         mine = [value.clone().requires_grad_() for value in mine]
         inner = (collectives.copy_to_tensor(rank, mine[0]) @ mine[1].t()).tanh()
         result = collectives.reduce_from_tensor(rank, inner @ mine[2].t())
         result.square().sum().backward()
         expected = {} if tensor == 1 else {"all_reduce": 2}
-        assert rank.tensor.counts == expected
+        assert rank.group("tensor").counts == expected
         return result.detach(), *(value.grad for value in mine if value.grad is not None)
 
     world = ThreadWorld()
@@ -45,7 +45,7 @@ def test_a_divided_mlp_equals_the_whole_one(tensor: int) -> None:
 
 def test_reducing_leaves_the_partial_value_as_it_was() -> None:
     def reduce(rank: Rank) -> tuple[Tensor, Tensor]:
-        x = torch.full((2,), 1.0 + rank.tensor.index)
+        x = torch.full((2,), 1.0 + rank.group("tensor").index)
         return x, collectives.reduce_from_tensor(rank, x)
 
     world = ThreadWorld()

@@ -60,7 +60,7 @@ def differentiate(function: Form, rank: Rank, form: str, transposed: bool, given
     vectors = [None if b is None else b.clone().requires_grad_() for b in biases]
     made = function(rank, form, transposed, leaves[0], leaves[1:], vectors)
     results = made if isinstance(made, tuple) else (made,)
-    loss = sum(((2.0 + rank.tensor.index) * result.sin()).sum() for result in results)
+    loss = sum(((2.0 + rank.group("tensor").index) * result.sin()).sum() for result in results)
     loss.backward()
     gradients = [leaf.grad for leaf in (*leaves, *vectors) if leaf is not None]
     return [*(result.detach() for result in results), *(g for g in gradients if g is not None)]
@@ -159,7 +159,7 @@ class Products(TorchDispatchMode):
 def test_the_sum_runs_beside_the_gradients_of_weights(form: str, expected: list[str]) -> None:
     events: list[str] = []
     rank = Rank.local(Mesh(1, 1, 1))
-    rank.tensor = RecordingGroup(events)
+    rank.groups["tensor"] = RecordingGroup(events)
     rank.measured = Measured(Stopwatch(rank.device))
     x, weights, biases = draw(form, False, True)
     leaves: list[Tensor] = [t.requires_grad_() for t in (x, *weights, *biases) if t is not None]
@@ -192,7 +192,7 @@ def _total(made: Any) -> Tensor:
 def test_only_what_is_asked_for_is_computed_and_saved() -> None:
     events: list[str] = []
     rank = Rank.local(Mesh(1, 1, 1))
-    rank.tensor = RecordingGroup(events)
+    rank.groups["tensor"] = RecordingGroup(events)
     x, (weight,), (bias,) = draw("linear", False, True)
     saved = SavedTensors({})
     with saved:

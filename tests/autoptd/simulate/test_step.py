@@ -189,7 +189,7 @@ def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: i
     def simulate(on: Cluster, replica: int = 0, tensor: int = 0) -> Simulation:
         places = product(range(d), range(p), range(t))
         ranks = [program.mesh.rank_of((i + replica) % d, j, (k + tensor) % t) for i, j, k in places]
-        manifest = replace(program.manifest, mesh=replace(program.mesh, ranks=tuple(ranks)))
+        manifest = replace(program.manifest, mesh=Mesh(**program.mesh.axes, ranks=tuple(ranks)))
         schedule = make_schedule(manifest.schedule, p, manifest.num_microbatches, 1)
         return simulate_program(manifest, program.stages, schedule, on, None, Training(overlap_data=False))
 

@@ -110,7 +110,7 @@ def run_sharded(
         local = {}
         for name, parameter in stage.parameters.items():
             own = parameter.placement.take(
-                {**whole, **constants}[name].detach(), size, rank.tensor.index
+                {**whole, **constants}[name].detach(), size, rank.group("tensor").index
             ).clone()
             local[name] = own.requires_grad_(parameter.requires_grad and own.is_floating_point())
         loss = run_stage(stage.graph, local, {"rank": rank, **inputs})

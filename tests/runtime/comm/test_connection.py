@@ -59,7 +59,7 @@ def test_ranks_with_another_program_are_named() -> None:
 
 def test_groups_and_channels_follow_a_reordered_mesh() -> None:
     chain = Chain((2, 2, 1), "1f1b", 1, 1, tied=True)
-    manifest = replace(chain.manifest, mesh=replace(chain.mesh, ranks=(0, 2, 1, 3)))
+    manifest = replace(chain.manifest, mesh=Mesh(**chain.mesh.axes, ranks=(0, 2, 1, 3)))
 
     def body(rank: int) -> tuple[object, ...]:
         connection = connect(manifest, CPU, "text")
@@ -128,7 +128,8 @@ def test_groups_that_may_have_messages_in_them_are_left() -> None:
             with pytest.raises(RuntimeError, match="begin again in new processes"):
                 chain.parallel(second)(**chain.batch())
         connections += [connect(chain.manifest, CPU, "text") for _ in range(2)]
-        groups = [c.rank.pipeline.group for c in connections if isinstance(c.rank.pipeline, ProcessGroup)]
+        pipelines = [connection.rank.group("pipeline") for connection in connections]
+        groups = [group.group for group in pipelines if isinstance(group, ProcessGroup)]
         return [groups.index(group) for group in groups]
 
     assert run_ranks(body, 4) == [[0, 0, 2, 2]] * 4

@@ -40,13 +40,13 @@ def test_every_axis_has_its_own_group(run: Callable[..., list[Any]]) -> None:
     mesh = Mesh(2, 2, 2)
 
     def gather(rank: Rank) -> Any:
-        me = torch.tensor([mesh.rank_of(*rank.coordinates)])
-        groups = (rank.tensor, rank.pipeline, rank.data)
+        me = torch.tensor([mesh.rank_of(**rank.coordinates)])
+        groups = (rank.group("tensor"), rank.group("pipeline"), rank.group("data"))
         return rank.coordinates, [[int(x) for x in group.all_gather(me)] for group in groups]
 
     for number, (coordinates, members) in enumerate(run(mesh, gather)):
         assert coordinates == mesh.coordinates(number)
-        expected = (mesh.tensor_group(number), mesh.pipeline_group(number), mesh.data_group(number))
+        expected = (mesh.group("tensor", number), mesh.group("pipeline", number), mesh.group("data", number))
         assert members == [list(group) for group in expected]
 
 
@@ -56,12 +56,19 @@ def test_collectives_give_equal_bits_and_are_counted(run: Callable[..., list[Any
     xs = [torch.randn(5, 7).t() for _ in range(3)]
 
     def collect(rank: Rank) -> Any:
-        x = xs[rank.tensor.index]  # not contiguous
-        total = rank.tensor.all_reduce(x.clone())
-        largest = rank.tensor.all_reduce(x.clone(), "max")
-        gathered = rank.tensor.all_gather(x)
-        second = rank.tensor.broadcast(x.clone(), 1)
-        return total, largest, gathered, second, dict(rank.tensor.counts), dict(rank.tensor.elements)
+        x = xs[rank.group("tensor").index]  # not contiguous
+        total = rank.group("tensor").all_reduce(x.clone())
+        largest = rank.group("tensor").all_reduce(x.clone(), "max")
+        gathered = rank.group("tensor").all_gather(x)
+        second = rank.group("tensor").broadcast(x.clone(), 1)
+        return (
+            total,
+            largest,
+            gathered,
+            second,
+            dict(rank.group("tensor").counts),
+            dict(rank.group("tensor").elements),
+        )
 
     results = run(mesh, collect)
     for total, largest, gathered, second, counts, elements in results:
@@ -77,7 +84,7 @@ def test_collectives_give_equal_bits_and_are_counted(run: Callable[..., list[Any
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
 def test_gloo_reduces_every_dtype_in_use(dtype: torch.dtype) -> None:
     def reduce(rank: Rank) -> Any:
-        return rank.tensor.all_reduce(torch.full((3,), rank.tensor.index + 1, dtype=dtype))
+        return rank.group("tensor").all_reduce(torch.full((3,), rank.group("tensor").index + 1, dtype=dtype))
 
     for result in on_processes(Mesh(2, 1, 1), reduce):
         assert result.dtype == dtype
@@ -88,9 +95,13 @@ def test_what_is_only_moved_may_have_any_dtype() -> None:
     """NCCL knows neither int16 nor unsigned integers but bytes; of these gloo does not know uint16."""
 
     def move(rank: Rank) -> Any:
-        x = torch.full((100,), 5 + rank.tensor.index, dtype=torch.uint16)
-        gathered = rank.tensor.all_gather(x)
-        return [x.dtype for x in gathered], [int(x[5]) for x in gathered], int(rank.tensor.broadcast(x, 1)[5])
+        x = torch.full((100,), 5 + rank.group("tensor").index, dtype=torch.uint16)
+        gathered = rank.group("tensor").all_gather(x)
+        return (
+            [x.dtype for x in gathered],
+            [int(x[5]) for x in gathered],
+            int(rank.group("tensor").broadcast(x, 1)[5]),
+        )
 
     for dtypes, numbers, second in on_processes(Mesh(2, 1, 1), move):
         assert dtypes == [torch.uint16, torch.uint16]
@@ -110,7 +121,9 @@ def test_what_is_gathered_may_lie_in_any_way() -> None:
         return [
             torch.equal(one, two)
             for each in given
-            for one, two in zip(rank.tensor.all_gather(each[rank.tensor.index]), each, strict=True)
+            for one, two in zip(
+                rank.group("tensor").all_gather(each[rank.group("tensor").index]), each, strict=True
+            )
         ]
 
     assert on_processes(Mesh(2, 1, 1), gather) == [[True] * 6] * 2
@@ -134,10 +147,10 @@ def test_a_group_of_gpus_is_connected_when_it_is_made(
 def test_a_group_of_one_never_communicates() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     x = torch.ones(3)
-    assert rank.tensor.all_reduce(x) is x
-    assert rank.tensor.broadcast(x, 0) is x
-    assert rank.tensor.all_gather(x)[0] is x
-    assert not rank.tensor.counts
+    assert rank.group("tensor").all_reduce(x) is x
+    assert rank.group("tensor").broadcast(x, 0) is x
+    assert rank.group("tensor").all_gather(x)[0] is x
+    assert not rank.group("tensor").counts
 
 
 def test_a_local_group_propagates_shapes() -> None:
@@ -156,7 +169,7 @@ def test_one_threads_failure_frees_the_others() -> None:
     def fail(rank: Rank) -> None:
         if rank.coordinates == Coordinates(0, 0, 2):
             raise KeyError("no such weight")
-        rank.tensor.all_reduce(torch.ones(1))
+        rank.group("tensor").all_reduce(torch.ones(1))
 
     with pytest.raises(KeyError, match="no such weight") as caught:
         on_threads(Mesh(4, 1, 1), fail)
@@ -165,8 +178,8 @@ def test_one_threads_failure_frees_the_others() -> None:
 
 def test_a_missing_collective_is_a_deadlock_not_a_hang() -> None:
     def forget(rank: Rank) -> None:
-        if rank.tensor.index != 1:
-            rank.tensor.all_reduce(torch.ones(2))
+        if rank.group("tensor").index != 1:
+            rank.group("tensor").all_reduce(torch.ones(2))
 
     with pytest.raises(
         RuntimeError, match=r"deadlock.*tensor group \[0, 1, 2\] rank 0 of 3 in all_reduce sum"
@@ -177,7 +190,9 @@ def test_a_missing_collective_is_a_deadlock_not_a_hang() -> None:
 def test_crossed_groups_are_a_deadlock_not_a_hang() -> None:
     def cross(rank: Rank) -> None:
         first, second = (
-            (rank.tensor, rank.data) if rank.tensor.index == rank.data.index else (rank.data, rank.tensor)
+            (rank.group("tensor"), rank.group("data"))
+            if rank.group("tensor").index == rank.group("data").index
+            else (rank.group("data"), rank.group("tensor"))
         )
         first.all_reduce(torch.ones(1))
         second.all_reduce(torch.ones(1))
@@ -188,7 +203,7 @@ def test_crossed_groups_are_a_deadlock_not_a_hang() -> None:
 
 def test_different_collectives_at_one_meeting_are_refused() -> None:
     def differ(rank: Rank) -> None:
-        rank.tensor.all_reduce(torch.ones(2 + rank.tensor.index))
+        rank.group("tensor").all_reduce(torch.ones(2 + rank.group("tensor").index))
 
     with pytest.raises(RuntimeError, match=r"rank 0: all_reduce sum of torch.float32\[2\], rank 1: .*\[3\]"):
         on_threads(Mesh(2, 1, 1), differ)

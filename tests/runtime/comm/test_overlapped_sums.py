@@ -70,7 +70,7 @@ def test_gradients_are_summed_before_the_last_backward_ends(tmp_path: Path) -> N
 
     def body(rank: int) -> None:
         parallel, connection, clock = bind(chain)
-        data, begun, ended = connection.rank.data, list[float](), list[float]()
+        data, begun, ended = connection.rank.group("data"), list[float](), list[float]()
         post = data.post_all_reduce
 
         def end() -> None:
@@ -115,7 +115,7 @@ def test_new_weights_come_while_the_next_step_runs() -> None:
         optimizer = parallel.shard_optimizer(torch.optim.SGD(parallel.parameters(), lr=0.1))
         batch = chain.batch(rank)
         parallel(**batch)["loss"].backward()
-        data, begun, ended = connection.rank.data, list[float](), list[float]()
+        data, begun, ended = connection.rank.group("data"), list[float](), list[float]()
         post = data.post_all_gather
 
         def watched(x: Tensor, into: Tensor) -> Any:

@@ -166,6 +166,6 @@ def test_marks_are_read_at_once() -> None:
     measured.add(Action(0, Kind("F"), 0), measured.stopwatch.mark())
     measured.add_sums(measured.stopwatch.mark())
     measured.finish()
-    ((entry,),), (phase,) = gather_measured(measured, rank.pipeline, rank.device)
+    ((entry,),), (phase,) = gather_measured(measured, rank.group("pipeline"), rank.device)
     assert readings == [4]
     assert 0 == entry.start <= entry.end <= phase.start <= phase.end

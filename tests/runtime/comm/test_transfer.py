@@ -53,11 +53,13 @@ def test_values_arrive_as_they_left(scatter_gather: bool) -> None:
         at = rank.coordinates
         channel = channels[mesh.rank_of(0, 0, at.tensor), mesh.rank_of(0, 1, at.tensor)]
         if at.pipeline == 0:
-            buffer = SendBuffer(boundaries, channel, rank.tensor, scatter_gather, counts[at.tensor], "0 -> 1")
+            buffer = SendBuffer(
+                boundaries, channel, rank.group("tensor"), scatter_gather, counts[at.tensor], "0 -> 1"
+            )
             buffer.put(5, [*values, own[at.tensor]])
             buffer.send(5)
             return []
-        receiving = RecvBuffer(boundaries, channel, rank.tensor, scatter_gather, CPU)
+        receiving = RecvBuffer(boundaries, channel, rank.group("tensor"), scatter_gather, CPU)
         receiving.post(5)
         return receiving.take(5)
 

@@ -67,7 +67,7 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
     chain = Chain((2, 1, 1), "1f1b", 1, 3, tied=True)
 
     def body(connection: Connection) -> tuple[float, float, float]:
-        group, seconds = connection.rank.tensor, []
+        group, seconds = connection.rank.group("tensor"), []
         reduce = group.all_reduce
 
         def sleeping(*args: Any) -> Tensor:

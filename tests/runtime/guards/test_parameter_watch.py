@@ -288,9 +288,9 @@ def test_a_step_that_is_made_again_is_one_step() -> None:
         for frozen in (False, False, True):
             for name, parameter in parallel.named_parameters():
                 parameter.requires_grad_(not (frozen and name == "scale"))
-            before = connection.rank.pipeline.counts["broadcast"]  # of the loss, once each time
+            before = connection.rank.group("pipeline").counts["broadcast"]  # of the loss, once each time
             parallel(**chain.batch())["loss"].backward()
-            again += connection.rank.pipeline.counts["broadcast"] - before - 1
+            again += connection.rank.group("pipeline").counts["broadcast"] - before - 1
         assert parallel._runner.loss_scale is not None
         return parallel._runner.loss_scale.finite_steps, connection.rank.randomness.call, again
 

@@ -83,7 +83,7 @@ def resume(chain: Chain, shard: bool, order: Sequence[int]) -> set[str]:
 
     def load(connection: Connection) -> str:
         parallel, optimizer = make(connection)
-        optimizer.load_state_dict(states[order[chain.mesh.rank_of(*connection.rank.coordinates)]])
+        optimizer.load_state_dict(states[order[chain.mesh.rank_of(**connection.rank.coordinates)]])
         try:
             step(chain, parallel, optimizer)
         except ValueError as error:

@@ -70,7 +70,7 @@ def drop(p: float, sample: int | None, divided: int | None, rank: Rank) -> Calla
     def chain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         total = x if bias is None else x + bias
         if p > 0:
-            own = {"size": rank.tensor.size, "index": rank.tensor.index}
+            own = {"size": rank.group("tensor").size, "index": rank.group("tensor").index}
             mask = keep_mask(
                 rank.randomness, p, OPERATOR, x.shape, CPU, sample=sample, divided=divided, **own
             )

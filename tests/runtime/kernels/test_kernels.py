@@ -69,10 +69,10 @@ def test_cross_entropy(tensor: int, vocabulary: int, reduction: Literal["mean", 
     (2 * expected).backward()
 
     def divided(rank: Rank) -> tuple[Tensor, Tensor, Any]:
-        own = own_part(logits, 1, tensor, rank.tensor.index)
+        own = own_part(logits, 1, tensor, rank.group("tensor").index)
         loss = kernels.cross_entropy(rank, own, target, vocabulary, reduction=reduction)
         (2 * loss).backward()
-        return loss.detach(), gradient(own), dict(rank.tensor.elements)
+        return loss.detach(), gradient(own), dict(rank.group("tensor").elements)
 
     results = on_tensor_ranks(tensor, divided)
     gradients = torch.cat([of_own for _, of_own, _ in results], 1)
@@ -90,7 +90,7 @@ def test_cross_entropy_of_ignored_targets_only(tensor: int) -> None:
     logits, target = torch.randn(4, 7, dtype=torch.float64), torch.full((4,), 6)
 
     def divided(rank: Rank) -> tuple[Tensor, Tensor]:
-        own = own_part(logits, 1, tensor, rank.tensor.index)
+        own = own_part(logits, 1, tensor, rank.group("tensor").index)
         loss = kernels.cross_entropy(rank, own, target, 7, ignore_index=6)
         loss.backward()
         return loss.detach(), gradient(own)
@@ -110,7 +110,7 @@ def test_cross_entropy_sums_half_precision_in_float32(dtype: torch.dtype) -> Non
     expected.backward()
 
     def divided(rank: Rank) -> tuple[Tensor, Tensor]:
-        own = own_part(logits, 1, 2, rank.tensor.index)
+        own = own_part(logits, 1, 2, rank.group("tensor").index)
         loss = kernels.cross_entropy(rank, own, target, 600)
         loss.backward()
         return loss.detach(), gradient(own)
@@ -128,7 +128,9 @@ def test_cross_entropy_holds_large_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0, 1e4]])
 
     def divided(rank: Rank) -> Tensor:
-        return kernels.cross_entropy(rank, own_part(logits, 1, 2, rank.tensor.index), torch.tensor([3]), 4)
+        return kernels.cross_entropy(
+            rank, own_part(logits, 1, 2, rank.group("tensor").index), torch.tensor([3]), 4
+        )
 
     for loss in on_tensor_ranks(2, divided):
         torch.testing.assert_close(loss, functional.cross_entropy(logits, torch.tensor([3])))
@@ -151,7 +153,7 @@ def test_cross_entropy_of_hidden_columns(tensor: int, all_hidden: bool, dtype: t
     expected.backward()
 
     def divided(rank: Rank) -> tuple[Tensor, Tensor]:
-        own = own_part(logits, 1, tensor, rank.tensor.index)
+        own = own_part(logits, 1, tensor, rank.group("tensor").index)
         loss = kernels.cross_entropy(rank, own, target, 6)
         loss.backward()
         return loss.detach(), gradient(own)
@@ -178,7 +180,7 @@ def test_cross_entropy_refuses_a_target_outside_the_vocabulary(tensor: int, wron
 
     def divided(rank: Rank) -> Tensor:
         return kernels.cross_entropy(
-            rank, own_part(torch.zeros(2, 7), 1, tensor, rank.tensor.index), target, 7
+            rank, own_part(torch.zeros(2, 7), 1, tensor, rank.group("tensor").index), target, 7
         )
 
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
@@ -191,7 +193,7 @@ def test_cross_entropy_differentiates_once_what_it_keeps_the_softmax_of(dtype: t
 
     def divided(rank: Rank) -> Tensor:
         return kernels.cross_entropy(
-            rank, own_part(logits.detach(), 1, 2, rank.tensor.index), torch.arange(4), 6
+            rank, own_part(logits.detach(), 1, 2, rank.group("tensor").index), torch.arange(4), 6
         )
 
     for loss in on_tensor_ranks(2, divided):
@@ -259,7 +261,7 @@ def test_embedding(tensor: int, vocabulary: int) -> None:
     expected.square().sum().backward()
 
     def divided(rank: Rank) -> tuple[Tensor, Tensor]:
-        own = own_part(table, 0, tensor, rank.tensor.index)
+        own = own_part(table, 0, tensor, rank.group("tensor").index)
         rows = collectives.reduce_from_tensor(rank, kernels.embedding(rank, own, ids, vocabulary))
         rows.square().sum().backward()
         return rows.detach(), gradient(own)
@@ -274,7 +276,7 @@ def test_embedding(tensor: int, vocabulary: int) -> None:
 @pytest.mark.parametrize("wrong", [-1, 7, 8, 100])
 def test_embedding_refuses_an_id_outside_the_vocabulary_on_every_rank(tensor: int, wrong: int) -> None:
     def divided(rank: Rank) -> bool:
-        own = own_part(torch.zeros(7, 2), 0, tensor, rank.tensor.index)
+        own = own_part(torch.zeros(7, 2), 0, tensor, rank.group("tensor").index)
         with pytest.raises(IndexError, match="out of range"):
             kernels.embedding(rank, own, torch.tensor([1, wrong]), 7)
         return True
@@ -317,7 +319,7 @@ def test_dropout_of_a_divided_dimension(tensor: int) -> None:
     whole = kernels.dropout(Rank.local(Mesh(1, 1, 1)), x, 0.5, 1)
 
     def divided(rank: Rank) -> Tensor:
-        own = x.chunk(tensor, 2)[rank.tensor.index]
+        own = x.chunk(tensor, 2)[rank.group("tensor").index]
         return kernels.dropout(rank, own, 0.5, 1, divided=2)
 
     assert torch.equal(torch.cat(on_tensor_ranks(tensor, divided), 2), whole)
@@ -399,7 +401,7 @@ def test_scaled_softmax_drops_alike_for_divided_heads(tensor: int) -> None:
     assert not torch.equal(whole, weights)
 
     def divided(rank: Rank) -> Tensor:
-        own = scores.chunk(tensor, 1)[rank.tensor.index]
+        own = scores.chunk(tensor, 1)[rank.group("tensor").index]
         return kernels.scaled_softmax(rank, own, is_causal=True, p=0.3, operator=6, divided=1)
 
     assert_exact(torch.cat(on_tensor_ranks(tensor, divided), 1), whole)
@@ -413,7 +415,7 @@ def test_shapes_on_meta() -> None:
     assert loss.shape == ()
     loss.backward()
     assert gradient(logits).shape == (6, 10)
-    assert rank.tensor.elements == {"all_reduce": 18}
+    assert rank.group("tensor").elements == {"all_reduce": 18}
     ids = on_meta(2, 3, dtype=torch.int64)
     assert kernels.embedding(rank, on_meta(10, 5), ids, 37).shape == (2, 3, 5)
     x = on_meta(3, 2, 8)

@@ -340,7 +340,7 @@ def test_cross_entropy_on_one_device_never_communicates_nor_widens() -> None:
     whole = logits.numel() * 4
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest < 0.75 * whole  # its gradient is half of that
-    assert not RANK.tensor.elements
+    assert not RANK.group("tensor").elements
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 4)])

@@ -35,7 +35,7 @@ def test_buckets_keep_order_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> N
     shapes = [((2, 3), torch.float32), ((4,), torch.float64), ((), torch.float32), ((30,), torch.float32)]
 
     def body(connection: Connection) -> tuple[list[Tensor], int]:
-        group = connection.rank.data
+        group = connection.rank.group("data")
         tensors = [
             torch.full(shape, float(group.index + i), dtype=dtype) for i, (shape, dtype) in enumerate(shapes)
         ]

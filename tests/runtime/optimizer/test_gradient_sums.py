@@ -56,7 +56,7 @@ def test_partial_rows_are_summed_over_the_tensor_ranks_and_the_rest_is_left() ->
     )
 
     def body(connection: Connection) -> dict[str, Tensor]:
-        own = float(connection.rank.tensor.index + 1)
+        own = float(connection.rank.group("tensor").index + 1)
         gradients = {"packed": torch.full((3,), own), "norm": torch.full((2,), own), "bias": torch.ones(2)}
         return sum_gradients(manifest, connection, gradients)
 
@@ -93,7 +93,7 @@ def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(s
     manifest = manifest_of((1, 2, 3), Parameter("tied", (3,), torch.float64))
 
     def body(connection: Connection) -> Tensor:
-        at, data = connection.rank.coordinates, connection.rank.data
+        at, data = connection.rank.coordinates, connection.rank.group("data")
         if at.pipeline == 1:
 
             def add_up(x: Tensor) -> Tensor:
