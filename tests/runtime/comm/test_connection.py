@@ -69,7 +69,7 @@ def test_groups_and_channels_follow_a_reordered_mesh() -> None:
         connection.outgoing[peer].send(torch.tensor([rank]))
         heard = connection.incoming[peer].receive((1,), torch.int64, CPU).wait()
         connection.outgoing[peer].flush()
-        return tuple(at), [int(x) for x in tied], int(heard)
+        return tuple(at.values()), [int(x) for x in tied], int(heard)
 
     assert run_ranks(body, 4) == [
         ((0, 0, 0), [0, 1], 1),
