@@ -1,4 +1,4 @@
-"""One rank of the mesh: where it stands, whom it talks to, and what its dropout depends on."""
+"""A rank of the mesh: its coordinates, its groups, and the state of its dropout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Rank:
-    """What a program's collectives and kernels are given as ``rank``; `device` is where its tensors live.
+    """The ``rank`` argument of a program's collectives and kernels; `device` holds its tensors.
 
-    `measured` takes down when collectives inside a stage ran, where there is a step to measure.
+    `groups` has the group along each mesh axis, the outermost first. `measured` records the times of collectives inside
+    a stage, if there is a step to measure.
     """
 
     mesh: Mesh
