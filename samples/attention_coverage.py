@@ -1,8 +1,9 @@
-"""Which rule finds the attention of which transformers class, and that its logits stay: a table in Markdown.
+"""Make the Markdown table of transformers' classes, the rule that finds their attention, and their logits' error.
 
 Tiny models (two layers), captured in training mode, once with each attention implementation that transformers has for
-the class. Logits are computed in float64, as ``program.verify`` computes: what the class casts to float32 (norms,
-softmax, rotary angles) is promoted in the model and in the program alike. ``python -m samples.attention_coverage``
+the class. Logits are computed in float64, as ``program.verify`` computes: casts to float32 in the class (norms,
+softmax, rotary angles) are promoted in the model and in the program alike. Run ``python -m
+samples.attention_coverage``.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ EXPERTS = ("MixtralForCausalLM", "DeepseekV3ForCausalLM")
 
 
 def make_model(name: str, implementation: str, **options: Any) -> nn.Module | None:
-    """The class with its tiny sizes; None where transformers has no such implementation of its attention."""
+    """Return the class with its tiny sizes; None if transformers has no such implementation of its attention."""
     cls = getattr(transformers, name)
     known = {key: value for key, value in _SIZES.items() if key not in CLASSES[name]}
     config = cls.config_class(**known, **{**CLASSES[name], **options})
@@ -108,7 +109,7 @@ def make_model(name: str, implementation: str, **options: Any) -> nn.Module | No
 
 
 def randomize(model: nn.Module) -> nn.Module:
-    """Weights that leave no gradient zero and no softmax even."""
+    """Draw weights that leave no gradient zero and no softmax even."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -117,7 +118,7 @@ def randomize(model: nn.Module) -> nn.Module:
 
 
 def make_inputs(name: str) -> dict[str, Tensor]:
-    """One microbatch of two samples."""
+    """Return one microbatch of two samples."""
     if name == "ViTForImageClassification":
         return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 10, (2,))}
     ids = torch.randint(0, VOCABULARY, (2, LENGTH))
@@ -125,12 +126,12 @@ def make_inputs(name: str) -> dict[str, Tensor]:
 
 
 def fold_model(model: nn.Module, inputs: Mapping[str, Tensor]) -> Program:
-    """The program as `recognize_attention` gets it."""
+    """Return the program as `recognize_attention` gets it."""
     return fold_constants(normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=dict(inputs))))
 
 
 def measure_error(program: Program, model: nn.Module, inputs: Mapping[str, Tensor]) -> float:
-    """How far the logits of a one-stage `program` are from those of `model`, as a part of the largest, in float64."""
+    """Return the error of a one-stage `program`'s logits against `model`'s, relative to the largest, in float64."""
     wide = {name: x.to(promote(x.dtype)) for name, x in inputs.items()}
     with torch.no_grad(), Promotion():
         own = copy.deepcopy(model).double()(**wide).logits
@@ -139,7 +140,7 @@ def measure_error(program: Program, model: nn.Module, inputs: Mapping[str, Tenso
 
 
 def _compute_logits(program: Program, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """What the program computes its loss from, with `model`'s weights in float64."""
+    """Compute the program's logits with `model`'s weights in float64."""
     (stage,) = program.stages
     graph = copy_graph(stage.graph)
     (output,) = (node for node in graph.nodes if node.op == "output")

@@ -1,4 +1,4 @@
-"""Real text without a network: the sources of Python's standard library, as tokens of a byte-level BPE.
+"""Text without a network: the sources of Python's standard library, as tokens of a byte-level BPE.
 
 ``python -m samples.corpus`` trains the tokenizer, encodes the text and keeps both in out/corpus, in seconds.
 """
@@ -22,7 +22,7 @@ VOCAB_SIZE = 4096
 
 
 def list_sources() -> list[Path]:
-    """The standard library's .py files outside its tests, in a fixed order."""
+    """List the standard library's .py files outside its tests, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     return sorted(path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts))
@@ -33,7 +33,7 @@ def read_sources(paths: list[Path]) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` tokens; it has every byte, so any text comes back unchanged."""
+    """Train a byte-level BPE of `vocab_size` tokens; it has every byte, so it encodes any text without loss."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,17 +48,17 @@ def train_tokenizer(texts: list[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.uint16]:
-    """All texts as one row of tokens, the end-of-text token after each."""
+    """Encode all texts as one row of tokens, with the end-of-text token after each."""
     end = tokenizer.token_to_id("<|endoftext|>")
     rows = [np.array([*encoding.ids, end], dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
     return np.concatenate(rows)
 
 
 def load_corpus(folder: Path = FOLDER, vocab_size: int = VOCAB_SIZE) -> NDArray[np.uint16]:
-    """The tokens of the standard library, from `folder` where an earlier call has left them there.
+    """Return the tokens of the standard library, from `folder` if an earlier call has left them there.
 
-    The file is named after the Python version (another library is another text) and put in place whole, so
-    that ranks which start together may all call this.
+    The file is named after the Python version, as another library is another text, and put in place whole, so that
+    ranks which start together may all call this.
     """
     if not 257 <= vocab_size <= 65536:
         raise ValueError(f"vocab_size {vocab_size}: a byte-level BPE kept as 16-bit tokens has 257 to 65536")

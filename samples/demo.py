@@ -1,7 +1,7 @@
-"""The whole road on one machine (``make demo``): compile, read, prove, train on 8 processes, compare.
+"""Compile, verify and train a GPT on 8 processes of one machine, and compare it with one device (``make demo``).
 
-A GPT of 7.4 million parameters learns the standard library on a mesh of 2 tensor x 2 pipeline x 2 data ranks,
-two stages a pipeline rank, and then on one device with the same batches. Everything is left in out/demo.
+A GPT of 7.4 million parameters learns the standard library on a mesh of 2 tensor x 2 pipeline x 2 data ranks, with two
+stages per pipeline rank, and then on one device with the same batches. The results are in out/demo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_MODEL_CHUNKS = 2
 
 
 def compile_program(console: Console, folder: Path, arguments: Sequence[str]) -> None:
-    """Compile the sample's GPT here, without any process group, prove it, and leave its texts in `folder`.
+    """Compile the sample's GPT without a process group, verify it, and save its texts in `folder`.
 
     Compiling checks the program of all ranks; verifying runs them all, as threads of this process.
     """
@@ -46,11 +46,11 @@ def compile_program(console: Console, folder: Path, arguments: Sequence[str]) ->
 def run_training(
     console: Console, name: str, arguments: Sequence[str], num_processes: int, steps: int
 ) -> None:
-    """Run the training sample in processes of its own; show a bar, or its lines without a terminal."""
+    """Run the training sample in its own processes; show a bar, or its lines without a terminal."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
     command = [sys.executable, *(launcher if num_processes > 1 else []), "-m", "samples.train", *arguments]
     environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if num_processes > 1 else {})}
-    if torch.cuda.device_count() < math.prod(MESH):  # all on the CPU: a GPU serves one rank
+    if torch.cuda.device_count() < math.prod(MESH):  # all on the CPU, as a GPU serves one rank
         environment["CUDA_VISIBLE_DEVICES"] = ""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -73,7 +73,7 @@ def read_log(file: Path) -> list[dict[str, float]]:
 
 
 def show_losses(console: Console, parallel: list[dict[str, float]], plain: list[dict[str, float]]) -> None:
-    """A row per shown step: both losses, their relative difference; then tokens per second of both."""
+    """Print both losses and their relative difference for some steps, then the tokens per second of both."""
     table = Table(title=f"The same {len(plain)} steps on a {MESH} mesh and on one device")
     for column in ("step", f"loss, {math.prod(MESH)} processes", "loss, one device", "relative difference"):
         table.add_column(column, justify="right")

@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model: ``model(idx, targets)`` gives ``(logits, loss)``, the mean loss over all tokens."""
+    """A language model: ``model(idx, targets)`` returns ``(logits, loss)``, the mean loss over all tokens."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """`idx` and `targets`: token numbers [b, s]. The loss is None without targets."""
+        """Return logits and loss of the token numbers `idx` and `targets`, [b, s]. The loss is None without targets."""
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.drop(self.wte(idx) + self.wpe(positions))  # [b, s, h]
         for block in self.h:
@@ -116,5 +116,5 @@ class GPT(nn.Module):
 
 
 def make_model() -> GPT:
-    """The model of the demo, as the command line names it: samples.gpt:make_model."""
+    """Return the demo's model, which the command line names samples.gpt:make_model."""
     return GPT(GPTConfig())

@@ -1,4 +1,4 @@
-"""Hugging Face models of the sample's sizes, as transformers defines them, and the names in files of theirs."""
+"""Hugging Face models of the sample's sizes, and the names of their tensors in files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_gpt2(sizes: GPTConfig) -> nn.Module:
 
 
 def make_llama(sizes: GPTConfig) -> nn.Module:
-    """Grouped queries: two query heads to each key and value head."""
+    """Return a Llama with two query heads for each key and value head."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=sizes.vocab_size,
@@ -50,10 +50,10 @@ def make_llama(sizes: GPTConfig) -> nn.Module:
 
 
 def read_names(model: PreTrainedModel) -> Callable[[str], str]:
-    """What `model` calls a tensor of its files: ``autoptd.SafetensorsFolder(folder, rename=read_names(model))``.
+    """Return the renaming of `model`'s files: ``autoptd.SafetensorsFolder(folder, rename=read_names(model))``.
 
-    As ``from_pretrained`` does: names of other versions, and the prefix that the class below has not. What it computes
-    from several tensors (experts saved one by one) is not renamed.
+    It renames as ``from_pretrained`` does: names of other versions, and the prefix that the inner class lacks. Tensors
+    that transformers computes from several others (experts saved one by one) are not renamed.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]

@@ -1,8 +1,8 @@
-"""Which models compile for (2, 2, 1), what of them is divided, and whether they train as they did: a table in Markdown.
+"""Make the Markdown table of models on mesh (2, 2, 1): what is divided, and how exactly they train.
 
-Tiny models (two layers), interleaved over four ranks, whose step ``program.verify`` runs in float64 beside the plain
-model's; the round trip reads a folder of safetensors, a rank its rows, and writes it again.
-``python -m samples.model_coverage > table.md``
+Tiny models (two layers), interleaved over four ranks; ``program.verify`` runs their step in float64 against the plain
+model. The round trip reads a folder of safetensors, each rank its rows, and writes it again. Run ``python -m
+samples.model_coverage > table.md``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REMARKS = {
 
 
 def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model, and one microbatch of one sample for it."""
+    """Return a model, and one microbatch of one sample for it."""
     if name in GPTS:
         sizes = GPTConfig(VOCABULARY, LENGTH, n_layer=2, n_head=4, n_embd=32, tie_weights=GPTS[name])
         ids = torch.randint(0, VOCABULARY, (1, LENGTH))
@@ -72,7 +72,7 @@ def make(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def save_plain(model: nn.Module, folder: Path) -> None:
-    """As the model's own project saves it, under its own names."""
+    """Save the model as its own project does, under its own names."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, save_original_format=False)  # type: ignore[operator]
         return
@@ -84,7 +84,7 @@ def save_plain(model: nn.Module, folder: Path) -> None:
 
 
 def pass_through(program: CompiledProgram, source: Path, target: Path) -> None:
-    """Every rank, a thread of its own, takes its rows of `source`; together they write `target`."""
+    """Let every rank, a thread each, read its rows of `source`, and all together write `target`."""
     texts = [
         read_program(text, program_filename(i, len(program.texts))) for i, text in enumerate(program.texts)
     ]
@@ -100,7 +100,7 @@ def pass_through(program: CompiledProgram, source: Path, target: Path) -> None:
 
 
 def compare_folders(source: Path, target: Path) -> str:
-    """Whether both have the same files of weights, byte by byte."""
+    """Return whether both folders have the same files of weights, byte by byte."""
     names = [sorted(file.name for file in folder.glob("*.safetensors*")) for folder in (source, target)]
     equal = names[0] == names[1] and all(
         (source / name).read_bytes() == (target / name).read_bytes() for name in names[0]
@@ -109,7 +109,7 @@ def compare_folders(source: Path, target: Path) -> str:
 
 
 def describe_division(program: CompiledProgram) -> tuple[str, str]:
-    """The part of the parameters that tensor ranks divide, and the matrices that each has whole."""
+    """Return the fraction of parameters that tensor ranks divide, and the matrices that each holds whole."""
     own = [p for p in program.manifest.parameters.values() if p.kind == "parameter"]
     whole = [p for p in own if p.placement.dim is None]
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", p.name) for p in whole if len(p.shape) > 1)

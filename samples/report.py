@@ -1,4 +1,4 @@
-"""Write the report of a GPT of 39 billion parameters on 64 A100s, for the browser: no GPU is needed.
+"""Write the report of a GPT with 39 billion parameters on 64 A100s, for the browser; this needs no GPU.
 
     python -m samples.report              # writes out/report.html
 

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m samples.train --mesh 2,2,2 --chunks 2              # tensor, pipeline, data
     torchrun --nproc-per-node 8 -m samples.train --mesh 2,2,2 --model hf-llama
 
-The lines marked (+) are the ones that a one-device script does not have.
+A one-device script does not have the lines marked (+).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import autoptd
 from samples import corpus
 from samples.gpt import GPTConfig
 
-# found when asked for, so that only a run which trains a Hugging Face model imports transformers
+# imported on demand, so that only a run which trains a Hugging Face model needs transformers
 MODELS = {
     "gpt": "samples.gpt:GPT",
     "hf-gpt2": "samples.huggingface:make_gpt2",
@@ -63,7 +63,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """The model on this process's CPU, its weights drawn from the seed: the same on every rank."""
+    """Return the model on this process's CPU, its weights drawn from the seed: the same on every rank."""
     torch.manual_seed(args.seed)
     sizes = GPTConfig(corpus.VOCAB_SIZE, args.length, args.layers, args.heads, args.hidden)
     model: nn.Module = pkgutil.resolve_name(MODELS[args.model])(sizes)
@@ -71,12 +71,12 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def name_inputs(model: str, idx: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """The batch under the model's own argument names; Hugging Face models shift the labels themselves."""
+    """Name the batch after the model's own arguments; Hugging Face models shift the labels themselves."""
     return {"idx": idx, "targets": targets} if model == "gpt" else {"input_ids": idx, "labels": idx.clone()}
 
 
 def compile_program(model: nn.Module, args: argparse.Namespace) -> autoptd.CompiledProgram:
-    """The program of all ranks, made here alone; of the example only shapes and dtypes count."""
+    """Compile the program of all ranks in this process; only shapes and dtypes of the example count."""
     example = torch.zeros(args.microbatch_size, args.length, dtype=torch.long)
     return autoptd.compile(
         model,
@@ -89,7 +89,7 @@ def compile_program(model: nn.Module, args: argparse.Namespace) -> autoptd.Compi
 
 
 def find_loss(output: object) -> Tensor:
-    """The loss in what the model returns: ``(logits, loss)``, or an output with a ``loss`` field."""
+    """Return the loss of the model's output: ``(logits, loss)``, or an output with a ``loss`` field."""
     loss = output[1] if type(output) is tuple else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise TypeError(f"the model returned {type(output).__name__} without a loss")
@@ -97,7 +97,7 @@ def find_loss(output: object) -> Tensor:
 
 
 def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], num_microbatches: int) -> Tensor:
-    """One device's step over the mesh's microbatches, in replica order; the mean loss."""
+    """Run one device's step over the mesh's microbatches, in replica order; return the mean loss."""
     losses = []
     for rows in zip(*(x.chunk(num_microbatches) for x in batch.values()), strict=True):
         loss = find_loss(model(**dict(zip(batch, rows, strict=True)))) / num_microbatches
@@ -107,7 +107,7 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], num_microba
 
 
 def train(args: argparse.Namespace) -> Iterator[tuple[float, float]]:
-    """Train step after step; give each one's loss and seconds."""
+    """Train step after step; yield the loss and the seconds of each."""
     rank, replica, replicas = int(os.environ.get("RANK", 0)), 0, 1
     num_sequences = args.microbatches * args.microbatch_size
     model = make_model(args)

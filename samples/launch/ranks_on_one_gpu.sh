@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Several ranks on one GPU, over NCCL, to try the messages and collectives of a cluster where there is none:
+# Several ranks on one GPU, over NCCL, to try the messages and collectives of a cluster without one:
 #
 #   samples/launch/ranks_on_one_gpu.sh 2 --mesh 1,2,1        # how many ranks, and the script's arguments
 #
-# NCCL refuses two ranks of one host on one device. With host names of their own they take each other for other hosts,
-# and talk over sockets: it shows that a mesh works, not how fast it is. Not run on a GPU yet; without one, over gloo.
+# NCCL refuses two ranks of one host on one device. With different host names they take each other for other hosts and
+# talk over sockets: this shows that a mesh works, not how fast it is. Without a GPU they talk over gloo. On an H100 the
+# meshes 1,2,1 and 2,1,1 and 2,2,2 gave the same losses, to all printed digits (26 November 2026).
 set -euo pipefail
 
 ranks=$1

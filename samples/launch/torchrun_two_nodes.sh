@@ -5,8 +5,8 @@
 #   NODE_RANK=1 MASTER_ADDR=10.0.0.1 samples/launch/torchrun_two_nodes.sh --mesh 8,2,1
 #
 # Ranks are numbered node by node, and tensor ranks are next to each other: let the tensor size divide GPUS_PER_NODE,
-# so that they share a node. Each node's name must resolve, on the node itself, to an address that the other reaches;
-# else name the interface that does, in GLOO_SOCKET_IFNAME on CPUs, in NCCL_SOCKET_IFNAME on GPUs.
+# so that they share a node. Each node's name must resolve, on the node itself, to an address that the other can reach;
+# otherwise name the right interface, in GLOO_SOCKET_IFNAME on CPUs, in NCCL_SOCKET_IFNAME on GPUs.
 set -euo pipefail
 
 : "${NODE_RANK:?0 on the first node, 1 on the second}"

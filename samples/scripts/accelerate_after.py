@@ -1,4 +1,4 @@
-"""Train a GPT on text with Accelerate: accumulation, clipping and a schedule are its own."""
+"""Train a GPT on text with Accelerate, using its accumulation, its clipping and its schedule."""
 
 import sys
 from pathlib import Path

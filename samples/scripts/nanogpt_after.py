@@ -1,4 +1,4 @@
-"""Train a GPT on text, in a loop of nanoGPT's kind: gradient accumulation, a cosine schedule, clipping, evaluation."""
+"""Train a GPT on text in a loop like nanoGPT's: gradient accumulation, a cosine schedule, clipping, evaluation."""
 
 import math
 import os
