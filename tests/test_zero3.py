@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import autoptd
 from autoptd import Cluster
 from samples.benchmarks.zero3 import RING_SHARE, simulate_zero3
-from samples.gpt import GPT, GPTConfig
+from tests.models import MIDDLE, tiny
 
 SELENE = Cluster.load("dgx-a100")
 
 
 def compile_gpt(mesh: tuple[int, int, int], recompute: str) -> autoptd.CompiledProgram:
-    with torch.device("meta"):
-        model = GPT(GPTConfig(512, 128, 4, 4, 256)).to(torch.bfloat16)
-    return autoptd.compile(model, mesh=mesh, microbatch_size=2, num_microbatches=1, recompute=recompute)
+    sizes = replace(MIDDLE, n_layer=4)
+    counts = {"microbatch_size": 2, "num_microbatches": 1}
+    return tiny(mesh, sizes, torch.bfloat16, "meta", **counts, recompute=recompute)
 
 
 def test_traffic_is_three_times_the_parameters() -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def program() -> CompiledProgram:
     return compile_gpt((2, 2, 1))
 
 
+@cache
 def compile_gpt(mesh: tuple[int, int, int], **options: Any) -> CompiledProgram:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.1))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compiled import CompiledProgram
-from samples.gpt import GPT, GPTConfig
+from samples.gpt import GPTConfig
+from tests.models import tiny
 
 SIZES = GPTConfig(40, 8, 2, 2, 8)
 
@@ -27,8 +29,7 @@ class Shifted(nn.Module):
         return F.cross_entropy(logits[:, :-1].reshape(-1, 7), labels[:, 1:].reshape(-1))
 
 
-def compile_gpt(mesh: tuple[int, int, int]) -> CompiledProgram:
-    return autoptd.compile(GPT(SIZES), mesh, num_microbatches=2, microbatch_size=1)
+compile_gpt = partial(tiny, config=SIZES, num_microbatches=2, microbatch_size=1)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 1)], ids=str)

@@ -32,15 +32,15 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import make_schedule
 from autoptd.simulate.step import Training, simulate_times
 from samples.gpt import GPT, GPTConfig
+from tests import models
+from tests.models import MIDDLE
 
 EXAMPLES = read_examples(GPT(GPTConfig(512, 128, 1, 4, 64)), None, None, 1)
 SELENE = Cluster.load("dgx-a100")
 
 
 def make_gpt(layers: int = 8, dtype: torch.dtype = torch.bfloat16) -> GPT:
-    with torch.device("meta"):
-        model = GPT(GPTConfig(512, 128, layers, 4, 256))
-    return model.to(dtype)
+    return models.make_gpt(replace(MIDDLE, n_layer=layers), dtype, device="meta")
 
 
 def with_memory(count: float) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,11 @@ from autoptd.passes.stages.fused_order import Uncut
 from autoptd.reports.explanation import Change
 from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
+from tests.models import MIDDLE, compile_tiny, tiny
 
-
-def compile_gpt(mesh: tuple[int, int, int] | Mesh, **options: object) -> autoptd.CompiledProgram:
-    with torch.device("meta"):
-        model = GPT(GPTConfig(512, 128, 8, 4, 256)).to(torch.bfloat16)
-    counts = {"microbatch_size": 2, "num_microbatches": 4}
-    return autoptd.compile(model, mesh=mesh, **{**counts, **options})  # type: ignore[arg-type]
+compile_gpt = partial(
+    tiny, config=MIDDLE, dtype=torch.bfloat16, device="meta", microbatch_size=2, num_microbatches=4
+)
 
 
 def test_the_explanation_agrees_with_the_simulation() -> None:
@@ -57,9 +56,8 @@ def test_a_moved_cut_takes_what_the_program_cut_there_takes(
         return found._replace(positions=(*found.positions[: int(at)], place, *found.positions[int(other) :]))
 
     monkeypatch.setattr(compiler, "find_cut", find_moved)
-    ends = [
-        max(row[-1].end for row in one.simulate("dgx-a100").timeline) for one in (program, compile_gpt(mesh))
-    ]
+    moved = compile_tiny(mesh, MIDDLE, torch.bfloat16, "meta", microbatch_size=2, num_microbatches=4)
+    ends = [max(row[-1].end for row in one.simulate("dgx-a100").timeline) for one in (program, moved)]
     longer = float(percent) / 100 * (1 if more == "more" else -1)
     assert ends[1] / ends[0] - 1 == pytest.approx(longer, abs=5e-4)
 

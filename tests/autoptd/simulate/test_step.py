@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -31,27 +32,22 @@ from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.svg import box_colours, write_svg
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
+from tests.models import MIDDLE, compile_tiny, make_gpt, tiny
 
-LAYERS, HIDDEN, VOCABULARY, LENGTH, B = 8, 256, 512, 128, 2
+LAYERS, HIDDEN, VOCABULARY, LENGTH = MIDDLE.n_layer, MIDDLE.n_embd, MIDDLE.vocab_size, MIDDLE.block_size
+B = 2
 SELENE = Cluster.load("dgx-a100")
 # Messages and all-reduces that take no time, and no launches: only work is left.
 FREE = Link(1e30, 1.0, 1.0, 1e-30)
 STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30))
 
 
-def compile_gpt(
-    mesh: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> autoptd.CompiledProgram:
-    config = GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)
-    with torch.device("meta"):
-        model = GPT(config)
-    return autoptd.compile(model.to(dtype), mesh=mesh, microbatch_size=B, **options)
+compile_gpt = partial(tiny, config=MIDDLE, dtype=torch.bfloat16, device="meta", microbatch_size=B)
 
 
 def test_frozen_layers_count_as_what_they_do() -> None:
     """No gradients of weights; beneath the lowest trained one none at all: as `program.cost` has it."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)).to(torch.bfloat16)
+    model = make_gpt(MIDDLE, torch.bfloat16, device="meta")
     whole = autoptd.compile(model, mesh=(1, 1, 1), microbatch_size=B, num_microbatches=2)
     model.h.requires_grad_(False)
     program = autoptd.compile(model, mesh=(1, 1, 1), microbatch_size=B, num_microbatches=2)
@@ -163,7 +159,10 @@ def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it(
 
 def test_scatter_gather_sends_less() -> None:
     def longest(scatter_gather: bool) -> float:
-        program = compile_gpt((4, 2, 1), scatter_gather=scatter_gather, cluster=slow)
+        model = make_gpt(MIDDLE, torch.bfloat16, device="meta")
+        program = autoptd.compile(
+            model, (4, 2, 1), microbatch_size=B, scatter_gather=scatter_gather, cluster=slow
+        )
         assert max(len(stage.sends) for stage in program.manifest.stages) == 1
         simulated = program.simulate(nodes_of_four)
         return max(
@@ -255,7 +254,7 @@ def test_gradients_live_beside_what_is_kept(
 ) -> None:
     """Torch's own loss makes two gradients as large as the logits, ours none where it kept the softmax."""
     monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", few)
-    program = compile_gpt((1, 1, 1), dtype)
+    program = compile_tiny((1, 1, 1), MIDDLE, dtype, "meta", microbatch_size=B)
     item = dtype.itemsize
     logits, table, last = (
         item * x for x in (B * LENGTH * VOCABULARY, VOCABULARY * HIDDEN, B * LENGTH * HIDDEN)
@@ -289,7 +288,7 @@ def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
 
 
 def test_recomputation_holds_one_group_at_a_time() -> None:
-    program = compile_gpt((1, 1, 1), torch.float32, num_microbatches=2, recompute="full")
+    program = compile_gpt((1, 1, 1), dtype=torch.float32, num_microbatches=2, recompute="full")
     ledger = Ledger(program.stages[0], program.mesh)
     groups = recomputed_groups(program.stages[0].graph)
     trained = find_trained(program.stages[0])
@@ -346,9 +345,9 @@ def test_another_dtype_than_the_programs() -> None:
 
 def test_under_autocast_products_are_computed_in_its_dtype() -> None:
     """On as many tensor cores as in a model of bfloat16, with the bytes and casts of float32."""
-    wide, half = (compile_gpt((2, 2, 1), dtype) for dtype in (torch.float32, torch.bfloat16))
+    wide, half = (compile_gpt((2, 2, 1), dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
-        program = compile_gpt((2, 2, 1), torch.float32)
+        program = compile_gpt((2, 2, 1), dtype=torch.float32)
     only = replace(STILL, device=replace(STILL.device, memory_bandwidth=1e30, vector_flops=1e30))
     steps = [one.simulate(only) for one in (wide, half, program)]
     assert steps[2].step_seconds == pytest.approx(steps[1].step_seconds, rel=0.1)
@@ -401,9 +400,8 @@ def test_how_a_step_is_run_is_true_or_false(name: str, value: Any) -> None:
 def test_equal_layers_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger is taken once for all equal stages, and says the same for each."""
     with uniform_cuts():
-        program = compile_gpt(
-            (1, 4, 1), torch.float32, num_model_chunks=2, num_microbatches=4, recompute="full"
-        )
+        options = {"microbatch_size": B, "num_microbatches": 4, "num_model_chunks": 2, "recompute": "full"}
+        program = compile_tiny((1, 4, 1), MIDDLE, torch.float32, "meta", **options)
     taken = []
 
     def take(stage: Stage, mesh: Mesh) -> Ledger:

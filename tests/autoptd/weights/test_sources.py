@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import autoptd
-from samples.gpt import GPT, GPTConfig
+from samples.gpt import GPT
+from tests.models import SMALL, compile_tiny, make_gpt, tiny
 
-
-def make_gpt(layers: int = 2, seed: int = 0, **options: Any) -> GPT:
-    torch.manual_seed(seed)
-    return GPT(GPTConfig(40, 8, layers, 2, 8, **options))
-
-
-def compile_gpt(model: GPT | None = None) -> autoptd.CompiledProgram:
-    return autoptd.compile(model or make_gpt(), (1, 1, 1), num_microbatches=1)
+compile_gpt = partial(tiny, (1, 1, 1), num_microbatches=1)
 
 
 def quantize(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -45,14 +41,14 @@ def test_numbers_of_a_quantized_model_are_refused(dtype: torch.dtype, stored: bo
 
 def test_what_the_program_lacks_is_said() -> None:
     with pytest.warns(UserWarning, match=r"12 of the tensors given are none of the program's.*h\.2\."):
-        compile_gpt().bind(weights=make_gpt(3).state_dict())
+        compile_gpt().bind(weights=make_gpt(replace(SMALL, n_layer=3)).state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compile_gpt().bind(weights=make_gpt(seed=1))
 
 
 def test_two_tensors_for_a_tied_one_are_refused() -> None:
-    untied = make_gpt(tie_weights=False)
+    untied = make_gpt(replace(SMALL, tie_weights=False))
     tied = r"(wte|lm_head)\.weight and (wte|lm_head)\.weight are one tensor in the program, and differ"
     for given in (untied, untied.state_dict()):
         with pytest.raises(ValueError, match=tied):
@@ -117,7 +113,7 @@ def test_verify_refuses_another_model(change: Callable[[GPT], None], message: st
 
 @every_change
 def test_bind_refuses_a_model_that_was_changed_since(change: Callable[[GPT], None], message: str) -> None:
-    program = compile_gpt()
+    program = compile_tiny((1, 1, 1), num_microbatches=1)
     assert isinstance(program.model, GPT)
     change(program.model)
     with pytest.raises(ValueError, match=message):
@@ -131,7 +127,7 @@ class Buffered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gpt = make_gpt(1)
+        self.gpt = make_gpt(replace(SMALL, n_layer=1))
         self.register_buffer("scale", torch.ones(()))
         self.gpt.register_buffer("scale", self.scale)
 

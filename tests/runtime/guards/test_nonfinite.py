@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
 from samples.gpt import GPT, GPTConfig
+from tests.models import tiny
 from tests.parity import loss_of
 from tests.ranks import run_ranks
 from tests.runtime.chain import ROWS, Chain
@@ -36,11 +38,9 @@ class Break(torch.autograd.Function):
         return gradient / (numbers != 9).to(gradient.dtype).unsqueeze(1), None
 
 
-def compile_gpt(mesh: tuple[int, int, int], sizes: GPTConfig = SIZES) -> CompiledProgram:
-    torch.manual_seed(0)
-    return autoptd.compile(
-        GPT(sizes), mesh, num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1
-    )
+compile_gpt = partial(
+    tiny, config=SIZES, num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1
+)
 
 
 def tokens(seed: int = 0) -> Tensor:
@@ -111,7 +111,7 @@ def test_a_step_without_any_label_says_so() -> None:
 @pytest.mark.parametrize("broken", [2, 3])
 def test_a_microbatch_without_labels_hides_nothing(mesh: tuple[int, int, int], broken: int) -> None:
     """Microbatch 2 has no label: what breaks in it is found, and what breaks in another is not laid to it."""
-    program = compile_gpt(mesh, replace(SIZES, tie_weights=False))
+    program = compile_gpt(mesh, config=replace(SIZES, tie_weights=False))
 
     def spoil(rank: int, parallel: nn.Module, idx: Tensor, targets: Tensor) -> None:
         targets[2] = -100

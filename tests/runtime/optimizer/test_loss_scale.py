@@ -15,7 +15,7 @@ from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.optimizer import loss_scale
 from autoptd.runtime.optimizer.loss_scale import INITIAL, LossScale
 from autoptd.runtime.program.mesh import Mesh
-from samples.gpt import GPT, GPTConfig
+from tests.models import make_gpt, tokens
 from tests.parity import loss_of
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
@@ -25,19 +25,14 @@ MICROBATCHES = 2
 
 def compile_gpt() -> autoptd.CompiledProgram:
     """A float32 GPT under autocast to float16, in two stages."""
-    torch.manual_seed(0)
     with torch.autocast("cpu", torch.float16):
         return autoptd.compile(
-            GPT(GPTConfig(40, 8, 2, 2, 8)),
+            make_gpt(),
             (1, 2, 1),
             num_microbatches=MICROBATCHES,
             microbatch_size=1,
             num_model_chunks=1,
         )
-
-
-def tokens(step: int) -> Tensor:
-    return torch.randint(40, (MICROBATCHES, 8), generator=torch.Generator().manual_seed(step))
 
 
 def run_steps(
@@ -54,7 +49,7 @@ def run_steps(
             prepare(parallel)
         seen = []
         for step in range(count):
-            loss = loss_of(parallel(tokens(step % 3), tokens(step % 3).roll(-1, 1)))
+            loss = loss_of(parallel(ids := tokens(rows=MICROBATCHES, seed=step % 3), ids.roll(-1, 1)))
             loss.backward()
             given = [p.grad for p in parallel.parameters() if p.grad is not None]
             assert all(g.dtype is torch.float32 and bool(g.isfinite().all()) for g in given)
