@@ -144,7 +144,7 @@ def count_dropped(p: float) -> int:
 
 
 class Seen(NamedTuple):
-    """The blocks of one matrix of scores, `size` in all, of which causal queries see an element: `places` [n]."""
+    """The blocks of one matrix of scores, `size` in all, and the `places` [n] of those that causal queries see."""
 
     size: int
     places: Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-# What stands between it and the library's: this, torch that calls hooks, and what runs context managers and imports.
+# Packages between the user's line and this one: torch calls hooks, others run context managers and imports.
 INNER = frozenset(
     ["autoptd", "torch", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external"]
 )

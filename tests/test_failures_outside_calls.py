@@ -253,4 +253,4 @@ def test_who_goes_on_without_sharding_its_optimizer_is_waited_for_no_longer_than
     ended = run_job(work, 2, tmp_path, {"AUTOPTD_TIMEOUT": str(LIMIT)})
     assert all(ended.statuses.values())
     assert max(ended.seconds.values()) < 2 * LIMIT + 5
-    assert "in comparison of what is sharded of step 0" in "\n".join(ended.lines)
+    assert "in comparison of shards of step 0" in "\n".join(ended.lines)

@@ -24,7 +24,7 @@ def bind_batch(
     """Return the number of the manifest, of one per compiled shape, that a call's arguments fit, and the batch by name.
 
     Raises TypeError or ValueError where none fits. Positions are those of the model's own forward. An argument that was
-    not captured must be None or left out, and one that is no tensor left out, or what it was when compiling.
+    not captured must be None or left out, and one that is no tensor left out, or equal to the compiled one.
     """
     given = name_arguments(manifests[0], args, kwargs)
     shape = find_shape(manifests, given)

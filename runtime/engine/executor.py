@@ -265,7 +265,7 @@ class Executor:
             stage.start(weights[index], inputs[index], seeds)
         gradients = seeds is not None
         position = self._connection.position
-        # The program's own casts decide: autocast round the call would change what crosses a boundary.
+        # The program's own casts decide: autocast around the call would change the values that cross a boundary.
         with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):
             for step, action, begins, ends in self._steps if gradients else self._forward_steps:
                 position.act(action)

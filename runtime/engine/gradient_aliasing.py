@@ -11,7 +11,7 @@ def separate_gradients(leaves: Iterable[Tensor], others: Sequence[Tensor]) -> No
     """Give each leaf's ``.grad`` memory that no other leaf's has, nor any of `others`, by copying those that share.
 
     Autograd keeps a gradient that nobody else holds, and does not see who holds another view of its memory: in
-    ``p[None] + q[None]`` both have the sum's gradient, and what is added into the one is in the other.
+    ``p[None] + q[None]`` both have the sum's gradient, and an addition into one changes the other.
     """
     held = [(x, None) for x in others] + [(leaf.grad, leaf) for leaf in leaves if leaf.grad is not None]
     spans = [(x.data_ptr(), x.data_ptr() + x.nbytes, leaf) for x, leaf in held]

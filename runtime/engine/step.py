@@ -63,6 +63,6 @@ def _is_asked_for(parameter: Tensor) -> bool:
     """Return whether the torch.autograd.grad that runs now is to return the gradient of this `parameter`."""
     try:
         torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # torch does not answer for what is asked for: its node is not run
+    except RuntimeError:  # torch does not answer for tensors asked for, whose nodes are not run
         return True
     return False

@@ -49,7 +49,7 @@ class Inspector(TorchDispatchMode):
         if self.found is not None or name.startswith("c10d") or _is_communicating():
             return result
         self._number += 1
-        if "empty" not in name and _has_broken(result):  # what is empty has no values yet
+        if "empty" not in name and _has_broken(result):  # an empty tensor has no values yet
             action = Action.parse(self._position.read().activity)
             if not self._is_mean_of_none(action, result):
                 self.found = action, self._number, f"{name}{_source_line()}"

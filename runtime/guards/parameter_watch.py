@@ -13,7 +13,7 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.guards.enclosing_checkpoint import refuse_checkpoint
 from autoptd.runtime.program.manifest import Manifest
 
-WARY = 100  # steps before which ranks compare what they train, after one that had to be made again
+WARY = 100  # steps in which ranks compare their trained parameters before the step, after one was made again
 
 
 class ParameterWatch:
@@ -29,10 +29,10 @@ class ParameterWatch:
         self.parameters = dict(nn.Module.named_parameters(module))
         self._bound = {name: (p, p.shape, p.dtype, p.device) for name, p in self.parameters.items()}
         self._look_through(module)
-        # The boundaries of a program carry no gradients to what was frozen when it was compiled.
+        # The boundaries of a program carry no gradients to parameters that were frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
         self._names = tuple(manifest.parameters)
-        self.agreed: frozenset[str] | None = None  # what was trained here when the ranks compared it last
+        self.agreed: frozenset[str] | None = None  # trained here when the ranks compared last
         self.stale = True  # whether any rank's has changed since
         self._wary = 0  # steps before which they compare, from now on
 
@@ -98,7 +98,7 @@ class ParameterWatch:
                 f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
                 "does not read it: change the model and compile it again"
             )
-        if changed:  # by what has no parameters: buffers, and modules of them
+        if changed:  # by modules without parameters
             self._look_through(module)
 
     def check_bound(self, now: Mapping[str, nn.Parameter]) -> None:

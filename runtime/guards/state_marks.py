@@ -57,7 +57,7 @@ class StateMarks:
 
     def mark(self, optimizer: Optimizer) -> None:
         """Mark the ``state_dict`` of an `optimizer` from now on."""
-        # What is round an optimizer may have been made without torch's own hooks: the one within marks its states.
+        # A wrapper of an optimizer may lack torch's own hooks: the optimizer inside marks its states.
         if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
             optimizer.register_state_dict_post_hook(self._write)
 
@@ -81,7 +81,7 @@ class StateMarks:
 
     def _write(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-            # What was loaded and never stepped stays what it was; another model's tensors are marked by that.
+            # A state that was loaded and never stepped keeps its marks; another model marks its own tensors.
             known = saved.get(MARK) or [None] * len(group["params"])
             own = [self.find(tensor) for tensor in group["params"]]
             saved[MARK] = [a if a is not None else b for a, b in zip_longest(known, own)]

@@ -108,7 +108,7 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
     """Raise ValueError on every rank unless all have a batch of the compiled shape `own`. Every rank must call it.
 
     Before the step: of another shape a rank would wait for messages that nobody sends. Replicas count too, whose
-    samples are numbered, and microbatches weighed, as of one shape. On a GPU this waits for what was launched before.
+    samples are numbered, and microbatches weighed, as of one shape. On a GPU this waits for earlier kernels.
     """
     ends = torch.tensor([own, -own], device=connection.rank.device)
     largest, smallest = connection.world.all_reduce(ends, "max").tolist()

@@ -29,8 +29,8 @@ _DRAWN = 0  # of one without values, which every rank draws from the program's s
 def compare_weights(manifest: Manifest, connection: Connection, tensors: Stored) -> None:
     """Raise RuntimeError on every rank, naming the first tensor, where ranks were given different whole `tensors`.
 
-    Every rank must call it. What is in memory is compared, and what has values with what has none; a tensor in a file
-    agrees with any. On a GPU this waits for what was launched before.
+    Every rank must call it. Tensors in memory are compared, and those with values with those without; one in a file
+    agrees with any. On a GPU this waits for earlier kernels.
     """
     world, device = connection.world, connection.rank.device
     names = [n for n, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(n)]
@@ -180,7 +180,7 @@ class Copies:
         if number < len(self._columns):
             stages, names = self._columns[number]
             found = f"{names[self._turn % len(names)]} has other values on"
-            # What a rank gives that is not there is not looked at.
+            # The value of a rank that is not in the column is not read.
             nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
             own = dict(self._own()).get(number, nothing)
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]

@@ -21,7 +21,7 @@ PHASES = (
     "agreement",
     "norm of the gradient",
     "search for the first operator",
-    "comparison of what is sharded",
+    "comparison of shards",
 )
 # Methods of a parallel model that every rank must call; a rank that calls one alone waits for the others.
 STORING = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")

@@ -78,7 +78,7 @@ def differentiate_weight(gradient: Tensor, x: Tensor, sections: int, transposed:
     """Return the gradient of the weight, laid out as the weight is, from that of the result."""
     gradient = gradient.reshape(sections, -1, gradient.shape[-1])
     rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
-    # What is written into cannot be differentiated again.
+    # A result that is written in place cannot be differentiated again.
     multiply = torch.bmm if torch.is_grad_enabled() else _multiply
     made = multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
     return made.t() if transposed else made

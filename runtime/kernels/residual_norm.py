@@ -62,7 +62,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``sum = dropout(x + bias) + residual``, and the sum's LayerNorm over the last dimension of `x`.
 
-    `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; what is None is left out. For the
+    `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; None leaves one out. For the
     mask see `keyed_dropout.dropout`. In half precision all is computed in float32, and the sum is rounded once.
     """
     _check("add_layer_norm", x, residual, weight=weight, norm_bias=norm_bias, bias=bias)

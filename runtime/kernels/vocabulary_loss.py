@@ -206,7 +206,7 @@ def _allocate_gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Ten
 def _subtract_targets(softmax: Tensor, factor: Tensor, column: Tensor, share: Tensor) -> Tensor:
     """Make ``(softmax * share - one_hot(column)) * factor`` of `softmax`, in its place.
 
-    A softmax of the own columns alone is `share` of what it is of all.
+    A softmax of the own columns alone becomes that of all columns by the factor `share`.
     """
     softmax.mul_((factor * share)[:, None])
     hit = factor.masked_fill(column < 0, 0).neg()

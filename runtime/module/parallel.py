@@ -44,9 +44,9 @@ class Parallel(nn.Module):
     it runs the forwards only. Parameters have their names in the user's ``state_dict``.
     """
 
-    # Accelerate leaves a model that says so as it is: no DDP round it, no autocast, no move to another device.
+    # Accelerate leaves a model with this flag as it is: no DDP around it, no autocast, no move to another device.
     _is_accelerate_prepared = True
-    # By which transformers' Trainer knows how the model's labels are counted; bind takes it from the model.
+    # transformers' Trainer reads here how the model's labels are counted; bind takes it from the model.
     loss_type: str | None = None
     # Numbers and texts that the compiled model has as attributes, by name.
     compiled_in: frozenset[str] = frozenset()

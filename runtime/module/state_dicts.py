@@ -1,4 +1,4 @@
-"""What a parallel model saves and loads: whole states, this rank's slices, and checkpoints."""
+"""The states that a parallel model saves and loads: whole ones, this rank's slices, and checkpoints."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class StepRunner:
         self.gradients_everywhere = True
 
     def call(self, training: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the step on the batch in `args` and `kwargs`; return the model's output, of which only the loss is."""
+        """Run the step on the batch in `args` and `kwargs`; return the model's output with only the loss filled in."""
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         given = None if known else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._rank.device)

@@ -92,7 +92,7 @@ class TrainedWeights:
             refuse_hooks(name, parameters[name])
         self._marks.check(optimizer)  # states loaded for these parameters, which get other places
         buckets = fill_groups(optimizer, parameters, dtypes, rows)
-        with self._connection.position.during("comparison of what is sharded"):
+        with self._connection.position.during("comparison of shards"):
             compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
         shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self._connection.rank.group("data"))
         self._share_steps(module, shards)
@@ -101,7 +101,7 @@ class TrainedWeights:
         optimizer.register_step_post_hook(self._post_gathers)
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError where a call of `module` would not run on what is trained; let shards take writes over."""
+        """Raise ValueError where a call of `module` would not use its trained weights; let shards take writes over."""
         self.watch.check(module)
         self._check_unwritten()
         for shard in self.shards:
@@ -114,7 +114,7 @@ class TrainedWeights:
             self.adopt_writes()
 
     def adopt_writes(self) -> None:
-        """Let a sharded optimizer step from what was written into parameters since, or given to them as ``p.data``.
+        """Let a sharded optimizer step from the values written into parameters since, or given to them as ``p.data``.
 
         Raises ValueError as a call does where the memory given has another shape, dtype or device.
         """
@@ -143,7 +143,7 @@ class TrainedWeights:
 
     @leave_uncompiled
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Let a sharded `optimizer`, which is about to step, have what was done to the model's parameters."""
+        """Hand changes of the model's parameters to a sharded `optimizer` that is about to step."""
         self._marks.check(optimizer)
         for placeholders in self._placeholders:
             placeholders.settle()
@@ -169,11 +169,11 @@ class TrainedWeights:
             )
 
     def _is_rebound(self) -> bool:
-        """Whether sharded parameters have memory that their optimizer does not send new weights to."""
+        """Return whether sharded parameters have memory that their optimizer does not send new weights to."""
         return any(shard.rebound(self.watch.parameters) for shard in self.shards)
 
     def _is_written(self) -> bool:
-        """Whether sharded parameters are seen to have been written past their versions."""
+        """Return whether values show writes into sharded parameters that their versions do not count."""
         written = [shard.is_written() for shard in self.shards]
         return bool(written) and bool(torch.stack(written).any())
 

@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, of which each rank holds a part, and clipping by it."""
+"""The norm of the whole model's gradient, from each rank's part of it, and clipping by it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class GradientSums:
             self._post(self._collect(names), self._connection.tied[owners])
         replicas = self._connection.rank.group("data").size
         while self._posted:
-            posted, group, keys = self._posted.pop(0)  # with what was sent: the bucket, or a copy of it
+            posted, group, keys = self._posted.pop(0)  # with the tensors sent: the bucket, or a copy of it
             sums = posted.wait()
             if replicas > 1:
                 torch._foreach_div_(sums, replicas)

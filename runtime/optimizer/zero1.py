@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
-# Their step changes an element by what is known of that element alone, so that a part may be stepped by itself.
+# Their step changes an element by that element's gradient and state alone, so that a part may be stepped by itself.
 ELEMENTWISE = (
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
     *(optim.RMSprop, optim.Rprop, optim.SGD, optim.ASGD),
@@ -184,7 +184,7 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
 
     ValueError where their steps differ.
     """
-    # What has no elements has no state to speak of, and what has no dimensions states that do not tell what they are.
+    # A tensor without elements needs no state; states of one without dimensions look like single values.
     sizes = {name: len(shape) for shape, name in zip(shard.shapes, shard.names, strict=True) if shape.numel()}
     states = {name: state for name, state in states.items() if name in sizes}
     if not states:
@@ -269,7 +269,7 @@ def lay_out_shards(
     names = {parameter: name for name, parameter in parameters.items()}
     for settings, made in zip(optimizer.param_groups, layout, strict=True):
         sharded = {name for shard, _ in made for name in shard.names}
-        # What is frozen, or used by no stage, never has a gradient, and is not stepped.
+        # Parameters that are frozen, or used by no stage, never have a gradient, and are not stepped.
         settings["params"] = [p for p in settings["params"] if names[p] not in sharded]
         for shard, state in made:
             shard.bind(parameters)

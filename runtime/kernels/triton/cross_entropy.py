@@ -59,7 +59,7 @@ def _sum_exponentials(logits, largest, total, own, stride, COLUMNS: tl.constexpr
         column = start + tl.arange(0, COLUMNS)
         value = tl.load(logits + row * stride + column, column < own, -float("inf")).to(tl.float32)
         raised = tl.maximum(shift, tl.max(value, 0))
-        # What is -inf so far stays exp(-inf), not exp(-inf + inf).
+        # A maximum that is -inf so far gives exp(-inf), not exp(-inf + inf).
         level = tl.where(raised == -float("inf"), 0.0, raised)
         result = result * tl.exp(shift - level) + tl.sum(tl.exp(value - level), 0)
         shift = raised

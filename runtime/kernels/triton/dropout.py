@@ -71,7 +71,7 @@ def _bias_dropout_add(
     if bias is not None:
         total += tl.load(bias + column, mask=column < width, other=0).to(tl.float32)
     if mask is not None:
-        # Multiplied, not chosen: what is not a number stays so, as in torch.
+        # Multiplied, not chosen: NaNs stay, as in torch.
         total *= tl.where(keep(row * width + start, mask, COLUMNS, ALIGNED), factor, 0.0)
     if residual is not None:
         total += tl.load(residual + row * residual_stride + column, mask=inside, other=0).to(tl.float32)

@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm of dropout(x + bias) + residual in Triton, forward and backward.
 
-A program holds a tile of rows and goes over their columns twice: what it reads the second time is in the cache.
+A program holds a tile of rows and goes over their columns twice: the second time they are in the cache.
 Gradients of weights and biases are summed by each program over its own rows, in float32, and then over the
 programs: always in the same order.
 """

@@ -32,7 +32,7 @@ def normalize_scores(
     weights: Tensor,
     softmax: Tensor | None,
 ) -> None:
-    """Fill `weights` with the dropped softmax, and `softmax` (None: nothing is dropped) with what was dropped."""
+    """Fill `weights` with the dropped softmax, and `softmax` (None: nothing is dropped) with the softmax before."""
     length, width = scores.shape[-2:]
     rows = scores.numel() // width
     view, inner, strides = _walk_mask(mask, scores.shape)
@@ -164,7 +164,7 @@ def _normalize(
             value, seen = _read(scores + first + column, masks, column, inside, seen, scale, strides, ADDED)
             sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
             raised = tl.maximum(largest, tl.max(value, 1))
-            # What is -inf so far stays exp(-inf), not exp(-inf + inf).
+            # A maximum that is -inf so far gives exp(-inf), not exp(-inf + inf).
             level = tl.where(raised == -float("inf"), 0.0, raised)
             total = total * tl.exp(largest - level) + tl.sum(tl.exp(value - level[:, None]), 1)
             largest = raised
