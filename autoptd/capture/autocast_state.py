@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +29,7 @@ def read_autocast(model: nn.Module) -> Autocast | None:
 @contextmanager
 def trace_under(state: Autocast | None) -> Iterator[None]:
     """Trace under the dtypes of `state` although the traced tensors are on the CPU: forwards read ``x.dtype``."""
-    if state is None:
-        with NoGradRegions():
-            yield
-        return
-    with torch.autocast("cpu", state.dtype), NoGradRegions():
+    with torch.autocast("cpu", state.dtype) if state else nullcontext(), NoGradRegions():
         yield
 
 

@@ -47,9 +47,9 @@ def mark_expanded(
     except (TypeError, ValueError) as error:
         place = where(next(iter(found.values())))
         warn_caller(
-            f"dropout at {place} has one mask for all sequences, being of what no sequence decides: that is right "
-            f"unless the model expands it to its batch, which two would show, and it cannot be traced with two "
-            f"({error}). If it does, drop once the tokens are added, or write the model for any batch"
+            f"dropout at {place} has one mask for all sequences, because its input does not depend on them. This is "
+            f"wrong if the model expands that input to its batch, which only a trace with two sequences shows, and "
+            f"this trace fails ({error}). If it does, drop after the tokens are added, or write the model for any batch"
         )
         return program
     sizes = {number: node.meta["val"].numel() for number, node in _list_dropouts(two).items()}

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-6
 _ROUND = "_checkpoint_without_reentrant_generator"
 _ROUND += "_impl" if hasattr(checkpoint, f"{_ROUND}_impl") else ""  # since torch 2.14
 _LIBRARY = (
-    "GeneratedBackwardFor_"  # torch.library's own: such an operator stays whole in a trace, gradient included
+    "GeneratedBackwardFor_"  # of torch.library: such an operator stays whole in a trace, with its gradient
 )
 
 
@@ -36,7 +36,7 @@ class Functions:
     def watch(self) -> Iterator[None]:
         """Note every ``Function.apply`` in this block, and replace activation checkpointing by the call it wraps."""
         original = Function.__dict__["apply"]
-        # Private: what is round a call that is not reentrant. A torch without it has its own trace of those.
+        # Private: the context of a call that is not reentrant. A torch without it traces such calls itself.
         generator = getattr(checkpoint, _ROUND, None)
 
         def look_through(*_: Any, **__: Any) -> Iterator[None]:
@@ -50,8 +50,8 @@ class Functions:
                 result = args[0](*args[2:])
                 if _needs_gradient(tree_leaves(result)) and not _needs_gradient(args[2:]):
                     raise ValueError(
-                        f"{place}: no tensor that this reentrant checkpoint is given needs a gradient, and torch gives "
-                        "none to what is in it either; say use_reentrant=False, or give it one that needs it"
+                        f"{place}: no argument of this reentrant checkpoint needs a gradient, so torch gives none to "
+                        "the parameters inside; set use_reentrant=False, or pass an argument that needs one"
                     )
                 return result
             if cls not in self.seen and not cls.__name__.startswith(_LIBRARY):
@@ -73,9 +73,9 @@ class Functions:
 
         Returns a log line for each function and checkpoint. Raises ValueError if the two differ or cannot be compared.
         """
-        says = "activation checkpointing is looked through; recompute= says what the backward computes again"
+        inlined = "activation checkpointing is inlined; recompute= says what the backward computes again"
         compared = (_compare(cls, *noted) for cls, noted in self.seen.items())
-        return (*(f"{place}: {says}" for place in self.checkpointed), *compared)
+        return (*(f"{place}: {inlined}" for place in self.checkpointed), *compared)
 
 
 def _needs_gradient(values: Iterable[object]) -> bool:
@@ -93,7 +93,7 @@ def _compare(cls: Any, place: str, args: tuple[Any, ...]) -> str:
             written = _gradients(lambda *values: _forward(cls, values), given)
     except Exception as error:
         raise ValueError(
-            f"{place}: the backward of {name} is its own, and could not be compared with its forward's "
+            f"{place}: {name} has its own backward, which could not be compared with the gradient of its forward "
             f"({type(error).__name__}: {error}); {way_out}"
         ) from error
     difference = max((float((a - b).abs().max()) for a, b in zip(own, written, strict=True)), default=0.0)
@@ -129,14 +129,9 @@ def _gradients(function: Any, given: list[Any]) -> list[Tensor]:
     tensors = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
     results = function(*given)
     results = results if isinstance(results, tuple) else (results,)
-    total = sum(
-        (r * torch.linspace(1, 2, r.numel(), dtype=r.dtype).view_as(r)).sum() for r in results if _real(r)
-    )
+    real = [r for r in results if isinstance(r, Tensor) and r.is_floating_point()]
+    total = sum((r * torch.linspace(1, 2, r.numel(), dtype=r.dtype).view_as(r)).sum() for r in real)
     if not isinstance(total, Tensor) or not total.requires_grad:
         return [torch.zeros_like(tensor) for tensor in tensors]
     found = torch.autograd.grad(total, tensors, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
-
-
-def _real(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 aten = torch.ops.aten
-# Whose first argument is what they would give without dropout.
+# Functions that return their first argument without dropout.
 DROPPING = frozenset(
     [
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -20,7 +20,7 @@ DROPPING = frozenset(
     ]
 )
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# Attention: the names of its arguments, and what turns its dropout off.
+# Attention: the names of its arguments, and the options that switch its dropout off.
 ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
     F.scaled_dot_product_attention: (SDPA, {"dropout_p": 0.0}),
     aten.scaled_dot_product_attention.default: (SDPA, {"dropout_p": 0.0}),

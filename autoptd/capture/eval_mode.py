@@ -16,7 +16,7 @@ from autoptd.capture.side_effects import REGISTERING, refuse_hook
 from autoptd.capture.source_lines import user_line
 
 Call = tuple[Any, tuple[Any, ...]]
-# Dropout; and what a layer is left out by, where it may be: random numbers in the loss are refused.
+# Dropout, and the random numbers by which layers are skipped (in the loss they are refused).
 LEFT_OUT = DROPPING | {torch.rand}
 
 
@@ -56,9 +56,7 @@ class Calls(TorchFunctionMode):
 def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:
     """Run `run`, which calls `model`, in evaluation mode, and compare its calls with those of `training`."""
     calls = _run_otherwise(model, run, training)
-    if (
-        calls.found
-    ):  # be it that training was exported, where a model may take masks that it leaves out elsewhere
+    if calls.found:  # training ran under export, where a model may take masks that it leaves out elsewhere
         with keeping_attributes(model), Calls() as again:
             run()
         calls = _run_otherwise(model, run, again.made)

@@ -61,7 +61,7 @@ def read_examples(
     Raises ValueError where names, shapes or `microbatch_size` disagree, or where nothing can be inferred.
     """
     if microbatch_size is not None and microbatch_size < 1:
-        raise ValueError(f"microbatch_size={microbatch_size}: a positive number of sequences is needed")
+        raise ValueError(f"microbatch_size={microbatch_size}: expected a positive number of sequences")
     forward = inspect.signature(model.forward).parameters
     targets = _target_names(loss_fn)
     if example_inputs is None:
@@ -76,8 +76,8 @@ def read_examples(
     for name, value in constants.items():
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             raise ValueError(
-                f"example input {name!r} is a {type(value).__name__} of tensors; each input must be a tensor "
-                "with a name of its own: wrap the model in a module whose forward takes them so"
+                f"example input {name!r} is a {type(value).__name__} of tensors; each tensor must be an input of its "
+                "own: wrap the model in a module whose forward takes them one by one"
             )
     if "use_cache" in forward and "use_cache" not in given:
         constants["use_cache"] = False  # a training step has no use for the key/value cache
@@ -87,12 +87,12 @@ def read_examples(
     order = {name: place for place, name in enumerate((*forward, *targets))}
     names = sorted(tensors, key=lambda name: order.get(name, len(order)))
     if not names:
-        raise ValueError("example_inputs holds no tensor; give the batch of one microbatch, by argument name")
+        raise ValueError("example_inputs has no tensor; pass the tensors of one microbatch by argument name")
     for name in names:
         if not tensors[name].numel():
             raise ValueError(
-                f"example input {name!r} has the shape {list(tensors[name].shape)}, which holds no values: give one "
-                "microbatch of the sizes that training has, all above 0"
+                f"example input {name!r} has the shape {list(tensors[name].shape)}, which is empty: pass one "
+                "microbatch of the sizes of training"
             )
     size = _microbatch_size(names[0], tensors[names[0]], microbatch_size)
     inputs = tuple(
@@ -105,10 +105,10 @@ def _warn_of_packing(given: Mapping[str, Any]) -> None:
     """Warn where transformers would take a sequence for several only because no cache is made."""
     if given.get("position_ids") is not None and given.get("attention_mask") is None:
         warn_caller(
-            "position_ids come without attention_mask: transformers takes positions that start anew for packed "
-            "sequences, which do not attend to each other, but only where it makes no key/value cache. A step makes "
+            "position_ids come without attention_mask: where positions restart, transformers takes a sequence for "
+            "packed ones, which do not attend to each other, but only if it makes no key/value cache. A step makes "
             "none, and this plain model does. For packed sequences set model.config.use_cache = False; for a single "
-            "one give use_cache=True among example_inputs, or an attention_mask"
+            "one pass use_cache=True in example_inputs, or an attention_mask"
         )
 
 
@@ -168,7 +168,7 @@ def _sequence_length(model: nn.Module) -> int | None:
     heads = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
     if len(tables) < 2:
         return None
-    # The vocabulary's table is the one with as many rows as a projection has outputs, else the largest.
+    # The table of the vocabulary has as many rows as a projection has outputs, or is the largest.
     vocabulary = next((i for i, count in enumerate(tables) if count in heads), tables.index(max(tables)))
     return next(count for index, count in enumerate(tables) if index != vocabulary)
 
@@ -177,9 +177,8 @@ def _by_position(
     values: Sequence[Any], forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...]
 ) -> dict[str, Any]:
     taken = [n for n, p in forward.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n not in targets]
-    # With a loss function the last values are its targets, in its order.
-    count = max(len(values) - len(targets), 0)
-    names = [*taken[:count], *targets]
+    # The last values are the targets of the loss function, in its order.
+    names = [*taken[: max(len(values) - len(targets), 0)], *targets]
     if isinstance(values, Tensor) or len(values) > len(names):
         found = "a tensor" if isinstance(values, Tensor) else f"{len(values)} values"
         raise ValueError(
@@ -206,14 +205,10 @@ def _check_names(
     required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     both = [name for name in targets if name in required]
     if both:
-        raise ValueError(
-            f"loss_fn and forward both take {both[0]}: call loss_fn's otherwise, and give it by that name"
-        )
+        raise ValueError(f"loss_fn and forward both take {both[0]}: rename the argument of loss_fn")
     missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
     if missing:
-        raise ValueError(
-            f"example_inputs lacks {', '.join(missing)}; it holds {', '.join(given) or 'nothing'}"
-        )
+        raise ValueError(f"example_inputs lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
 
 
 def _microbatch_size(name: str, tensor: Tensor, microbatch_size: int | None) -> int:

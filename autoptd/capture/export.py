@@ -103,8 +103,8 @@ def check_model(model: object) -> None:
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise TypeError(
-                f"{path} is a {type(tensor).__name__}; plain parameters and buffers are needed: undo what "
-                "divides or quantizes the model, or run a lazy module once"
+                f"{path} is a {type(tensor).__name__}; expected plain parameters and buffers: undo what divides or "
+                "quantizes the model, or run a lazy module once"
             )
 
 
@@ -113,7 +113,7 @@ def _export(
 ) -> ExportedProgram:
     try:
         with functions.watch(), warnings.catch_warnings():
-            # Of a wrapper of ours, and for what is harmless too: what is not, `_name_tensors` refuses.
+            # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
             warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
             return torch.export.export(objective, values, strict=False)
     except (LossError, SideEffectError):
@@ -125,11 +125,15 @@ def _export(
             f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
             f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
             "instead of the branch; pass a module without that branch"
-            + "; of a loop over experts, model.set_experts_implementation('batched_mm')"
+            + "; for a loop over experts, model.set_experts_implementation('batched_mm')"
             * grouped
         ) from error
     except Exception as error:
-        raise ValueError(_explain(error, model)) from error
+        place, found = _describe(error, model)
+        raise ValueError(
+            f"{place}: the model cannot be traced ({found}). Write that call with torch operators, or move it out of "
+            "forward"
+        ) from error
 
 
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
@@ -140,21 +144,21 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
             calls = compare_evaluation(objective, lambda: objective(*values), training)
     except SideEffectError:
         raise
-    except Exception as error:  # the trace takes operators that nothing else does without data
+    except Exception as error:  # the trace supports operators that do not run otherwise without data
         yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
         return
     if calls.found:
         line = f"in evaluation the model computes something else, from {calls.found}"
         warn_caller(
-            f"{line}: a program computes what training does, in evaluation too, only without dropout. Evaluate with "
-            "the model itself, which takes full_state_dict(), or compute in forward what evaluation has too"
+            f"{line}: a program computes the forward of training in evaluation too, only without dropout. Evaluate "
+            "with the model itself, which loads full_state_dict(), or make both forwards alike"
         )
         yield line
     if calls.dropped:
         line = f"in evaluation the model applies dropout too, first at {calls.dropped}"
         warn_caller(
-            f"{line}. A program has dropout in training alone: say so in forward (F.dropout(x, p, self.training), or "
-            "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which takes full_state_dict()"
+            f"{line}. A program has dropout in training only: write so in forward (F.dropout(x, p, self.training), or "
+            "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which loads full_state_dict()"
         )
         yield line
 
@@ -163,14 +167,6 @@ def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
     """Return the error's place in the user's code, and its first line."""
     place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
     return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def _explain(error: Exception, model: nn.Module) -> str:
-    place, found = _describe(error, model)
-    return (
-        f"{place}: the model cannot be traced ({found}). "
-        "Write that call with torch operators, or move it out of forward"
-    )
 
 
 @dataclass(frozen=True)
@@ -215,28 +211,28 @@ def _name_tensors(
         placeholders[spec.arg.name] = aliases.get(name, name)
         if spec.kind is InputKind.CUSTOM_OBJ:
             raise ValueError(
-                f"{_first_use(exported, spec.arg.name)} is given {exported.constants[str(spec.target)]!r}, which is no "
-                "tensor. Random numbers of a generator would differ between meshes: pass the numbers in as an input, "
-                "or use dropout"
+                f"{_first_use(exported, spec.arg.name)} gets {exported.constants[str(spec.target)]!r}, which is not a "
+                "tensor. Random numbers of a generator would differ between meshes: pass them in as an input, or use "
+                "dropout"
             )
         if spec.kind is InputKind.CONSTANT_TENSOR:
             value = exported.constants[str(spec.target)]
             if type(value) is not Tensor:
                 raise ValueError(
-                    f"{_first_use(exported, spec.arg.name)} reads {name}, a tensor without values: it was made "
-                    "on the meta device, or is the .data of a parameter. Register it as a buffer, or make the model on "
-                    "the CPU; of a parameter read .detach()"
+                    f"{_first_use(exported, spec.arg.name)} reads {name}, a tensor without values: it was made on the "
+                    "meta device, or is the .data of a parameter. Register it as a buffer, or build the model on the "
+                    "CPU; for a parameter, read .detach()"
                 )
             if (held := assigned.get(value.data_ptr())) is not None:
                 raise ValueError(
                     f"{_first_use(exported, spec.arg.name)} reads {held}, which forward assigns for the next call: a "
-                    "program would have what it was at its capture in every step. Give it as an input, or compute it "
-                    "of the batch"
+                    "program would keep its value from the capture in every step. Pass it as an input, or compute it "
+                    "from the batch"
                 )
             if value.data_ptr() in places:
                 raise ValueError(
-                    f"{_first_use(exported, spec.arg.name)} reads {places[value.data_ptr()]} from outside of the "
-                    "module, where it is a constant; reach it through self"
+                    f"{_first_use(exported, spec.arg.name)} reads {places[value.data_ptr()]} from outside the module, "
+                    "where it is a constant; read it through self"
                 )
             parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
             buffers[name] = value.detach()
@@ -298,8 +294,8 @@ def _check_value(node: fx.Node) -> None:
     """Raise ValueError for a number that depends on data, such as the length of a list made from a tensor."""
     if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
         raise ValueError(
-            f"{where(node)}: {node.target} makes a number of a tensor's values, and a graph with sizes of its own for "
-            "every batch cannot be compiled; keep it in a tensor, or take it from shapes or the config"
+            f"{where(node)}: {node.target} makes a number from a tensor's values, and a graph whose sizes change with "
+            "the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the config"
         )
 
 

@@ -22,7 +22,7 @@ class Result:
 
     def __init__(self) -> None:
         self.output = Output("tensor")
-        self.assigned: dict[str, Tensor] = {}  # what was where a traced forward put other tensors, by place
+        self.assigned: dict[str, Tensor] = {}  # the tensors that a traced forward replaced, by place
 
 
 class Objective(nn.Module):
@@ -66,9 +66,7 @@ class Objective(nn.Module):
         if self.loss_fn is not None:
             loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
             if not _is_loss(loss):
-                raise LossError(
-                    f"loss_fn returned {describe(loss)}: a scalar floating-point tensor is needed"
-                )
+                raise LossError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
             return loss
         loss, self.result.output = find_loss(result)
         return loss
@@ -111,8 +109,8 @@ def find_loss(result: object) -> tuple[Tensor, Output]:
                 fields = tuple(str(i) for i in range(len(result)))
                 return item, Output("tuple", str(index), _type_name(result), fields)
     raise LossError(
-        f"the model returned no scalar loss but {describe(result)}; "
-        "return the loss (alone, first in a tuple, or under 'loss'), or pass loss_fn="
+        f"the model returned {describe(result)}, which has no scalar loss; return the loss (alone, in a tuple, or "
+        "under 'loss'), or pass loss_fn="
     )
 
 
@@ -133,7 +131,7 @@ def _type_name(value: object) -> str:
     name = type(value).__qualname__
     if "<locals>" in name:
         raise ValueError(
-            f"the model returns a {name}, a class defined within a function: define it at a module's top level, "
+            f"the model returns a {name}, a class defined within a function: define it at the top level of a module, "
             "where every rank can import it, or return a dict"
         )
     return f"{type(value).__module__}:{name}"

@@ -35,8 +35,8 @@ def refuse_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise SideEffectError(
-                f"{path or type(model).__name__} has a backward hook, which no trace shows: remove it, or write what "
-                "it does to gradients in forward"
+                f"{path or type(model).__name__} has a backward hook, which no trace shows: remove it, or write its "
+                "effect on gradients in forward"
             )
 
 
@@ -50,27 +50,27 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
     drawn = _random_states(held)
     yield
     now = _list_buffers(objective)
-    # A new one keeps something for later calls, as tables of positions are kept.
+    # A new buffer keeps something for later calls, such as a table of positions.
     for place, buffer in buffers.items():
         if now.get(place) is not buffer:
             raise SideEffectError(
-                f"forward assigns the buffer {place!r}: changing it in the step is not supported; keep it constant, or "
-                "update it outside of forward; where only a first call fills it, make that call before compile"
+                f"forward assigns the buffer {place!r}, which is not supported in a step: keep it constant, or update "
+                "it outside forward; if only the first call fills it, make that call before compile"
             )
     for name, state in _random_states(held).items():
         if state != drawn.get(name, state):
             raise SideEffectError(
-                f"forward draws random numbers with {name}, and a program would have those of its capture in every "
-                "step; draw with torch, as dropout does, or outside of forward (another thread that draws meanwhile "
-                "looks the same)"
+                f"forward draws random numbers with {name}, and a program would repeat those of its capture in every "
+                "step; draw with torch, as dropout does, or outside forward (another thread that draws at the same "
+                "time looks the same)"
             )
     for place, value in list_held(objective).items():
         before = held.get(place)
         numbers = type(before) in (int, float) and type(value) in (int, float)
         if numbers and value is not before and value != before:  # nan is not itself
             warn_caller(
-                f"forward changes {place} from {before} to {value}: a program has what it was at its capture in every "
-                "step"
+                f"forward changes {place} from {before} to {value}: a program keeps its value from the capture in "
+                "every step"
             )
         elif isinstance(before, Tensor) and value is not before:
             assigned[place] = before
@@ -80,7 +80,7 @@ def refuse_hook() -> NoReturn:
     """Raise SideEffectError for a hook that forward registers on a gradient."""
     place = user_line(traceback.extract_stack())
     raise SideEffectError(
-        f"{place}: a hook on a gradient, which no trace shows; write what it does in forward: "
+        f"{place}: a hook on a gradient, which no trace shows; write its effect in forward: "
         "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
     )
 

@@ -61,9 +61,7 @@ def check_manifest(manifest: Manifest) -> None:
                 )
         for name in interface.parameters:
             if name not in manifest.parameters:
-                raise ProgramError(
-                    f"{at} owns {name}, which has no entry among the manifest's parameters; {way}"
-                )
+                raise ProgramError(f"{at} owns {name}, which is not a parameter in the manifest; {way}")
 
 
 def check_program(
@@ -103,15 +101,14 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     if len(manifest.stages) != p * v:
         raise ProgramError(
-            f"the manifest lists {len(manifest.stages)} stages: {p} pipeline ranks with {v} model chunks "
-            f"each run {p * v}"
+            f"the manifest lists {len(manifest.stages)} stages; expected {p * v}: {v} model chunks on each of {p} "
+            "pipeline ranks"
         )
     try:
         check_schedule(schedule, p, v, m)
     except ScheduleError as error:
-        raise ProgramError(
-            f"schedule: {error}; correct SCHEDULE in the program texts, or compile again"
-        ) from error
+        advice = "correct SCHEDULE in the program texts, or compile again"
+        raise ProgramError(f"schedule: {error}; {advice}") from error
     if manifest.schedule == "gpipe":
         return
     for rank, actions in enumerate(schedule):
@@ -135,7 +132,7 @@ def _check_placement(parameter: Parameter, tensor: int) -> None:
         return
     name = f"parameter {parameter.name}{list(shape)}"
     if not 0 <= dim < len(shape):
-        raise ProgramError(f"{name} is divided along dimension {dim}, which it does not have")
+        raise ProgramError(f"{name} is divided along dimension {dim}, which does not exist")
     rows = sum(segment.rows for segment in placement.segments)
     if rows != shape[dim] + placement.padding:
         raise ProgramError(
@@ -154,13 +151,9 @@ def _check_placement(parameter: Parameter, tensor: int) -> None:
 def _check_aliases(manifest: Manifest) -> None:
     for alias, name in manifest.aliases.items():
         if name not in manifest.parameters:
-            raise ProgramError(
-                f"{alias} is an alias of {name}, which the manifest does not list among the parameters"
-            )
+            raise ProgramError(f"{alias} is an alias of {name}, which is not a parameter in the manifest")
         if alias in manifest.parameters:
-            raise ProgramError(
-                f"{alias} is an alias of {name} and a parameter of its own: expected one of the two"
-            )
+            raise ProgramError(f"{alias} is both an alias of {name} and a parameter: expected one of the two")
 
 
 def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
@@ -168,7 +161,7 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
     for name, parameter in stage.parameters.items():
         if parameter != manifest.parameters[name]:
             difference = _describe_difference(parameter, manifest.parameters[name])
-            raise ProgramError(f"{at}: its {name} has {difference}; all owners of a parameter must agree")
+            raise ProgramError(f"{at}: {name} has {difference}; all owners of a parameter must agree")
     for node in stage.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -176,21 +169,23 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
         if name not in stage.parameters or name not in interface.parameters:
             reader = place(next(iter(node.users), node))
             raise ProgramError(
-                f'{at}: {reader} reads p["{name}"], which is not among the parameters that the manifest '
-                "lists for this stage; add it there, or compile again"
+                f'{at}: {reader} reads p["{name}"], which the manifest does not list for this stage; add it there, or '
+                "compile again"
             )
         parameter = stage.parameters[name]
         expected = parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor)
         _compare(
-            f'{at}: p["{name}"]', node.meta["val"], expected, parameter.dtype, "its placement in the manifest"
+            f'{at}: p["{name}"]',
+            node.meta["val"],
+            expected,
+            parameter.dtype,
+            "its placement in the manifest says",
         )
     made = _constants(stage.constants)
     for name in interface.parameters:
         if manifest.parameters[name].kind == "constant" and name not in made:
-            raise ProgramError(
-                f"{at} reads the constant {name}, and constants(p) of its text makes only "
-                f"{', '.join(made) or 'none'}"
-            )
+            known = ", ".join(made) or "none"
+            raise ProgramError(f"{at} reads the constant {name}; constants(p) of its text makes {known}")
 
 
 def _constants(graph: fx.Graph) -> Mapping[str, Any]:
@@ -217,9 +212,7 @@ def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest
     found = [str(node.target) for node in placeholders]
     if info(first).role != "rank" or found != [value.name for value in expected]:
         names = ", ".join(["rank", *(value.name for value in expected)])
-        raise ProgramError(
-            f"{at} takes ({', '.join([str(first), *found])}), the manifest says ({names}), in this order"
-        )
+        raise ProgramError(f"{at} takes ({', '.join([str(first), *found])}); the manifest says ({names})")
     for node, value in zip(placeholders, expected, strict=True):
         source = f"stage {interface.index - 1} sends" if isinstance(value, Boundary) else "the batch has"
         _compare(f"{at}: {value.name}", node.meta["val"], value.shape, value.dtype, source)
@@ -263,7 +256,7 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
         if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
             shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)
             raise ProgramError(
-                f"{at} is the last and returns {shown}: expected one scalar floating-point loss"
+                f"{at} is the last and returns {shown}; expected one scalar floating-point loss"
             )
         return
     if len(results) != len(interface.sends):
@@ -283,15 +276,13 @@ def _results(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def _compare(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype, source: str) -> None:
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(shape) or found.dtype is not dtype:
-        raise ProgramError(
-            f"{what} is {_describe(found)}, {source} {_write(dtype, shape)}; they must be the same"
-        )
+        expected = f"{source} {_write(dtype, shape)}"
+        raise ProgramError(f"{what} is {_describe(found)}; {expected}: they must be the same")
 
 
 def _describe(value: Any) -> str:
-    return (
-        _write(value.dtype, value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    )
+    is_tensor = isinstance(value, torch.Tensor)
+    return _write(value.dtype, value.shape) if is_tensor else f"a {type(value).__name__}"
 
 
 def _write(dtype: torch.dtype, shape: Sequence[int]) -> str:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, FloatingPointError, OSError, ProgramError) as error:
         if not isinstance(error, BrokenPipeError):  # `| head` has read enough
             print(f"autoptd {args.command}: {error}", file=sys.stderr)
-        if isinstance(error, OSError) and error.filename is None:  # what is left to flush goes nowhere
+        if isinstance(error, OSError) and error.filename is None:  # discard what is left to flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -145,8 +145,8 @@ def _check_files(*paths: Path | None) -> None:
         place = path if path.exists() else path.parent
         checks = {
             "is a folder": path.is_dir(),
-            "is no folder": not path.parent.is_dir(),
-            "may not be written to": not os.access(place, os.W_OK),
+            "is not a folder": not path.parent.is_dir(),
+            "is not writable": not os.access(place, os.W_OK),
         }
         for wrong in (wrong for wrong, found in checks.items() if found):
             raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
@@ -181,8 +181,8 @@ def _load(folder: Path) -> CompiledProgram:
     if not folder.is_dir():
         saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
         raise ValueError(
-            f"there is no folder {folder}{suggest(str(folder), saved)}; expected a program as program.save, or "
-            "autoptd compile, writes it"
+            f"there is no folder {folder}{suggest(str(folder), saved)}; expected a program saved by program.save or "
+            "autoptd compile"
         )
     return load(folder)
 
@@ -244,7 +244,7 @@ class Parser(argparse.ArgumentParser):
         self.given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"these arguments are too many: {' '.join(rest)}")
+            self.error(f"unexpected arguments: {' '.join(rest)}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
@@ -253,7 +253,7 @@ class Parser(argparse.ArgumentParser):
         options = [word.partition("=")[0] for word in self.given if word.startswith("--")]
         hints = [f"; {word} is unknown{suggest(word, known)}" for word in options if word not in known]
         first = self.given[0] if self.given else "-"
-        if self.commands and not first.startswith("-"):  # of which command the options are is not known
+        if self.commands and not first.startswith("-"):  # the command of the options is unknown
             hints = [suggest(first, self.commands)]
         super().error(message + "".join(hints))
 
@@ -282,15 +282,15 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
     "--top": {"type": int, "default": 10, "help": "how many plans to show"},
     "--model": {"help": "the plain model, module:callable"},
-    "--overlap-transfers": {"action": FLAG, "default": True, "help": "sending holds up no sender"},
-    "--overlap-data": {"action": FLAG, "default": True, "help": "sum gradients beside the last backwards"},
+    "--overlap-transfers": {"action": FLAG, "default": True, "help": "sends do not block the sender"},
+    "--overlap-data": {"action": FLAG, "default": True, "help": "sum gradients during the last backwards"},
     "--overlap-tensor": {
         "action": FLAG,
         "default": True,
-        "help": "sum gradients of tensor ranks beside those of weights",
+        "help": "sum tensor ranks' gradients while weight gradients are computed",
     },
     "--wide-gradients": {"action": FLAG, "default": True, "help": "sum gradients in at least float32"},
-    "--zero": {"type": int, "default": 0, "help": "1: the replicas divide the optimizer's states"},
+    "--zero": {"type": int, "default": 0, "help": "1: the replicas share the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
     "--svg": {"type": Path, "help": "write a picture"},
     "--devices": {

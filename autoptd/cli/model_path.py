@@ -41,8 +41,8 @@ def make_model(name: str, device: str = "meta") -> nn.Module:
             inspect.signature(found).bind()
         except TypeError as error:
             raise ValueError(
-                f"model {name!r} is called without arguments: {error}; name a function that takes none and "
-                "returns the model"
+                f"model {name!r} is called without arguments: {error}; name a function that takes none and returns "
+                "the model"
             ) from None
         try:
             with torch.device(device):
@@ -50,7 +50,7 @@ def make_model(name: str, device: str = "meta") -> nn.Module:
         except Exception as error:
             raise _failed(name, error) from error
     if not isinstance(found, nn.Module):
-        raise TypeError(f"model {name!r} gave a {type(found).__name__}; expected an nn.Module")
+        raise TypeError(f"model {name!r} returned a {type(found).__name__}; expected an nn.Module")
     return found
 
 
@@ -60,7 +60,7 @@ def _import(path: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if path != missing and not path.startswith(f"{missing}."):
-            raise _failed(name, error) from error  # the module is there; what it imports is not
+            raise _failed(name, error) from error  # the module exists, but one of its imports does not
         parent = missing.rpartition(".")[0]
         places = list(import_module(parent).__path__) if parent else ["."]
         known = [f"{parent}.{found.name}".lstrip(".") for found in pkgutil.iter_modules(places)]
@@ -77,7 +77,7 @@ def _failed(name: str, error: Exception) -> ValueError:
     line = user_line([frame for frame in frames if not frame.filename.startswith(LIBRARIES)])
     place = "" if isinstance(error, SyntaxError) or not line else f", at {line}"
     return ValueError(
-        f"model {name!r} cannot be made: {type(error).__name__}: {error}{place}; correct it there"
+        f"model {name!r} cannot be built: {type(error).__name__}: {error}{place}; correct it there"
     )
 
 

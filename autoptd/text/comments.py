@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, tensor_bytes
-from autoptd.runtime import collectives
+from autoptd.runtime import collectives, kernels
 from autoptd.runtime.collectives import COPIED
 
 _DTYPES = {
@@ -28,7 +28,7 @@ _DTYPES = {
     torch.bool: "bool",
 }
 
-# A module with fewer calls than this of its own, and no module inside, is told under its parent's heading.
+# A module with fewer calls of its own than this, and no module inside, goes under its parent's heading.
 _OWN_HEADING = 8
 
 
@@ -57,17 +57,14 @@ def write_value_shape(node: fx.Node, tensor: int) -> str:
 
 def write_communication(node: fx.Node, tensor: int) -> str:
     """Write what the call sends to the other tensor ranks, forward or backward; empty if nothing."""
-    target = node.target
-    module = getattr(target, "__module__", None) or ""
     value = node.meta.get("val")
-    if tensor == 1 or not module.startswith("autoptd.runtime.") or not isinstance(value, Tensor):
+    if tensor == 1 or not isinstance(value, Tensor):
         return ""
-    name = getattr(target, "__name__", "")
-    if name == "copy_to_tensor":  # f: identity forward
+    if node.target is collectives.copy_to_tensor:  # f: identity forward
         return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
-    if name == "reduce_from_tensor":  # g: identity backward
+    if node.target is collectives.reduce_from_tensor:  # g: identity backward
         return f"all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
-    if name == "cross_entropy" and isinstance(node.args[1], fx.Node):
+    if node.target is kernels.cross_entropy and isinstance(node.args[1], fx.Node):
         logits = node.args[1].meta["val"]
         row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
         return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
@@ -134,16 +131,12 @@ class Headings:
     def path_range(self, paths: Iterable[str]) -> str:
         """Return the same range for calls under `paths`; empty if they are under no module."""
         blocks = [b for b in dict.fromkeys(map(_block, paths)) if b and _is_block(b, self._outer)]
-        texts = [
-            (_short(block) if self._shorten else block) + " (part)" * (len(self._ranges[block]) > 1)
-            for block in blocks
-        ]
         rows: list[list[str]] = []
-        for previous, block, text in zip(["", *blocks], blocks, texts, strict=False):
-            if _follows(previous, block):
-                rows[-1].append(text)
-            else:
-                rows.append([text])
+        for previous, block in zip(["", *blocks], blocks, strict=False):
+            if not _follows(previous, block):
+                rows.append([])
+            part = " (part)" * (len(self._ranges[block]) > 1)
+            rows[-1].append((_short(block) if self._shorten else block) + part)
         return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
 
 
@@ -186,11 +179,6 @@ def _is_block(block: str, outer: set[str]) -> bool:
 
 
 def _follows(block: str, other: str) -> bool:
-    stem, _, number = block.rpartition(".")
-    other_stem, _, other_number = other.rpartition(".")
-    return (
-        stem == other_stem
-        and number.isdigit()
-        and other_number.isdigit()
-        and int(other_number) == int(number) + 1
-    )
+    (stem, _, number), (other_stem, _, other_number) = block.rpartition("."), other.rpartition(".")
+    numbered = number.isdigit() and other_number.isdigit()
+    return numbered and stem == other_stem and int(other_number) == int(number) + 1

@@ -18,7 +18,7 @@ from autoptd.passes.ir.node_info import info
 from autoptd.text.call_arguments import shorten_call
 from autoptd.text.overloads import resolve_overload
 
-# What a stage function itself speaks of, beside Python's own words.
+# Names that a stage function uses itself, besides Python's keywords.
 RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "recompute", "torch", "float", "slice"})
 
 _LITERALS = (int, bool, type(None), torch.dtype, torch.layout, torch.memory_format, complex)
@@ -45,16 +45,11 @@ class Names:
         self._texts[node] = text
         return text
 
-    def take(self, name: str) -> str:
-        """Return a name like `name` that is still free."""
-        text = self._unique(name)
-        self._taken.add(text)
-        return text
-
     def __getitem__(self, node: fx.Node) -> str:
         return self._texts[node]
 
-    def _unique(self, name: str) -> str:
+    def take(self, name: str) -> str:
+        """Return a name like `name` that is still free."""
         if not name.isidentifier():
             name = "_" + re.sub(r"\W", "_", name)
         if keyword.iskeyword(name):
@@ -63,6 +58,7 @@ class Names:
         while candidate in self._taken:
             number += 1
             candidate = f"{name}_{number}"
+        self._taken.add(candidate)
         return candidate
 
 
@@ -73,10 +69,8 @@ def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, li
     for a node that a rank program cannot hold.
     """
     if node.op != "call_function":
-        raise ValueError(
-            f"cannot write node {node.name} ({node.op} {node.target}) at {place_of(node)}; "
-            "expected a call_function"
-        )
+        found = f"node {node.name} ({node.op} {node.target}) at {place_of(node)}"
+        raise ValueError(f"cannot write {found}; expected a call_function")
     text = _function(node.target)
     if text is None:
         raise ValueError(
@@ -84,7 +78,7 @@ def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, li
             "torch operator or a function of autoptd.runtime.kernels or autoptd.runtime.collectives"
         )
     args, kwargs = shorten_call(node.target, node.args, node.kwargs)
-    # Where a factory makes its tensor is the rank's to say.
+    # The rank decides on which device a factory makes its tensor.
     options = {
         name: value
         for name, value in kwargs.items()

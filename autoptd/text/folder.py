@@ -49,10 +49,8 @@ def save_folder(
     _write(folder / MANIFEST, to_json(manifest))
     _write(folder / SCHEDULE, _describe_schedule(schedule))
     # Copies: two names may share one tensor's memory, which the file format refuses.
-    copies = {
-        name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, buffer in buffers.items()
-    }
+    plain = torch.contiguous_format
+    copies = {name: buffer.detach().cpu().clone(memory_format=plain) for name, buffer in buffers.items()}
     save_file(copies, folder / BUFFERS)
 
 
@@ -86,16 +84,16 @@ def check_free(folder: Path) -> None:
     if not near.is_dir():
         raise ValueError(f"{near} is a file; give a folder to save the program into")
     if not os.access(near, os.W_OK):
-        raise ValueError(f"{near} may not be written to; give another folder to save the program into")
+        raise ValueError(f"{near} is not writable; give another folder to save the program into")
     if near == folder and any(folder.iterdir()) and not _is_ours(folder):
-        raise ValueError(f"{folder} holds files and no saved program; give an empty or a new folder")
+        raise ValueError(f"{folder} holds files, but no saved program; give an empty or a new folder")
 
 
 def _is_ours(folder: Path) -> bool:
     """Return whether `folder` holds a saved program."""
     try:
         found: object = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format")
-    except (OSError, ValueError, AttributeError):  # none, or another program's manifest.json
+    except (OSError, ValueError, AttributeError):  # no manifest.json, or another tool's
         return False
     return found == FORMAT
 
@@ -114,9 +112,9 @@ def _read(file: Path) -> str:
     if not file.exists():
         raise _missing(file)
     try:
-        return file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        return file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error}); write it so, or save the program again") from error
+        raise ValueError(f"{file} is not UTF-8 ({error}); convert it, or save the program again") from error
 
 
 def _missing(file: Path) -> ValueError:

@@ -20,7 +20,7 @@ def resolve_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapp
     key = (packet, _kind(tuple(args)), _kind(kwargs))
     found = _resolved.get(key)
     if found is None:
-        # torch has no public way to ask; the call itself makes this choice in the same function.
+        # Private, as torch has no public function for it; a call makes its choice here too.
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
         found = _resolved[key] = cast(OpOverload, getattr(packet, name))
     return found

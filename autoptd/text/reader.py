@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autoptd.check.program import check_manifest
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import Role, change_info
 from autoptd.passes.ir.program import Program, Stage
-from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
+from autoptd.runtime.program.manifest import Boundary, Input, Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.program_text import ProgramText, read_program
 from autoptd.text.recorder import META, Recorder, Targets
@@ -56,10 +56,15 @@ def trace_texts(
         expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
         if list(program.stages) != expected:
             raise ValueError(
-                f"{program.filename}: has {_list_functions(program.stages)}; pipeline rank {rank} of "
-                f"{manifest.mesh.pipeline} runs {_list_functions(expected)}"
+                f"{program.filename}: has {_list_functions(program.stages)}; expected {_list_functions(expected)} on "
+                f"pipeline rank {rank} of {manifest.mesh.pipeline}"
             )
-        stages.update(_trace_rank(program, manifest, propagation, buffers))
+        targets = _find_targets(program.text)
+        constants = _trace_constants(program, manifest, targets, propagation, buffers)
+        for index in program.stages:
+            graph = _trace_stage(program, index, manifest, targets, propagation)
+            parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
+            stages[index] = Stage(graph, parameters, _select(constants, parameters))
     return Program(
         mesh=manifest.mesh,
         stages=tuple(stages[index] for index in range(len(manifest.stages))),
@@ -101,25 +106,12 @@ def _list_functions(indices: Iterable[int]) -> str:
     return ", ".join(f"stage_{index}" for index in indices) or "no stage"
 
 
-def _trace_rank(
-    program: ProgramText,
-    manifest: Manifest,
-    propagation: Propagation,
-    buffers: Mapping[str, Tensor],
-) -> Iterator[tuple[int, Stage]]:
-    targets = _find_targets(program.text)
-    constants = _trace_constants(program, manifest, targets, propagation, buffers)
-    for index in program.stages:
-        graph = _trace_stage(program, index, manifest, targets, propagation)
-        parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
-        yield index, Stage(graph, parameters, _select(constants, parameters))
-
-
 def _trace_stage(
     program: ProgramText, index: int, manifest: Manifest, targets: Targets, propagation: Propagation
 ) -> fx.Graph:
     function, interface = program.stages[index], manifest.stages[index]
-    values = _arguments(manifest, interface)
+    inputs = {value.name: value for value in manifest.inputs}
+    values: list[Boundary | Input] = [*interface.receives, *(inputs[name] for name in interface.inputs)]
     names = list(inspect.signature(function).parameters)
     if len(names) != 2 + len(values):
         expected = ", ".join(["rank", "p", *(value.name for value in values)])
@@ -143,12 +135,6 @@ def _trace_stage(
     return recorder.record(function, rank, recorder.parameters, *traced)
 
 
-def _arguments(manifest: Manifest, interface: StageInterface) -> list[Boundary | Input]:
-    """Return the arguments of the stage's function after ``rank`` and ``p``."""
-    inputs = {value.name: value for value in manifest.inputs}
-    return [*interface.receives, *(inputs[name] for name in interface.inputs)]
-
-
 def _trace_constants(
     program: ProgramText,
     manifest: Manifest,
@@ -167,7 +153,7 @@ def _trace_constants(
     table = next(iter(reversed(graph.nodes))).args[0]
     if not isinstance(table, dict):
         line = _first_line(program.constants)
-        raise ValueError(f"{program.filename}:{line}: constants(p) returns no dict of tensors by name")
+        raise ValueError(f"{program.filename}:{line}: constants(p) does not return a dict of tensors by name")
     return graph
 
 

@@ -25,6 +25,15 @@ from autoptd.text.comments import write_shape
 from autoptd.text.overloads import resolve_overload
 
 META = torch.device("meta")
+_KNOWN = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "size",
+    "dim",
+    "numel",
+)  # of a traced tensor; its elements are not
 Targets = Mapping[int, tuple[str, ...]]
 
 
@@ -39,31 +48,12 @@ class TracedValue(fx.Proxy):
     def value(self) -> Any:
         return self.node.meta["val"]
 
-    @property
-    def shape(self) -> torch.Size:
-        return self._tensor("shape").shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor("dtype").dtype
-
-    @property
-    def device(self) -> torch.device:
-        return META
-
-    @property
-    def ndim(self) -> int:
-        return self._tensor("ndim").ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        shape = self._tensor("size").shape
-        return shape if dim is None else shape[dim]
-
-    def dim(self) -> int:
-        return self._tensor("dim").dim()
-
-    def numel(self) -> int:
-        return self._tensor("numel").numel()
+    def __getattr__(self, name: str) -> Any:
+        if name not in _KNOWN:
+            return super().__getattr__(name)
+        if not isinstance(self.value, Tensor):
+            raise AttributeError(f"{self.node.name} is a {type(self.value).__name__} and has no {name}")
+        return getattr(self.value, name)
 
     def __iter__(self) -> Iterator[fx.Proxy]:
         return (self.__getitem__(index) for index in range(len(self)))
@@ -72,12 +62,7 @@ class TracedValue(fx.Proxy):
         return len(self.value)
 
     def __bool__(self) -> bool:
-        raise ValueError(f"{self.node.name} is asked for its value, and a program may depend on shapes alone")
-
-    def _tensor(self, name: str) -> Tensor:
-        if not isinstance(self.value, Tensor):
-            raise AttributeError(f"{self.node.name} is a {type(self.value).__name__} and has no {name}")
-        return self.value
+        raise ValueError(f"the value of {self.node.name} is read, but a program may depend on shapes only")
 
 
 class Recorder(GraphAppendingTracer):
@@ -124,7 +109,7 @@ class Recorder(GraphAppendingTracer):
         A function inside another is recomputed with it.
         """
         if getattr(rank, "node", None) is None or info(rank.node).role != "rank":  # type: ignore[attr-defined]
-            raise ValueError(f"recompute is given {rank} first; expected recompute(rank, function, *values)")
+            raise ValueError(f"recompute gets {rank} first; expected recompute(rank, function, *values)")
         if self._group is not None:
             return function(rank, *values)
         name = function.__name__
@@ -157,7 +142,7 @@ class Recorder(GraphAppendingTracer):
             if isinstance(target, OpOverloadPacket):
                 target = resolve_overload(target, *fx.map_arg((args, kwargs), _value_of))
             if isinstance(target, OpOverload) and "device" not in kwargs and _takes_device(target):
-                kwargs = {**kwargs, "device": META}  # which a text leaves to the default
+                kwargs = {**kwargs, "device": META}  # a text leaves the device to the default
             if kind == "call_function":
                 args, kwargs = spread_call(target, args, kwargs)
             node = super().create_node(kind, target, args, kwargs, name, type_expr)
@@ -165,7 +150,7 @@ class Recorder(GraphAppendingTracer):
             val = self.parameters.tensors[target] if given else self._propagation.run(node)
             group = self._group if kind == "call_function" else None
             describe(node, val, NodeInfo(line=f"{self.filename}:{line}", recompute=group))
-        except Exception as error:  # any of torch's operators, any of their errors
+        except Exception as error:  # any error of any operator
             call = _describe_call(target, *fx.map_arg((args, kwargs), _value_of))
             raise RecordingError(f"{self.filename}:{line}: {call} failed: {error}") from error
         return node
@@ -198,8 +183,8 @@ class TracedParameters:
     def __getitem__(self, name: str) -> fx.Proxy:
         if name not in self.tensors:
             near = difflib.get_close_matches(str(name), self.tensors, n=1, cutoff=0.0)
-            hint = f'did you mean p["{near[0]}"]?' if near else "it owns none"
-            raise ValueError(f'p["{name}"] is no parameter, buffer or constant of this function; {hint}')
+            hint = f'did you mean p["{near[0]}"]?' if near else "it has none"
+            raise ValueError(f'p["{name}"] is not a parameter, buffer or constant of this function; {hint}')
         if name not in self._seen:
             self._seen[name] = self._recorder.create_proxy("get_attr", name, (), {})
         return self._seen[name]

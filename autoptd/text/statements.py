@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import fx
 
 from autoptd.passes.ir.node_info import info
+from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.text.comments import write_communication, write_hidden, write_value_shape
 from autoptd.text.expressions import Names, is_index, write_call, write_index
 
@@ -16,7 +17,7 @@ COMMENT_COLUMN = 76
 INDENT = " " * 4
 _SHAPE_WIDTH = 20
 _PARAMETER = re.compile(r" (?=p\[)")
-_SHAPE_KEPT = ("copy_to_tensor", "reduce_from_tensor")  # their lines have more to say
+_SHAPE_KEPT = (copy_to_tensor, reduce_from_tensor)  # their comments have no room for it
 
 
 def write_heading(name: str, line: str, indent: str = INDENT) -> str:
@@ -83,9 +84,8 @@ def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
     if info(node).partial:
         return write_value_shape(node, tensor), "partial"
     sent = write_communication(node, tensor)
-    if sent and getattr(node.target, "__name__", "") in _SHAPE_KEPT:
-        return "", sent
-    return write_value_shape(node, tensor), sent
+    shaped = node.target not in _SHAPE_KEPT or not sent
+    return write_value_shape(node, tensor) if shaped else "", sent
 
 
 def _take_apart(arg: str) -> list[str]:
@@ -99,11 +99,8 @@ def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequ
     if not isinstance(value, (tuple, list)) or len(node.users) != len(value) or len(value) < 2:
         return ()
     parts = nodes[position : position + len(value)]
-    if len(parts) == len(value) and all(
-        is_index(part) and part.args == (node, number) for number, part in enumerate(parts)
-    ):
-        return parts
-    return ()
+    taken = all(is_index(part) and part.args == (node, number) for number, part in enumerate(parts))
+    return parts if taken and len(parts) == len(value) else ()
 
 
 def write_statement(

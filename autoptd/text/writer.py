@@ -78,7 +78,7 @@ def _write_program(
             *imports,
             *modules,
             "",
-            *_write_schedule(actions),
+            *['SCHEDULE = """', *format_schedule(actions).splitlines(), '"""'],
             body,
             "",
         ]
@@ -90,9 +90,8 @@ def _first_lines(program: Program, rank: int, title: str) -> list[str]:
     peers = f"{mesh.tensor} tensor x {mesh.data} data ranks"
     left = f"Pipeline rank {rank} of {mesh.pipeline}, on each of its {peers}."
     right = f"{title}, {mesh}" if title else str(mesh)
-    if len(left) + len(right) + 6 <= WIDTH:
-        return [left + right.rjust(WIDTH - 3 - len(left))]
-    return [left, right]
+    fits = len(left) + len(right) + 6 <= WIDTH
+    return [left + right.rjust(WIDTH - 3 - len(left))] if fits else [left, right]
 
 
 def _stage_lines(program: Program, index: int, headings: Headings, flops: Sequence[int]) -> list[str]:
@@ -104,10 +103,6 @@ def _stage_lines(program: Program, index: int, headings: Headings, flops: Sequen
 def _docstring(lines: Sequence[str]) -> list[str]:
     escaped = [line.replace("\\", "\\\\").replace('"', "'").rstrip() for line in lines]
     return [f'"""{escaped[0]}', *escaped[1:], '"""', ""]
-
-
-def _write_schedule(actions: Sequence[Action]) -> list[str]:
-    return ['SCHEDULE = """', *format_schedule(actions).splitlines(), '"""']
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
@@ -141,8 +136,8 @@ def _write_signature(
     if len(values) != received + len(interface.inputs) or info(placeholders[0]).role != "rank":
         found = ", ".join(f"{n.name} ({info(n).role})" for n in placeholders)
         raise ValueError(
-            f"stage {interface.index} takes {found}; its interface is rank, then {received} received values "
-            f"and the inputs {', '.join(interface.inputs) or '(none)'}"
+            f"stage {interface.index} takes {found}; expected rank, {received} received values and the inputs "
+            f"{', '.join(interface.inputs) or '(none)'}"
         )
     comments = []
     for number, node in enumerate(values):
@@ -180,9 +175,7 @@ def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node
         shape = write_value_shape(value, tensor) if isinstance(value, fx.Node) else ""
         return [beside(f"    return {text}", f"# {shape}".rstrip())]
     if len(values) != len(interface.sends):
-        raise ValueError(
-            f"stage {interface.index} returns {text}; its interface sends {len(interface.sends)} values"
-        )
+        raise ValueError(f"stage {interface.index} returns {text}; expected {len(interface.sends)} values")
     notes = [
         write_comment(
             _node_shape(node, boundary, tensor),
@@ -213,7 +206,8 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
         members = [node for node in stage.constants.nodes if node in needed]
         for node in members:
             names.add(node)
-        for path, run in groupby((n for n in members if n.op == "call_function"), lambda n: info(n).path):
+        made = (node for node in members if node.op == "call_function")
+        for path, run in groupby(made, lambda node: info(node).path):
             calls = list(run)
             lines += ["", write_heading(path or "model", info(calls[0]).line)]
             lines += write_calls(calls, names, 1, None)

@@ -54,7 +54,7 @@ class Promotion(TorchDispatchMode):
         elif given is not None or not makes:
             return func(*args, **options)
         else:
-            # Without values, of which the least of float64 is none of the dtype that is promoted.
+            # On the meta device: the least float64 is not a value of the dtype that is promoted.
             shown = func(*args, **{**options, "device": "meta"})
             if not isinstance(shown, Tensor) or shown.dtype not in LOW:
                 return func(*args, **options)

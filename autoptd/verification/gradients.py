@@ -12,8 +12,8 @@ from torch import Tensor
 from autoptd.runtime.optimizer.gradient_buckets import split_rows
 from autoptd.runtime.program.manifest import Manifest
 
-FLOOR = 1e-6  # of the largest gradient of all: what smaller ones are measured against
-ZERO = 1e-12, 1e-3  # of the same: a gradient that is only rounding, and what that is measured against
+FLOOR = 1e-6  # of the largest gradient of all: the scale for smaller ones
+ZERO = 1e-12, 1e-3  # of the same: the size of a gradient that is only rounding, and the scale for it
 ROUNDING = 1e-12
 
 
@@ -72,7 +72,7 @@ def _compare_replicas(
             rank = mesh.rank_of(data, pipeline, tensor)
             other = found[rank].gradients.get(name)
             if other is None or not torch.equal(found[first].gradients[name], other):
-                yield f"replicas differ: the gradient of {name} on rank {rank} is not that of rank {first}"
+                yield f"replicas differ: the gradient of {name} on rank {rank} differs from that of rank {first}"
 
 
 def _say_different(
@@ -81,7 +81,7 @@ def _say_different(
     for own, first in zip(found, expected, strict=True):
         scale = float(first.abs().max()) if first.numel() else 0.0
         if own.numel() and not float((own - first).abs().max()) <= ROUNDING * scale:
-            yield f"ranks differ: the {what} on rank {rank} is not that of rank {other}"
+            yield f"ranks differ: the {what} on rank {rank} differs from that of rank {other}"
 
 
 def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
@@ -96,7 +96,7 @@ def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
         else:
             difference = _largest(found.get(name, expected.get(name)))
         own = largest.get(name, 0.0)
-        # A key's bias, say, shifts all scores alike: its gradient is zero but for rounding.
+        # A key's bias, for example, shifts all scores alike: its gradient is zero except for rounding.
         scale = max(own, FLOOR * top) if own > noise * top else unit * top
         errors[name] = (difference / scale if scale else math.inf) if difference else 0.0
     return errors

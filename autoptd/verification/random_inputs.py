@@ -46,8 +46,8 @@ def draw_weights(
         whole = find_tensor(manifest, source, name)
         if tuple(whole.shape) != tuple(parameter.shape):
             raise ValueError(
-                f"{name} has shape {list(whole.shape)} in the model or the weights given, {list(parameter.shape)} in "
-                "the program: verify with what was compiled, or compile this model"
+                f"{name} has shape {list(whole.shape)} in the model or the given weights, {list(parameter.shape)} in "
+                "the program: verify with the compiled model, or compile this one"
             )
         if weights == "random" and parameter.kind == "parameter":
             found[name] = _draw(parameter, seed)
@@ -57,9 +57,9 @@ def draw_weights(
             found[name] = whole.detach().to("cpu", promote(whole.dtype))
     if missing:
         way = "weights= with them" if weights == "random" else "weights='random', or weights= with them"
+        named = ", ".join(missing[:5])
         raise ValueError(
-            f"{len(missing)} tensors are on the meta device and have no values ({', '.join(missing[:5])}): "
-            f"pass {way}"
+            f"{len(missing)} tensors are on the meta device and have no values ({named}): pass {way}"
         )
     return found
 
@@ -109,7 +109,7 @@ def draw_batch(
             given = "missing" if value is None else repr(value)
             found = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else given
             raise ValueError(
-                f"batch: {expected.name} is {found}, expected {expected.dtype}{shape}: the sequences of all "
+                f"batch: {expected.name} is {found}; expected {expected.dtype}{shape}, the sequences of all "
                 f"{manifest.mesh.data} replicas x {manifest.num_microbatches} microbatches"
             )
         values[expected.name] = value.detach().to("cpu", promote(value.dtype))
@@ -140,16 +140,14 @@ def _bounds(program: Program, manifest: Manifest) -> dict[str, int]:
     found: dict[str, int] = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
-            indexed = _indexed(node, manifest)
-            if indexed is not None:
-                ids, rows = indexed
+            for ids, rows in _indexed(node, manifest):
                 for name in _sources(ids):
                     found[name] = min(rows, found.get(name, rows))
     return found
 
 
-def _indexed(node: fx.Node, manifest: Manifest) -> tuple[fx.Node, int] | None:
-    """Return the row numbers that a node uses, and how many rows there are."""
+def _indexed(node: fx.Node, manifest: Manifest) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the row numbers that a node uses, if any, and how many rows there are."""
     args: tuple[object, ...] = node.args
     if node.target is kernels.cross_entropy:
         ids, rows = args[2], args[3]
@@ -160,8 +158,9 @@ def _indexed(node: fx.Node, manifest: Manifest) -> tuple[fx.Node, int] | None:
     elif node.target is aten.cross_entropy_loss.default and isinstance(args[0], fx.Node):
         ids, rows = args[1], args[0].meta["val"].shape[1]
     else:
-        return None
-    return (ids, rows) if isinstance(ids, fx.Node) and isinstance(rows, int) else None
+        return
+    if isinstance(ids, fx.Node) and isinstance(rows, int):
+        yield ids, rows
 
 
 def _count_rows(table: object, manifest: Manifest) -> int | None:

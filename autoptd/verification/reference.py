@@ -21,7 +21,7 @@ from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.verification.float64 import Promotion
 
-ROUNDING = 1e-9  # of a loss in float64, beyond which two are not one
+ROUNDING = 1e-9  # of a loss in float64, beyond which two losses differ
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run_plain(
         _reparametrize_module(objective, swapped),
         torch.enable_grad(),
         leave_autocast(),
-        Functions().watch(),  # what a checkpoint computes again in the backward would have its dropout
+        Functions().watch(),  # a checkpoint would compute again in the backward, with dropout
         DropoutOff(),
         Promotion(_find_rounding(manifest)) as promotion,
     ):
@@ -69,12 +69,12 @@ def run_plain(
             set_training(part)
         for index in range(count):
             if valid.any() and not valid[index]:
-                continue  # the mean over none of its labels counts nothing
+                continue  # a microbatch without labels does not count
             loss = objective(*_take(manifest, batch, index))
             losses[index] = float(loss.detach())
             (loss / float(valid.sum() / valid[index])).backward()
             for name, leaf in leaves.items():
-                if leaf.grad is not None:  # not in place: two parameters' may be in one memory
+                if leaf.grad is not None:  # not in place: two gradients may share memory
                     sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
                     leaf.grad = None
         promoted, pair = promotion.count, list(losses)[:2]
@@ -104,16 +104,16 @@ def _compare_losses(apart: float, run: Callable[[], Tensor]) -> Iterator[str]:
     """Say where the loss of joined microbatches is not the mean of their losses, `apart`."""
     try:
         joined = float(run().detach())
-    except Exception as error:  # of the model's own code, with a batch of another size
+    except Exception as error:  # the model's own code may refuse another batch size
         yield (
-            "whether the whole batch's loss is the mean of the microbatches' was not seen: the plain model does not "
-            f"take two at once ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+            "the loss of the whole batch was not compared with the mean over microbatches: the plain model does not "
+            f"accept two at once ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
         )
         return
     if abs(joined - apart) > ROUNDING * abs(apart):
         yield (
-            f"two microbatches at once have loss {joined:.6g}, and {apart:.6g} is the mean of theirs, which a step "
-            "takes: over the whole batch the loss is another one"
+            f"two microbatches at once have the loss {joined:.6g}, but the mean of their losses is {apart:.6g}, which "
+            "a step computes: this loss is not a mean over the batch"
         )
 
 

@@ -58,8 +58,7 @@ class Report:
         name, error = self.worst
         lines = [
             f"verify {verdict}: {ranks} against the plain model in float64, {self.seconds:.1f} s{shape}",
-            f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error "
-            f"{self.loss_error:.1e}",
+            f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error {self.loss_error:.1e}",
             f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",
         ]
         if not passed:

@@ -68,10 +68,10 @@ def verify_program(
     check_proved(manifest, tensors)
     values = draw_batch(program, manifest, batch, seed)
     wide = widen(manifest)
-    # The plain model first: what it takes, the texts must take.
-    with _explain_rows(PLAIN, "pass batch= with values that it takes", values):
+    # The plain model first: the texts must accept every batch that it accepts.
+    with _explain_rows(PLAIN, "pass batch= with values that it accepts", values):
         plain = run_plain(manifest, model, loss_fn, tensors, values)
-    with _explain_rows("the program", "the plain model takes it: correct the lookup in the text", values):
+    with _explain_rows("the program", "the plain model accepts it: correct the lookup in the text", values):
         found = _run_ranks(texts, wide, tensors, values)
     own, disagreements = join_gradients(wide, found)
     return Report(
@@ -103,9 +103,9 @@ def check_memory(manifest: Manifest) -> None:
     available = available_bytes()
     if needed > available:
         raise ValueError(
-            f"verify runs all {mesh.size} ranks and the plain model here in float64: about {needed:,} bytes, "
-            f"of which this machine has {available:,} free; verify the same model with fewer layers or a "
-            "smaller hidden size, or on a machine with more memory"
+            f"verify runs all {mesh.size} ranks and the plain model here in float64, which takes about {needed:,} "
+            f"bytes; this machine has {available:,} free. Verify the same model with fewer layers or a smaller hidden "
+            "size, or on a machine with more memory"
         )
 
 
@@ -189,17 +189,17 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
         line = user_line(traceback.extract_tb(error.__traceback__))
         if re.search(r"\bmeta\b", str(error).lower()):
             raise ValueError(
-                f"verify: {who} reads a tensor on the meta device that is neither parameter nor buffer, at {line}: "
-                f"{error}. Register it as a buffer, or make the model on the CPU"
+                f"verify: {who} reads a tensor on the meta device that is neither a parameter nor a buffer, at {line}: "
+                f"{error}. Register it as a buffer, or build the model on the CPU"
             ) from error
         if "got Double" in str(error):
             raise ValueError(
                 f"verify computes in float64, and {who} has an operator that does not, at {line}: {error}. Compile the "
-                "model with another one; of transformers' experts: model.set_experts_implementation('batched_mm')"
+                "model with another one; for transformers' experts: model.set_experts_implementation('batched_mm')"
             ) from error
         if not isinstance(error, IndexError) and "out of bounds" not in str(error):
             raise ValueError(
-                f"verify computes in float64, and {who} fails there, at {line}: {error}"
+                f"verify computes in float64, and {who} fails in it, at {line}: {error}"
             ) from error
         held = (
             f"{name} from {int(x.min())} to {int(x.max())}"
@@ -207,7 +207,7 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
             if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
         )
         raise ValueError(
-            f"verify: {who} looks up a row that is not there: {error}, at {line}. The batch holds "
+            f"verify: {who} looks up a row that does not exist: {error}, at {line}. The batch holds "
             f"{', '.join(held)}; {way}"
         ) from error
 
@@ -217,18 +217,15 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
     if whole:
         yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
     if plain or promoted:
-        yield (
-            f"casts to fewer bits were promoted to float64: {plain} in the plain model's step, {promoted} in "
-            "all ranks' together"
-        )
+        yield f"casts to fewer bits were promoted to float64: {plain} in the plain model, {promoted} in all ranks"
     if manifest.autocast is not None:
         yield (
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
-            "without autocast, which leaves float64 alone"
+            "without autocast, which does not cast float64"
         )
     nodes = [node for stage in program.stages for node in stage.graph.nodes]
     if any(_drops(node) for node in nodes):
-        yield "dropout was left out of both; its masks are proved by tests of their own"
+        yield "dropout was off in both; its masks have their own tests"
 
 
 def _drops(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.attention.products import Product, Result, Step, read_product, read_result
+from autoptd.passes.attention.products import Product, Result, Step, call_name, read_product, read_result
 from autoptd.passes.ir.nodes import called, operator_name, shape_of
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.precision import HALF
@@ -77,12 +77,8 @@ def _name(node: fx.Node) -> str:
 
 def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
     """Say what an operator that is not a step does to scores."""
-    if (
-        node.op == "call_function"
-        and operator_name(node.target) == "aten.add"
-        and learned.issuperset(node.args)
-    ):
-        return f"{called(node)} adds what is learned to its scores"
+    if call_name(node) == "aten.add" and learned.issuperset(node.args):
+        return f"{called(node)} adds a learned value to its scores"
     made, *given = (n.meta.get("val") for n in (node, *node.all_input_nodes))
     scores = [v.dtype for v in given if isinstance(v, Tensor) and v.dim() > 2 and v.is_floating_point()]
     if not isinstance(made, Tensor) or all(dtype == made.dtype for dtype in scores):
@@ -91,7 +87,7 @@ def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    while node.op == "call_function" and operator_name(node.target) in _VIEWS:
+    while call_name(node) in _VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "get_attr"
 
@@ -101,7 +97,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
     """Read a node as a step, which keeps the dtype and, except for a view, the shape of the scores."""
-    read = _STEPS.get(operator_name(node.target)) if node.op == "call_function" else None
+    read = _STEPS.get(call_name(node))
     step = read(node, number, learned) if read is not None else None
     if step is None or not isinstance(step.source, fx.Node):
         return None
@@ -118,13 +114,8 @@ def _scale(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
     divides = operator_name(node.target) == "aten.div"
     pairs = [(node.args[0], node.args[1])] if divides else [node.args[:2], node.args[1::-1]]
     for source, other in pairs:
-        factor = number(other)
-        if (
-            isinstance(source, fx.Node)
-            and factor is not None
-            and 0 < factor < float("inf")
-            and not node.kwargs
-        ):
+        factor = number(other) if isinstance(source, fx.Node) and not node.kwargs else None
+        if isinstance(source, fx.Node) and factor is not None and 0 < factor < float("inf"):
             return Step(source, "scale", (), 1 / factor if divides else factor)
     return None
 
@@ -143,8 +134,7 @@ def _add(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
 def _fill(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
     """Read one number in place of the scores that a mask hides: ``masked_fill``, ``where``."""
     if operator_name(node.target) == "aten.masked_fill":
-        source, mask, value = node.args[:3]
-        hides = True
+        (source, mask, value), hides = node.args[:3], True
     else:
         mask, source, value = node.args[:3]
         hides = number(source) is not None
@@ -201,18 +191,13 @@ def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
         if reader.target is kernels.dropout:
             fits = reader.args[1] is weights[-1]
         else:
-            name = operator_name(reader.target) if reader.op == "call_function" else ""
+            name = call_name(reader)
             same = name in ("aten.reshape", "aten.contiguous") and keeps_rows(weights[-1], reader)
             fits = same or (name == "aten.to" and reader.meta["val"].is_floating_point())
-        rounded = _first_rounded(weights)
-        if fits and rounded is not None and reader.meta["val"].dtype != rounded:
-            return (
-                tuple(weights),
-                None,
-                f"its weights pass {_name(reader)}, after they were rounded to {rounded}",
-            )
-        if not fits:
-            return tuple(weights), None, f"its weights pass {_name(reader)}"
+        rounded = _first_rounded(weights) if fits else None
+        if not fits or (rounded is not None and reader.meta["val"].dtype != rounded):
+            after = f", after they were rounded to {rounded}" if fits else ""
+            return tuple(weights), None, f"its weights pass {_name(reader)}{after}"
         weights.append(reader)
 
 

@@ -99,8 +99,7 @@ class Masks:
         if mask is None or source is None:
             return "no mask" if mask is None else "computed in the step"
         shape, dtype = source.meta["val"].shape, source.meta["val"].dtype
-        hidden = float("-inf")
-        step = Step(mask, "fill" if dtype == torch.bool else "add", tuple(shape), hidden, mask)
+        step = Step(mask, "fill" if dtype == torch.bool else "add", tuple(shape), float("-inf"), mask)
         found = self.combine([step], tuple(shape), torch.float32)
         return found.words if isinstance(found, Mask) else "constant"
 
@@ -201,11 +200,8 @@ class Masks:
         return Mask("kept", words, constant=bias)
 
     def _join(self, target: Any, first: fx.Node | None, second: fx.Node | None) -> fx.Node | None:
-        return (
-            self.constants.emit(target, first, second)
-            if first is not None and second is not None
-            else first or second
-        )
+        both = first is not None and second is not None
+        return self.constants.emit(target, first, second) if both else first or second
 
     def _widen(self, source: fx.Node, frame: Sequence[int], shape: Sequence[int]) -> fx.Node:
         """Reshape a mask of scores viewed as `frame` to scores of `shape`: batch and heads regrouped."""

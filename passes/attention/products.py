@@ -55,9 +55,14 @@ class Result:
     dims: tuple[int, ...] | None = None
 
 
+def call_name(node: fx.Node) -> str:
+    """Return the name of the operator that a node calls, "" if it calls none."""
+    return operator_name(node.target) if node.op == "call_function" else ""
+
+
 def read_product(node: fx.Node) -> Product | None:
     """Read scores as a product over the last dimension of queries and keys."""
-    name = operator_name(node.target) if node.op == "call_function" else ""
+    name = call_name(node)
     if name in ("aten.matmul", "aten.bmm"):
         first, second = node.args[:2]
         steps: tuple[Step, ...] = ()
@@ -67,7 +72,7 @@ def read_product(node: fx.Node) -> Product | None:
         steps = (Step(node, "scale", frame, float(argument(node, 4, "alpha", 1))),)
         if beta not in (0, 1) or not isinstance(bias, fx.Node) or steps[0].factor <= 0:
             return None
-        if beta:  # with 0 what `bias` has does not count, not even a nan
+        if beta:  # with 0, `bias` does not count, not even a nan in it
             steps += (Step(node, "add", frame, mask=bias),)
     elif name == "aten.einsum":
         return _read_einsum(node)
@@ -128,15 +133,11 @@ def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
 
 def read_result(node: fx.Node, weights: fx.Node) -> Result | None:
     """Read the product of the weights with values over the keys."""
-    name = operator_name(node.target) if node.op == "call_function" else ""
+    name = call_name(node)
     if name in ("aten.matmul", "aten.bmm"):
         values: Any = node.args[1]
-        fits = (
-            node.args[0] is weights
-            and values is not weights
-            and len(shape_of(values)) == len(shape_of(weights)) > 2
-        )
-        return Result(node, Factor(values)) if fits else None
+        alike = values is not weights and len(shape_of(values)) == len(shape_of(weights)) > 2
+        return Result(node, Factor(values)) if node.args[0] is weights and alike else None
     parsed = _parse(node) if name == "aten.einsum" else None
     if parsed is None:
         return None

@@ -14,11 +14,11 @@ from torch import fx
 from autoptd.passes.attention.chain import Chain
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.masks import Mask, Masks
-from autoptd.passes.attention.products import Factor, Step
+from autoptd.passes.attention.products import Factor, Step, call_name
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import live_nodes
 from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
+from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.precision import HALF
@@ -68,9 +68,8 @@ class Rewriter:
         if not _same_softmax(chain.softmax, dtype, dtype):
             return _other_softmax(chain.softmax, dtype)
         steps = (*product.steps, *chain.steps)
-        shapes = {shape_of(n) for n in (product.node, chain.softmax, *chain.weights)} | {
-            s.frame for s in steps
-        }
+        shapes = {shape_of(n) for n in (product.node, chain.softmax, *chain.weights)}
+        shapes |= {step.frame for step in steps}
         shape = max(shapes, key=len)
         if any(len(other) == len(shape) and other != shape for other in shapes):
             return "its views regroup the heads"
@@ -94,9 +93,8 @@ class Rewriter:
         old = chain.result.node
         masks = () if mask.constant is None else (self._load(mask.constant, old),)
         options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
-        new = self._emit(
-            old, aten.scaled_dot_product_attention.default, *factors, *masks, **options, scale=scale
-        )
+        sdpa = aten.scaled_dot_product_attention.default
+        new = self._emit(old, sdpa, *factors, *masks, **options, scale=scale)
         self.names[new] = re.sub(r"(matmul|bmm|einsum)(_\d+)?$", "sdpa", old.name)
         self.group_heads(new)
         if chain.result.dims is not None:
@@ -134,25 +132,18 @@ class Rewriter:
     def _without_scale(self, factor: fx.Node) -> tuple[fx.Node, float]:
         """Return the factor before a scaling that nobody else reads, and its number (1 without one)."""
         node = factor
-        while len(node.users) == 1 and node.op == "call_function":
-            name = operator_name(node.target)
-            source: Any = node.args[0]
-            if name in _MOVES:
-                node = source
-                continue
-            number = self.constants.number(node.args[1]) if name in ("aten.mul", "aten.div") else None
-            if (
-                number is None
-                or not 0 < number < float("inf")
-                or node.kwargs
-                or not isinstance(source, fx.Node)
-            ):
-                break
-            if source.meta["val"].dtype != node.meta["val"].dtype or shape_of(source) != shape_of(node):
-                break
-            node.replace_all_uses_with(source)
-            return source if node is factor else factor, number if name == "aten.mul" else 1 / number
-        return factor, 1.0
+        while len(node.users) == 1 and call_name(node) in _MOVES:
+            node = node.args[0]  # type: ignore[assignment]
+        name = call_name(node)
+        if len(node.users) != 1 or name not in ("aten.mul", "aten.div") or node.kwargs:
+            return factor, 1.0
+        source, number = node.args[0], self.constants.number(node.args[1])
+        if number is None or not 0 < number < float("inf") or not isinstance(source, fx.Node):
+            return factor, 1.0
+        if source.meta["val"].dtype != node.meta["val"].dtype or shape_of(source) != shape_of(node):
+            return factor, 1.0
+        node.replace_all_uses_with(source)
+        return source if node is factor else factor, number if name == "aten.mul" else 1 / number
 
     def group_heads(self, node: fx.Node) -> None:
         """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
@@ -162,7 +153,7 @@ class Rewriter:
             node.kwargs = {**node.kwargs, "enable_gqa": True}
             self.changed = True
 
-    # The part round the softmax
+    # The part around the softmax
 
     def fuse_softmax(self, chain: Chain, reason: str) -> tuple[Mask | None, str]:
         """Write the softmax kernel for as much of the chain as means the same, and return its mask or None.

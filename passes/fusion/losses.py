@@ -22,9 +22,7 @@ REDUCTIONS = {1: "mean", 2: "sum"}
 
 def match_half_loss(node: fx.Node) -> Match | None:
     """Match kernels.cross_entropy(logits.float(), target), of logits divided over the tensor ranks."""
-    if not is_call(node, kernels.cross_entropy):
-        return None
-    narrow = _narrow(node.args[1])
+    narrow = _narrow(node.args[1]) if is_call(node, kernels.cross_entropy) else None
     if narrow is None:
         return None
     return _match(node, *narrow, node.args[2:], {**node.kwargs, "dtype": torch.float32})

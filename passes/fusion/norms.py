@@ -31,11 +31,11 @@ def match_layer_norm(node: fx.Node) -> Match | None:
     if not is_call(node, aten.layer_norm.default):
         return None
     x: Any = node.args[0]
-    size: Any = node.args[1]
-    weight, bias, eps = (argument(node, i, name, default) for i, name, default in _LAYER_NORM)
-    if list(size) != [shape_of(node)[-1]] or not is_vector(weight, *size):
+    size = shape_of(node)[-1]
+    weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)
+    if node.args[1] != [size] or not is_vector(weight, size):
         return None
-    if (bias is not None and not is_vector(bias, *size)) or x.meta["val"].dtype != node.meta["val"].dtype:
+    if (bias is not None and not is_vector(bias, size)) or x.meta["val"].dtype != node.meta["val"].dtype:
         return None
     return Match(Call(kernels.layer_norm, (x, weight, bias, eps), node), (node,), frozenset())
 
@@ -61,28 +61,17 @@ def match_rms_norm(node: fx.Node) -> Match | None:
 
 
 def match_torch_rms_norm(node: fx.Node) -> Match | None:
-    """Match ``torch.rms_norm`` over the last dimension, but not in half precision: there it rounds after the weight
-    only."""
-    if not is_call(node, aten.rms_norm.default) or node.meta["val"].dtype not in (
-        torch.float32,
-        torch.float64,
-    ):
+    """Match ``torch.rms_norm`` over the last dimension, except in half precision, where it rounds after the weight."""
+    exact = (torch.float32, torch.float64)
+    if not is_call(node, aten.rms_norm.default) or node.meta["val"].dtype not in exact:
         return None
     x: Any = node.args[0]
-    size: Any = node.args[1]
     weight = argument(node, 2, "weight")
-    dtype = x.meta["val"].dtype
-    if (
-        list(size) != [shape_of(node)[-1]]
-        or not is_vector(weight, *size)
-        or weight.meta["val"].dtype != dtype
-    ):
+    fits = node.args[1] == [shape_of(node)[-1]] and is_vector(weight, shape_of(node)[-1])
+    if not fits or weight.meta["val"].dtype != x.meta["val"].dtype:
         return None
     call = Call(kernels.rms_norm, (x, weight, argument(node, 3, "eps")), node)
     return Match(call, (node,), frozenset())
-
-
-_LAYER_NORM = ((2, "weight", None), (3, "bias", None), (4, "eps", 1e-5))
 
 
 def _normed(node: fx.Node) -> tuple[fx.Node, float, list[fx.Node]] | None:
@@ -131,19 +120,15 @@ def match_rotary(node: fx.Node) -> Match | None:
         return None
     for straight, turned in (terms, (terms[1], terms[0])):
         for rotated_node, sin in both_orders(turned):
-            rotated = _rotated(rotated_node)
+            rotated = _rotated_halves(rotated_node) or _rotated_pairs(rotated_node)
             if rotated is None or not _inside({*rotated.members}, turned):
                 continue
             x = rotated.x
             if x not in straight.args or not isinstance(sin, fx.Node):
                 continue
-            cos = straight.args[1] if straight.args[0] is x else straight.args[0]
-            if (
-                isinstance(cos, fx.Node)
-                and _is_table(cos, x)
-                and _is_table(sin, x)
-                and shape_of(cos) == shape_of(sin)
-            ):
+            cos: Any = straight.args[1] if straight.args[0] is x else straight.args[0]
+            tables = isinstance(cos, fx.Node) and _is_table(cos, x) and _is_table(sin, x)
+            if tables and shape_of(cos) == shape_of(sin):
                 members = frozenset({straight, turned, *rotated.members})
                 kwargs = {"interleaved": True} if rotated.interleaved else {}
                 call = Call(kernels.rotary_embedding, (x, cos, sin), node, kwargs)
@@ -160,10 +145,6 @@ def _is_table(table: fx.Node, x: fx.Node) -> bool:
         and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
     )
     return fits and table.meta["val"].dtype == x.meta["val"].dtype
-
-
-def _rotated(node: Any) -> Rotated | None:
-    return _rotated_halves(node) or _rotated_pairs(node)
 
 
 def _rotated_halves(node: Any) -> Rotated | None:

@@ -49,7 +49,7 @@ from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, kernels
 
 Rule = Callable[[fx.Node], Match | None]
-NEAR = 8  # GEMMs that may stand within a chain: branches of one layer wait for each other
+NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
 
 
 def fuse_operators(program: Program) -> Program:
@@ -118,7 +118,7 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
         val = made.meta["val"] if new is made else made.meta["val"][index]
         if not alike(val, old.meta["val"]):
             raise ValueError(
-                f"{operator_name(made.target)} gives {val} for {old}, expected {old.meta['val']}"
+                f"{operator_name(made.target)} returns {val} for {old}; expected {old.meta['val']}"
             )
         describe(new, val, info(old).at(info(made)), name=_name(old), fused=False)
         old.replace_all_uses_with(new)
@@ -193,16 +193,12 @@ def _gated_product(activation: str, target: Any, kwargs: dict[str, Any], node: f
     if not is_call(node, aten.mul.Tensor):
         return None
     for active, up in both_orders(node):
-        if (
-            is_call(active, target)
-            and active.kwargs == kwargs
-            and is_single(active)
-            and isinstance(up, fx.Node)
-        ):
-            gate = active.args[0]
-            if alike(gate.meta["val"], up.meta["val"]) and up is not active:
-                call = Call(kernels.gated_product, (gate, up, activation), node)
-                return Match(call, (node,), frozenset({active}))
+        if not (is_call(active, target) and active.kwargs == kwargs and is_single(active)):
+            continue
+        gate = active.args[0]
+        if isinstance(up, fx.Node) and up is not active and alike(gate.meta["val"], up.meta["val"]):
+            call = Call(kernels.gated_product, (gate, up, activation), node)
+            return Match(call, (node,), frozenset({active}))
     return None
 
 
@@ -227,8 +223,7 @@ def _dropout_bias(node: fx.Node) -> Match | None:
 
 
 def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
-    """Return ``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``, and its
-    members."""
+    """Return ``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``; and members."""
     rank: Any = next(iter(node.graph.nodes))
     x: Any
     x, drawn = (node.args[1], node.args[2:]) if is_call(node, kernels.dropout) else (node, ())

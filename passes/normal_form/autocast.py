@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from autoptd.passes.ir.autocast import KERNELS, Autocast
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.normal_form.functionalize import is_mutation
-from autoptd.passes.normal_form.operator_rewrites import Writer
+from autoptd.passes.normal_form.writer import Writer
 from autoptd.runtime import aten
 
 
@@ -25,8 +25,8 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
     if device not in KERNELS:
         if enabled:
             raise ValueError(
-                f"torch.autocast({device!r}) inside forward is not supported, only 'cpu' and 'cuda': cast explicitly, "
-                "or leave it out of the model"
+                f"torch.autocast({device!r}) inside forward is not supported; expected 'cpu' or 'cuda'. Cast "
+                "explicitly, or leave it out of the model"
             )
         return outer
     if outer is None:
@@ -50,8 +50,8 @@ def find_casts(
     dtype = torch.float32
     if policy == "refused":
         raise ValueError(
-            f"{where(node)}: {node.target} is unsafe to autocast, torch says: use the form with_logits, or disable "
-            "autocast there"
+            f"{where(node)}: torch refuses to autocast {node.target}: use the form with logits, or disable autocast "
+            "there"
         )
     if policy == "lower" or (policy == "inside" and node.meta["val"].dtype == state.dtype):
         dtype = state.dtype
@@ -63,8 +63,8 @@ def find_casts(
             return None
         if not dtypes <= {torch.float32, state.dtype}:
             raise ValueError(
-                f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast of "
-                f"{state.dtype}, which torch does not join; cast its arguments explicitly"
+                f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast to "
+                f"{state.dtype}, which torch does not promote; cast its arguments explicitly"
             )
     elif policy == "sum":
         first = args[0]
@@ -123,9 +123,8 @@ class Casts:
         return fx.map_arg(args, read), fx.map_arg(kwargs, read)
 
     def _take(self, source: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        known = self._known.get((source, dtype))
-        if known is not None:
-            return known
+        if (source, dtype) in self._known:
+            return self._known[source, dtype]
         meta = {**user.meta, "val": _retype(source.meta["val"], dtype)}
         made = self.writer.emit(aten.to.dtype, (source, dtype), meta)
         if source.op != "get_attr":
@@ -154,25 +153,22 @@ def describe_result(
             found = target(*_meta_values(args), **_meta_values(kwargs))
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"{where(node)}: under autocast {node.target} gets {_names(given)}, which it does not take "
+            f"{where(node)}: under autocast {node.target} gets {_names(given)}, which it does not accept "
             f"({str(error).splitlines()[0]}); cast its arguments explicitly"
         ) from error
     checked = state is not None and state.enabled and state.device == "cpu" and not is_mutation(node.target)
     if checked and _dtypes(found) != _dtypes(traced):
         raise ValueError(
-            f"{where(node)}: under autocast torch casts inside of {node.target}, which then gives {_names(traced)}, "
-            f"here {_names(found)}; call it with autocast disabled, and cast explicitly"
+            f"{where(node)}: under autocast torch casts inside {node.target}, which returns {_names(traced)}; "
+            f"expected {_names(found)}. Call it with autocast disabled, and cast explicitly"
         )
     return {**node.meta, "val": _with_dtypes(traced, found)}
 
 
 def _meta_values(value: Any) -> Any:
     """Return arguments to run an operator with on the meta device."""
-
-    def place(x: Any) -> Any:
-        return torch.device("meta") if isinstance(x, torch.device) else x
-
-    return fx.node.map_aggregate(fx.map_arg(value, lambda n: n.meta["val"]), place)
+    values, meta = fx.map_arg(value, lambda n: n.meta["val"]), torch.device("meta")
+    return fx.node.map_aggregate(values, lambda x: meta if isinstance(x, torch.device) else x)
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

@@ -14,7 +14,7 @@ from autoptd.runtime import aten
 _BLOCK = 1 << 26  # mask elements computed at once
 _LIMIT = 1 << 31  # a larger mask is left as it is
 _FACTORIES = (aten.ones.default, aten.zeros.default, aten.full.default)
-# Pointwise operators that are made of others, and so do not say it of themselves.
+# Pointwise operators without torch's tag, since they are composed of others.
 _POINTWISE = (aten.where.ScalarOther, aten.where.ScalarSelf, aten.to.dtype)
 _TRIANGLES: dict[Any, Any] = {aten.tril.default: torch.tril, aten.triu.default: torch.triu}
 
@@ -47,8 +47,7 @@ class MaskJudge:
         return "open" if "open" in verdicts else "causal"
 
     def blocks(self, mask: fx.Node) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield the rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed.
-        Yield the rows of a mask [.., queries, keys] a block at a time, with the first's number; None: not computed."""
+        """Yield blocks of rows of a mask [.., queries, keys], with the first row's number; None: not computed."""
         shape = mask.meta["val"].shape
         if len(shape) < 2 or shape.numel() > _LIMIT:
             yield 0, self.value(mask) if len(shape) < 2 else None
@@ -125,16 +124,12 @@ def _allowed(block: Tensor, start: int) -> set[str]:
         allowed = block
     elif block.is_floating_point():
         allowed = block == 0
-        # An additive mask must be 0 or shut a key out altogether: anything between is a bias (ALiBi).
+        # An additive mask is 0 or excludes a key; anything between is a bias (ALiBi).
         if not (allowed | (block <= torch.finfo(block.dtype).min)).all():
             return set()
     else:
         return set()
     rows, columns = block.shape[-2:]
     seen = torch.ones(rows, columns, dtype=torch.bool).tril(start)
-    found = set()
-    if bool(allowed.all()):
-        found.add("open")
-    if bool((allowed == seen).all()):
-        found.add("causal")
-    return found
+    verdicts = {"open": allowed.all(), "causal": (allowed == seen).all()}
+    return {verdict for verdict, holds in verdicts.items() if holds}

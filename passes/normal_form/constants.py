@@ -34,7 +34,7 @@ _SHAPE_ONLY = (
     aten.select.int,
 )
 
-# Operators that read no more than a tensor's shape and dtype -> what makes the same from nothing.
+# Operators that read only a tensor's shape and dtype -> the factory of the same tensor.
 _FACTORIES: dict[Any, OpOverload] = {
     aten.new_ones.default: aten.ones.default,
     aten.new_zeros.default: aten.zeros.default,
@@ -95,7 +95,7 @@ class _Folder:
             else:
                 fixed = node.op == "call_function" and all(n in self.constant for n in copied.all_input_nodes)
             if fixed:
-                # repr tells 1 from 1.0 and True; arguments are merged already, so that names are identities.
+                # repr tells 1 from 1.0 and True; arguments are merged already, so names are identities.
                 key = f"{copied.target} {copied.args!r} {copied.kwargs!r}"
                 values[node] = kept = first.setdefault(key, copied)
                 self.constant.add(kept)
@@ -127,8 +127,8 @@ class _Folder:
             least, most = int(numbers.min()), int(numbers.max())
             if least < 0 or most >= rows:
                 raise ValueError(
-                    f"{where(node)}: rows {least} to {most} are looked up in a table of {rows}; give shorter sequences "
-                    "in example_inputs, or the model more positions"
+                    f"{where(node)}: rows {least} to {most} are looked up in a table of {rows}; use shorter sequences "
+                    "in example_inputs, or a model with more positions"
                 )
 
     def slice_indices(self) -> None:
@@ -187,7 +187,7 @@ class _Folder:
         origin = node
         while origin.target in _SHAPE_ONLY:
             origin = origin.args[0]  # type: ignore[assignment]
-        # It becomes an attribute of the rank's nn.Module, which has a `to` and a `type` already.
+        # It becomes an attribute of the rank's nn.Module, which already has `to` and `type`.
         name = f"constant.{origin.name}" + "_value" * hasattr(torch.nn.Module, origin.name)
         unique, count = name, 1
         while unique in self.parameters or unique in self.made:

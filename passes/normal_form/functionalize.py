@@ -13,10 +13,14 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import where
-from autoptd.passes.normal_form.operator_rewrites import Writer
+from autoptd.passes.normal_form.writer import Writer
 from autoptd.runtime import aten
 
 _SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
+_SCATTERS: Mapping[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ class Storage:
         if not isinstance(source, Cell) or not _is_view(node.target):
             return Cell(made)
         if node.target is operator.getitem and source.base is None:
-            return Cell(made)  # one of several new tensors, as topk gives
+            return Cell(made)  # one of several new tensors, as of topk
         if made is source.node:
             return source
         if made.args[0] is not source.node or _copies(made, source.node):
@@ -101,16 +105,15 @@ class Storage:
         """Return `whole` with `value` written where `view` looks."""
         target, rest = view.target, view.args[1:]
         meta = {**value.meta, "val": whole.meta["val"]}
-        if target is aten.slice.Tensor:
-            return self.writer.emit(aten.slice_scatter.default, (whole, value, *rest), meta)
-        if target is aten.select.int:
-            return self.writer.emit(aten.select_scatter.default, (whole, value, *rest), meta)
+        if target in _SCATTERS:
+            return self.writer.emit(_SCATTERS[target], (whole, value, *rest), meta)
         if target is aten.transpose.int:
             return self.writer.emit(target, (value, *rest), meta)
         if target in _SHAPE_VIEWS:
             return self.writer.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
         raise ValueError(
-            f"{where(value)}: {value.target} in place, through {target}, is not supported; write it out of place"
+            f"{where(value)}: writing in place through {target} ({value.target}) is not supported; write it out of "
+            "place"
         )
 
     def _write_piece(self, base: Cell, split: fx.Node, index: int, value: fx.Node) -> None:
@@ -134,7 +137,7 @@ def refuse_owned(cell: Cell, node: fx.Node) -> None:
     if cell.owner:
         raise ValueError(
             f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in the step is not "
-            "supported: keep it constant, or update it outside of forward; where only a first call fills it, make that "
+            "supported. Keep it constant, or update it outside forward; if only the first call fills it, make that "
             "call before compile"
         )
 

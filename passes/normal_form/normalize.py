@@ -7,7 +7,7 @@ made functional, operators without effect dropped, and dropout given its number.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch import fx
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.gradients import find_reached
 from autoptd.passes.ir.names import name_nodes
-from autoptd.passes.ir.node_info import NodeInfo, describe, info
-from autoptd.passes.ir.nodes import has_gradients, refuse_random, where
+from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import Casts, describe_result, enter_region
 from autoptd.passes.normal_form.functionalize import Cell, Storage, functional_twin, is_mutation, refuse_owned
-from autoptd.passes.normal_form.operator_rewrites import Call, rewrite
+from autoptd.passes.normal_form.operator_rewrites import rewrite
+from autoptd.passes.normal_form.writer import Call, Writer
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
@@ -70,40 +71,15 @@ def normalize(program: Program) -> Program:
     return program.replace_stages((Stage(graph, stage.parameters, stage.constants),), entry)
 
 
-class Normalizer:
-    """A writer of the normalised graph, one operator of the exported graph at a time.
-
-    `trained` holds the nodes through which a gradient reaches a parameter.
-    """
+class Normalizer(Writer):
+    """A writer of the normalised graph, one operator of the exported graph at a time."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self.graph = fx.Graph()
+        super().__init__()
         self.parameters = parameters
-        self.trained: set[fx.Node] = set()
-        self.dropouts = 0
-        self.rank = self.graph.placeholder("rank")
-        describe(self.rank, None, NodeInfo(role="rank"))
         self.storage = Storage(self)
         self.casts = Casts(self)
         self._detached: dict[fx.Node, fx.Node] = {}
-
-    def emit(
-        self,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        meta: Mapping[str, Any],
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> fx.Node:
-        """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta = dict(meta)
-        if (
-            target is not aten.detach.default
-            and _any_has_gradients(meta["val"])
-            and any(n in self.trained for n in node.all_input_nodes)
-        ):
-            self.trained.add(node)
-        return node
 
     def visit(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
         """Rewrite one node; `values` maps the region's nodes to what they became."""
@@ -136,8 +112,8 @@ class Normalizer:
             scope = replace(scope, autocast=enter_region(scope.autocast, device, dtype, enabled))
         else:
             raise ValueError(
-                f"{where(node)}: {name.replace('wrap_with_', '')} inside forward is not supported; "
-                "leave it out of the model, or write it with torch operators"
+                f"{where(node)}: {name.replace('wrap_with_', '')} inside forward is not supported; leave it out of "
+                "the model, or write it with torch operators"
             )
         inner: dict[Any, Any] = {}
         given = iter(operands)
@@ -155,7 +131,7 @@ class Normalizer:
             return
         if "functorch" in (getattr(target, "__module__", None) or ""):
             raise ValueError(
-                f"{where(node)}: a transform of torch.func, as vmap is, in forward is not supported; write it with "
+                f"{where(node)}: a transform of torch.func, such as vmap, is not supported in forward; write it with "
                 "operators on the whole batch"
             )
         read = self.storage.read if scope.grad else self._read_detached
@@ -207,14 +183,3 @@ class Normalizer:
         loss = next(iter(reversed(self.graph.nodes))).all_input_nodes
         names = {str(n.target) for n in find_reached(loss, self.trained) if n.op == "get_attr"}
         return [name for name, p in self.parameters.items() if p.requires_grad and name not in names]
-
-    def next_dropout(self) -> int:
-        """Return the number of the next operator that draws a mask."""
-        self.dropouts += 1
-        return self.dropouts - 1
-
-
-def _any_has_gradients(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_any_has_gradients(v) for v in value)
-    return has_gradients(value)

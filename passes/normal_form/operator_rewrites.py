@@ -3,82 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from string import ascii_letters
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import refuse_random, where
+from autoptd.passes.normal_form.writer import Call
 from autoptd.runtime import aten, kernels
-
-
-class Writer(Protocol):
-    """The graph being written, as rules see it; `trained` are the nodes that a gradient passes through."""
-
-    rank: fx.Node
-    trained: set[fx.Node]
-
-    def emit(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        meta: Mapping[str, Any],
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> fx.Node:
-        """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
-
-    def next_dropout(self) -> int:
-        """Return the number of the next operator that draws a mask."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the exported graph, `node`, with arguments of the new graph and the ``meta`` of its result."""
-
-    writer: Writer
-    node: fx.Node
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    meta: Mapping[str, Any]
-
-    @property
-    def source(self) -> fx.Node:
-        """Return the first argument, a node of the new graph."""
-        node: fx.Node = self.args[0]
-        return node
-
-    @property
-    def given(self) -> Tensor:
-        """Return the first argument's shape and dtype."""
-        val: Tensor = self.source.meta["val"]
-        return val
-
-    @property
-    def val(self) -> Any:
-        """Return the result's shape and dtype: a meta tensor, or a list of them."""
-        return self.meta["val"]
-
-    def argument(self, name: str) -> Any:
-        """Return the argument `name`, by position, keyword or default."""
-        for place, spec in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
-            if spec.name == name:
-                return (
-                    self.args[place] if place < len(self.args) else self.kwargs.get(name, spec.default_value)
-                )
-        raise KeyError(name)
-
-    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Write a call of `target` in its place."""
-        return self.writer.emit(target, args, self.meta, kwargs)
-
 
 _RECURRENT = (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 Rule = Callable[[Call], "fx.Node | None"]
-"""What stands for a call: a new node, one that was there already, or None to keep the call as it is."""
+"""The replacement of a call: a new node, an existing one, or None to keep the call."""
 
 
 def rewrite(target: Any, call: Call) -> fx.Node:
@@ -89,8 +28,8 @@ def rewrite(target: Any, call: Call) -> fx.Node:
         return made
     if target in _RECURRENT:
         raise ValueError(
-            f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps "
-            "with linear operators, or leave the layer out of the model that is compiled"
+            f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps with "
+            "linear operators, or leave the layer out of the compiled model"
         )
     refuse_random(call.node, target)
     return call.writer.emit(target, call.args, call.meta, call.kwargs)
@@ -99,13 +38,13 @@ def rewrite(target: Any, call: Call) -> fx.Node:
 def _embedding(call: Call) -> fx.Node | None:
     if call.argument("sparse"):
         raise ValueError(
-            f"{where(call.node)}: an embedding with sparse=True has a sparse gradient, which is not summed over ranks: "
-            "leave sparse out (the same numbers, in a dense gradient)"
+            f"{where(call.node)}: an embedding with sparse=True has a sparse gradient, which ranks cannot sum: leave "
+            "sparse out (a dense gradient has the same numbers)"
         )
     if call.argument("scale_grad_by_freq"):
         raise ValueError(
-            f"{where(call.node)}: an embedding with scale_grad_by_freq=True divides gradients by how often a token is "
-            "in the whole batch, and a program sees one microbatch at a time: leave it out"
+            f"{where(call.node)}: an embedding with scale_grad_by_freq=True divides gradients by the frequency of a "
+            "token in the whole batch, but a program sees one microbatch at a time: leave it out"
         )
     return None
 
@@ -132,17 +71,14 @@ def _contiguous(call: Call) -> fx.Node | None:
     return call.emit(aten.contiguous.default, call.source)
 
 
-def _reshape(call: Call) -> fx.Node | None:
-    """Write views and reshapes as reshape with all sizes, because later passes may change strides."""
-    if call.given.shape == call.val.shape:
-        return call.source
-    return call.emit(aten.reshape.default, call.source, list(call.val.shape))
+def _shaped(target: OpOverload) -> Rule:
+    """Write all sizes: reshape for views too, because later passes may change strides."""
 
+    def rule(call: Call) -> fx.Node:
+        same = call.given.shape == call.val.shape
+        return call.source if same else call.emit(target, call.source, list(call.val.shape))
 
-def _expand(call: Call) -> fx.Node | None:
-    if call.given.shape == call.val.shape:
-        return call.source
-    return call.emit(aten.expand.default, call.source, list(call.val.shape))
+    return rule
 
 
 def _repeat(call: Call) -> fx.Node | None:
@@ -297,7 +233,7 @@ def _attention(call: Call) -> fx.Node | None:
     options |= {"scale": scale, "p": p, "operator": call.writer.next_dropout()}
     scores = _derive(call, aten.matmul.default, q, _derive(call, aten.transpose.int, k, -2, -1))
     if mask in call.writer.trained:
-        # A mask gets no gradient in the kernel; there it keeps to what it hides.
+        # A mask gets no gradient in the kernel, which gets only the hidden keys.
         scores = _derive(call, aten.add.Tensor, _derive(call, aten.mul.Tensor, scores, scale), mask)
         mask, options["scale"] = _derive(call, aten.ne.Scalar, mask, -math.inf), 1.0
     masks = () if mask is None else (mask,)
@@ -344,7 +280,7 @@ _SHAPES = (
     aten.flatten.using_ints,
     aten.unflatten.int,
 )
-# What torch calls by two names: the other one, and the one that passes know.
+# Operators with two names in torch: the other one, and the one that passes know.
 _OTHER_NAMES = [
     pair.split("=")
     for pair in """
@@ -370,8 +306,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _same),
     **dict.fromkeys(_CASTS, _cast),
     **dict.fromkeys((aten.contiguous.default, aten.clone.default), _contiguous),
-    **dict.fromkeys(_SHAPES, _reshape),
-    **dict.fromkeys((aten.expand.default, aten.expand_as.default), _expand),
+    **dict.fromkeys(_SHAPES, _shaped(aten.reshape.default)),
+    **dict.fromkeys((aten.expand.default, aten.expand_as.default), _shaped(aten.expand.default)),
     **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
     **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
     aten.repeat.default: _repeat,

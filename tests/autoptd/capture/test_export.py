@@ -449,17 +449,17 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         (nn.DataParallel(PlainGPT()), {}, TypeError, ["DataParallel", "model.module", "mesh"]),
         (torch.compile(PlainGPT()), {}, TypeError, ["torch.compile", "plain module"]),
         (nn.Sequential(nn.LazyLinear(3)), {}, TypeError, ["0.weight", "UninitializedParameter", "lazy"]),
-        (outside(), {}, ValueError, ["test_capture.py:", "head.weight", "constant", "self"]),
+        (outside(), {}, ValueError, ["test_export.py:", "head.weight", "constant", "self"]),
         (meta_attribute(), {}, ValueError, ["scale", "meta device", "buffer"]),
-        (Branching(loss_only), {}, ValueError, ["test_capture.py:", "if idx.sum() > 3", "torch.where"]),
-        (Routing(loss_only), {}, ValueError, ["test_capture.py:", "depends on a tensor's values"]),
+        (Branching(loss_only), {}, ValueError, ["test_export.py:", "if idx.sum() > 3", "torch.where"]),
+        (Routing(loss_only), {}, ValueError, ["test_export.py:", "depends on a tensor's values"]),
         (
             Item(loss_only),
             {},
             ValueError,
-            ["test_capture.py:", "makes a number of a tensor's values", "config"],
+            ["test_export.py:", "makes a number of a tensor's values", "config"],
         ),
-        (Counting(), {}, ValueError, ["test_capture.py:", "'count'", "buffer", "outside of forward"]),
+        (Counting(), {}, ValueError, ["test_export.py:", "'count'", "buffer", "outside forward"]),
         (Head(rounded), {}, ValueError, ["Rounded", "backward", "they differ by"]),
         (Head(rooted), {}, ValueError, ["Root", "backward", "one is nan"]),
         (Head(lambda logits, loss: logits), {}, ValueError, ["no scalar loss", "[2, 16, 61]", "loss_fn="]),
@@ -528,25 +528,25 @@ class Refused(nn.Module):
         (
             Refused(lambda own, x: x + torch.randn(x.shape, generator=own.generator)),
             # The latter up to torch 2.12, which does not trace it.
-            r"aten\.randn\.generator \(test_capture\.py:\d+\) is given <torch\._C\.Generator .* no tensor"
-            r"|test_capture\.py:\d+: .* cannot be traced \(NotImplementedError: .*torch\._C\.Generator",
+            r"aten\.randn\.generator \(test_export\.py:\d+\) is given <torch\._C\.Generator .* no tensor"
+            r"|test_export\.py:\d+: .* cannot be traced \(NotImplementedError: .*torch\._C\.Generator",
         ),
         (
             Refused(lambda own, x: x + own.head.weight.data.mul_(0.5).sum()),
-            r"aten\.mul_\.Tensor \(test_capture\.py:\d+\) reads lifted_tensor_0, a tensor .* \.detach\(\)",
+            r"aten\.mul_\.Tensor \(test_export\.py:\d+\) reads lifted_tensor_0, a tensor .* \.detach\(\)",
         ),
         (Refused(lambda own, x: own.rnn(x)[0]), r"rnn \(.* aten\.gru\.input is a whole recurrent layer"),
         (
             Refused(lambda own, x: x + own.bag(x.argmax(-1))[:, None]),
-            r"bag \(test_capture\.py:\d+\): an embedding bag .* an embedding and the mean",
+            r"bag \(test_export\.py:\d+\): an embedding bag .* an embedding and the mean",
         ),
         (
             Refused(lambda _, x: x * x.new_empty(len(x), 1, 1).bernoulli_(0.9)),
-            r"test_capture\.py:\d+\): aten\.bernoulli_\.float draws random numbers, .* the dropout of ones",
+            r"test_export\.py:\d+\): aten\.bernoulli_\.float draws random numbers, .* the dropout of ones",
         ),
         (
             Refused(lambda _, x: torch.vmap(torch.tanh)(x)),
-            r"test_capture\.py:\d+\): a transform of torch\.func, as vmap is, .* the whole batch",
+            r"test_export\.py:\d+\): a transform of torch\.func, such as vmap, .* the whole batch",
         ),
     ],
     ids=[

@@ -368,7 +368,7 @@ def test_checkpoints_of_the_user_are_looked_through_and_said(outer: bool, inner:
         return result[..., :8]
 
     program = compile_plain(Plain(nested), (2, 1, 1))
-    said = [line for line in program.log if "activation checkpointing is looked through; recompute=" in line]
+    said = [line for line in program.log if "activation checkpointing is inlined; recompute=" in line]
     assert len(said) == 2
     assert all("test_side_effects.py" in line for line in said)
     # Its lines are wrapped: where, the folder's length says.
@@ -390,7 +390,7 @@ def test_checkpoints_that_lose_gradients_are_refused(reentrant: bool, trained: b
 
     if reentrant and trained:
         with pytest.raises(
-            ValueError, match=r"test_side_effects.py:\d+: .*no tensor that this reentrant checkpoint"
+            ValueError, match=r"test_side_effects.py:\d+: .*no argument of this reentrant checkpoint"
         ):
             compile_plain(Plain(lose))
     else:

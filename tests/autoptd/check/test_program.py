@@ -403,13 +403,13 @@ def test_a_wrong_placement_is_named(program: CompiledProgram) -> None:
         program, **with_parameter(program, name, placement=odd)
     )
     nowhere = Placement(2, (Segment(1, 128, 1, True),))
-    assert "is divided along dimension 2, which it does not have" in refusal(
+    assert "is divided along dimension 2, which does not exist" in refusal(
         program, **with_parameter(program, name, placement=nowhere)
     )
     whole = with_parameter(program, name, placement=Placement())
     assert refusal(program, **whole) == (
-        'stage 0: p["h.0.mlp.c_fc.weight"] is float32[64, 32], its placement in the manifest '
-        "float32[128, 32]; they must be the same"
+        'stage 0: p["h.0.mlp.c_fc.weight"] is float32[64, 32]; its placement in the manifest '
+        "says float32[128, 32]: they must be the same"
     )
 
 
@@ -418,7 +418,7 @@ def test_owners_of_a_tied_parameter_must_agree(program: CompiledProgram) -> None
     other = replace(last.parameters["wte.weight"], requires_grad=False)
     stages = (program.stages[0], replace(last, parameters={**last.parameters, "wte.weight": other}))
     assert refusal(program, stages=stages) == (
-        "stage 1: its wte.weight has requires_grad False, the manifest's True; all owners of a parameter "
+        "stage 1: wte.weight has requires_grad False, the manifest's True; all owners of a parameter "
         "must agree"
     )
 
@@ -427,12 +427,12 @@ def test_a_missing_parameter_is_named(program: CompiledProgram) -> None:
     manifest = program.manifest
     names = tuple(name for name in manifest.stages[1].parameters if name != "ln_f.bias")
     assert refusal(program, manifest=with_stage(manifest, 1, parameters=names)) == (
-        'stage 1: ln_f_pair at ln_f (gpt.py:N) reads p["ln_f.bias"], which is not among the parameters that the '
-        "manifest lists for this stage; add it there, or compile again"
+        'stage 1: ln_f_pair at ln_f (gpt.py:N) reads p["ln_f.bias"], which the manifest does not list '
+        "for this stage; add it there, or compile again"
     )
     empty = (replace(program.stages[0], constants=fx.Graph()), *program.stages[1:])
     assert refusal(program, stages=empty) == (
-        "stage 0 reads the constant constant.arange, and constants(p) of its text makes only none"
+        "stage 0 reads the constant constant.arange; constants(p) of its text makes none"
     )
 
 
@@ -459,7 +459,7 @@ def test_a_missing_parameter_is_named(program: CompiledProgram) -> None:
             {"inputs": (Input("idx", (0, 16), torch.int64, 0),)},
             r"idx has the shape \[0, 16\] .*sizes above 0",
         ),
-        ({"parameters": {}}, "stage 0 owns .*, which has no entry among the manifest's parameters"),
+        ({"parameters": {}}, "stage 0 owns .*, which is not a parameter in the manifest"),
     ],
     ids=str,
 )
@@ -473,7 +473,7 @@ def test_an_edited_manifest_is_refused_by_name(
 def test_an_alias_must_lead_somewhere(program: CompiledProgram) -> None:
     manifest = replace(program.manifest, aliases={"lm_head.weight": "wte.wieght"})
     assert refusal(program, manifest=manifest) == (
-        "lm_head.weight is an alias of wte.wieght, which the manifest does not list among the parameters"
+        "lm_head.weight is an alias of wte.wieght, which is not a parameter in the manifest"
     )
 
 
@@ -485,8 +485,8 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     (sent,) = manifest.stages[0].sends
     half = with_stage(manifest, 0, sends=(replace(sent, dtype=torch.bfloat16),))
     assert refusal(program, manifest=half) == (
-        "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[16, 2, 32], stage 1 takes h0_add_1 as bfloat16[16, "
-        "2, 32]; they must be the same"
+        "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, "
+        "2, 32]: they must be the same"
     )
     received = with_stage(manifest, 1, receives=(replace(sent, divided=True),))
     assert refusal(program, manifest=received) == (
@@ -499,7 +499,7 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     )
     unasked = with_stage(manifest, 1, receives=())
     assert refusal(program, manifest=unasked) == (
-        "stage 1 takes (rank, h0_add_1, targets), the manifest says (rank, targets), in this order"
+        "stage 1 takes (rank, h0_add_1, targets); the manifest says (rank, targets)"
     )
 
 
@@ -509,7 +509,7 @@ def test_the_last_stage_returns_the_loss(program: CompiledProgram) -> None:
         output.args = (named(graph, "lm_head"),)
 
     assert refusal(program, stages=edit(program, 1, change)) == (
-        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[16, 2, 34]: expected one "
+        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[16, 2, 34]; expected one "
         "scalar floating-point loss"
     )
 
@@ -541,7 +541,7 @@ def test_more_in_flight_than_the_schedule_says_is_reported(program: CompiledProg
 
 def test_stages_must_be_as_many_as_the_ranks_run(program: CompiledProgram) -> None:
     message = refusal(program, manifest=replace(program.manifest, num_model_chunks=2))
-    assert message == "the manifest lists 2 stages: 2 pipeline ranks with 2 model chunks each run 4"
+    assert message == "the manifest lists 2 stages; expected 4: 2 model chunks on each of 2 pipeline ranks"
 
 
 def test_one_head_a_rank_and_a_batch_of_one_is_no_contradiction() -> None:

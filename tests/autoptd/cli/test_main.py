@@ -209,7 +209,8 @@ def test_verify_builds_a_model_with_plain_tensors(tmp_path: Path, capsys: pytest
     program.save(tmp_path / "scaled")
     assert read_json(capsys, "verify", tmp_path / "scaled", "--model", name)["passed"] is True
     with pytest.raises(
-        ValueError, match=r"neither parameter nor buffer, at .*small_models.py:\d+: .*Register it as a buffer"
+        ValueError,
+        match=r"neither a parameter nor a buffer, at .*small_models.py:\d+: .*Register it as a buffer",
     ):
         program.verify(model=make_model(name), weights="random")
 
@@ -280,15 +281,21 @@ def test_other_ranks_are_silent(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("inspect {folder}x", "there is no folder {folder}x (did you mean {folder}?); expected a program as"),
+        (
+            "inspect {folder}x",
+            "there is no folder {folder}x (did you mean {folder}?); expected a program saved by",
+        ),
         ("simulate {folder} --cluster dgx-a10", "'dgx-a10' is not shipped (did you mean dgx-a100?)"),
         ("simulate {folder} --cluster dgx-a100 --dtype bf61", "dtype='bf61': expected one of"),
         (
             "simulate {folder} --cluster dgx-a100 --trace {folder}",
             "{folder} is a folder: give a file to write",
         ),
-        ("simulate {folder} --cluster dgx-a100 --svg {folder}x/a.svg", "{folder}x is no folder: give a file"),
-        ("report {folder} --cluster dgx-a100 -o {folder}x/a.html", "{folder}x is no folder: give a file"),
+        (
+            "simulate {folder} --cluster dgx-a100 --svg {folder}x/a.svg",
+            "{folder}x is not a folder: give a file",
+        ),
+        ("report {folder} --cluster dgx-a100 -o {folder}x/a.html", "{folder}x is not a folder: give a file"),
         (
             "simulate {folder} --cluster dgx-a100 --trace a.gz --svg ./a.gz",
             "a.gz is given twice: give each file",
@@ -409,7 +416,7 @@ def test_an_error_of_the_users_own_file_is_said_with_its_place(
     assert main(["compile", "broken_models:make", "--mesh", "1,1,1", "-o", str(tmp_path / "out")]) == 1
     sys.modules.pop("broken_models", None)
     said = capsys.readouterr().err
-    assert "model 'broken_models:make' cannot be made: " in said
+    assert "model 'broken_models:make' cannot be built: " in said
     assert message.format(file=tmp_path / "broken_models.py") in said
 
 
@@ -423,7 +430,7 @@ def test_a_place_that_may_not_be_written_to_is_refused_before_the_work(
     }
     for words, place in calls.items():
         assert main(words.split()) == 1
-        assert f"{place} may not be written to" in capsys.readouterr().err
+        assert f"{place} is not writable" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_is_said(

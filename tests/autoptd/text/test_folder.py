@@ -75,7 +75,7 @@ def test_save_keeps_what_is_not_ours(tmp_path: Path, manifest: str | None) -> No
     (tmp_path / "notes.txt").write_text("mine")
     if manifest is not None:
         (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(ValueError, match="holds files and no saved program; give an empty or a new folder"):
+    with pytest.raises(ValueError, match="holds files, but no saved program; give an empty or a new folder"):
         save(tmp_path)
     with pytest.raises(ValueError, match=r"notes\.txt is a file"):
         save(tmp_path / "notes.txt")

@@ -84,7 +84,7 @@ def test_right_programs_pass(mesh: tuple[int, int, int]) -> None:
     assert report.ranks == mesh[0] * mesh[1] * mesh[2]
     assert report.gradient_errors.keys() == dict(model.named_parameters()).keys()
     assert 0 < report.worst[1] <= 1e-12
-    assert "dropout was left out of both" in str(report)
+    assert "dropout was off in both" in str(report)
     assert model.training
     assert not model.h[0].training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -99,7 +99,9 @@ def test_a_dropped_all_reduce_of_the_backward_is_caught(program: CompiledProgram
     assert report.loss_error <= 1e-14
     assert report.worst[0] in ("h.0.ln_1.weight", "h.0.ln_1.bias")
     # The tensor ranks' embeddings get different gradients.
-    assert any("gradient of wpe.weight on rank 1 is not that of rank 0" in d for d in report.disagreements)
+    assert any(
+        "gradient of wpe.weight on rank 1 differs from that of rank 0" in d for d in report.disagreements
+    )
     assert "verify FAILED: 4 ranks" in str(report)
     assert re.search(r"\d\.\de[+-]\d\d  h\.0\.ln_1\.(weight|bias)\n", str(report))
 
@@ -145,9 +147,7 @@ def test_weights_and_batch_may_be_given(program: CompiledProgram) -> None:
 
 @pytest.mark.parametrize("weights", [None, "random"])
 def test_a_model_of_another_size_is_refused(program: CompiledProgram, weights: str | None) -> None:
-    message = (
-        r"wte.weight has shape \[50, 32\] in the model .*, \[67, 32\] in the program: verify with what was"
-    )
+    message = r"wte.weight has shape \[50, 32\] in the model .*, \[67, 32\] in the program: verify with the compiled"
     with pytest.raises(ValueError, match=message):
         program.verify(model=gpt(vocab_size=50), weights=weights)
 
@@ -188,7 +188,7 @@ def test_a_drawn_batch_that_the_model_refuses_is_said(how: str, mesh: tuple[int,
         Offset(how), mesh=mesh, example_inputs={"idx": ids, "targets": ids}, num_microbatches=2
     )
     message = (
-        r"verify: the plain model looks up a row that is not there: index .*, at .*test_verify.py:\d+: .* "
+        r"verify: the plain model looks up a row that does not exist: index .*, at .*test_step.py:\d+: .* "
         r"The batch holds idx from \d+ to 6\d, targets from \d+ to 6\d; pass batch= with values that it takes"
     )
     with pytest.raises(ValueError, match=message):
@@ -208,8 +208,8 @@ def test_a_drawn_batch_that_the_model_refuses_is_said(how: str, mesh: tuple[int,
 )
 def test_a_text_with_a_smaller_table_is_refused(mesh: tuple[int, int, int], old: str, new: str) -> None:
     message = (
-        r"verify: the program looks up a row that is not there: index out of range in self, at program_00.py:\d+: "
-        r".*embedding.*The batch holds idx from \d+ to 66, .*; the plain model takes it: correct the lookup"
+        r"verify: the program looks up a row that does not exist: index out of range in self, at program_00.py:\d+: "
+        r".*embedding.*The batch holds idx from \d+ to 66, .*; the plain model accepts it: correct the lookup"
     )
     with pytest.raises(ValueError, match=message):
         edited(compile_gpt(mesh), old, new)
@@ -277,9 +277,7 @@ def test_casts_inside_are_promoted_and_said() -> None:
     report = program.verify()
     assert report.passed, report
     assert model.table.weight.dtype is torch.bfloat16
-    assert re.search(
-        r"promoted to float64: \d+ in the plain model's step, \d+ in all ranks' together", str(report)
-    )
+    assert re.search(r"promoted to float64: \d+ in the plain model, \d+ in all ranks", str(report))
 
 
 def test_a_meta_model_takes_random_weights() -> None:
@@ -384,11 +382,11 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         model = GPT(GPTConfig(vocab_size=50_000_000, block_size=16, n_layer=2, n_head=4, n_embd=2048))
     program = autoptd.compile(model, mesh=(2, 2, 1), microbatch_size=1, num_microbatches=2)
     with pytest.raises(
-        ValueError, match=r"verify runs all 4 ranks .* about [\d,]{17} bytes, of which this machine has"
+        ValueError, match=r"verify runs all 4 ranks .* about [\d,]{17} bytes; this machine has"
     ):
         program.verify(weights="random")
     monkeypatch.setattr(step, "available_bytes", lambda: 2**20)
-    with pytest.raises(ValueError, match="of which this machine has 1,048,576 free"):
+    with pytest.raises(ValueError, match="this machine has 1,048,576 free"):
         compile_gpt((1, 1, 1)).verify()
 
 
@@ -432,8 +430,8 @@ def test_ranks_that_disagree_are_named() -> None:
     _, disagreements = join_gradients(program.manifest, results)
     assert disagreements == (
         "rank 2 has the loss 1.5, rank 0 1.0",
-        "replicas differ: the gradient of wte.weight on rank 3 is not that of rank 1",
-        "ranks differ: the gradient of the tied wte.weight on rank 1 is not that of rank 0",
+        "replicas differ: the gradient of wte.weight on rank 3 differs from that of rank 1",
+        "ranks differ: the gradient of the tied wte.weight on rank 1 differs from that of rank 0",
     )
 
 
@@ -503,13 +501,13 @@ def fixed(x: Tensor) -> Tensor:
     ("lose", "said"),
     [
         (lambda x: x.mean(), ""),
-        (lambda x: x.mean(1).amax(0), "two microbatches at once have loss "),
-        (lambda x: x[:1].mean(), "two microbatches at once have loss "),
-        (lambda x: x.mean() * len(x), "two microbatches at once have loss "),
-        (lambda x: x.mean().exp(), "two microbatches at once have loss "),
-        (lambda x: (x.mean(1) * x.mean(1).softmax(0)).sum(), "two microbatches at once have loss "),
-        (lambda x: (x - x.mean(0)).square().mean(), "two microbatches at once have loss "),
-        (fixed, "the plain model does not take two at once (AssertionError: for two)"),
+        (lambda x: x.mean(1).amax(0), "two microbatches at once have the loss "),
+        (lambda x: x[:1].mean(), "two microbatches at once have the loss "),
+        (lambda x: x.mean() * len(x), "two microbatches at once have the loss "),
+        (lambda x: x.mean().exp(), "two microbatches at once have the loss "),
+        (lambda x: (x.mean(1) * x.mean(1).softmax(0)).sum(), "two microbatches at once have the loss "),
+        (lambda x: (x - x.mean(0)).square().mean(), "two microbatches at once have the loss "),
+        (fixed, "the plain model does not accept two at once (AssertionError: for two)"),
     ],
     ids=["mean", "largest", "first", "grown", "perplexity", "contrast", "batch statistics", "fixed"],
 )
@@ -546,6 +544,6 @@ def test_a_model_that_takes_no_float64_is_named_with_its_line() -> None:
     program = autoptd.compile(Lost(lose), (1, 1, 1), example_inputs=examples, num_microbatches=2)
     with pytest.raises(
         ValueError,
-        match=r"computes in float64, and the plain model fails there, at .*test_verify\.py:\d+: .*: not in float32",
+        match=r"computes in float64, and the plain model fails in it, at .*test_step\.py:\d+: .*: not in float32",
     ):
         program.verify()

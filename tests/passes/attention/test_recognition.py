@@ -519,7 +519,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "learned bias": (
         lambda m, q, k, v, i: attend(q, k, v, lambda s: causal_fill(m, s + m.bias)),
         "causal",
-        "aten.add (test_attention.py:N) adds what is learned to its scores",
+        "aten.add (test_recognition.py:N) adds a learned value to its scores",
     ),
     "learned temperature": (
         lambda m, q, k, v, i: attend(q, k, v, lambda s: causal_fill(m, s * m.temperature)),
@@ -544,9 +544,9 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "learned keys": (
         lambda m, q, k, v, i: attend(q, m.memory, v, lambda s: causal_fill(m, s)),
         "causal",
-        "a factor of aten.matmul (test_attention.py:N) is a parameter",
+        "a factor of aten.matmul (test_recognition.py:N) is a parameter",
     ),
-    "scores read": (returned_scores, "causal", "aten.mean (test_attention.py:N) reads its scores too"),
+    "scores read": (returned_scores, "causal", "aten.mean (test_recognition.py:N) reads its scores too"),
     "weights read": (returned_weights, "causal", "2 operators read its weights"),
     "scores dropped": (dropped_scores, "causal", "its scores pass kernels.dropout"),
     "values multiplied": (
@@ -608,7 +608,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     "over queries": (
         lambda m, q, k, v, i: causal_fill(m, q @ k.transpose(-2, -1)).transpose(-2, -1).softmax(-2) @ v,
         "",
-        "aten.softmax (test_attention.py:N) runs over dimension -2 of 4",
+        "aten.softmax (test_recognition.py:N) runs over dimension -2 of 4",
     ),
     "weights on the right": (
         lambda m, q, k, v, i: v.transpose(-2, -1) @ causal_fill(m, q @ k.transpose(-2, -1)).softmax(-1),
@@ -627,7 +627,7 @@ def test_what_is_not_the_same_is_left(name: str) -> None:
     finding = findings[-1]
     assert finding.rule != "sdpa"
     assert finding.mask == mask
-    line = finding.place.rpartition("(test_attention.py:")[2].rstrip(")")
+    line = finding.place.rpartition("(test_recognition.py:")[2].rstrip(")")
     assert reason.replace(":N)", f":{line})") in finding.reason or reason in finding.reason
     assert finding.reason in recognize_attention(program).log[-2] or finding.rule == "softmax"
     if mask:

@@ -447,7 +447,7 @@ def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.Monkey
         return x[..., :1]
 
     monkeypatch.setattr(kernels, "linear_gelu", narrow)
-    with pytest.raises(ValueError, match=r"gives .* for gelu.*expected"):
+    with pytest.raises(ValueError, match=r"returns .* for gelu.*expected"):
         fused(lambda m, x, y: functional.gelu(x) + y)
 
 
