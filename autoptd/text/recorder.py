@@ -48,6 +48,10 @@ class TracedValue(fx.Proxy):
     def value(self) -> Any:
         return self.node.meta["val"]
 
+    @property
+    def device(self) -> torch.device:
+        return META
+
     def __getattr__(self, name: str) -> Any:
         if name not in _KNOWN:
             return super().__getattr__(name)

@@ -95,7 +95,7 @@ def test_a_mark_before_a_text_is_no_matter_and_other_letters_are(folder: Path) -
     file.write_bytes(b"\xef\xbb\xbf" + text)
     assert load_folder(folder)[0] == before
     file.write_bytes(b"\xff\xfe" + text)
-    with pytest.raises(ValueError, match=rf"{file.name} is not UTF-8 .*; write it so"):
+    with pytest.raises(ValueError, match=rf"{file.name} is not UTF-8 .*; convert it"):
         load_folder(folder)
 
 
