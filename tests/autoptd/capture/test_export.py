@@ -457,7 +457,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
             Item(loss_only),
             {},
             ValueError,
-            ["test_export.py:", "makes a number of a tensor's values", "config"],
+            ["test_export.py:", "makes a number from a tensor's values", "config"],
         ),
         (Counting(), {}, ValueError, ["test_export.py:", "'count'", "buffer", "outside forward"]),
         (Head(rounded), {}, ValueError, ["Rounded", "backward", "they differ by"]),
@@ -528,7 +528,7 @@ class Refused(nn.Module):
         (
             Refused(lambda own, x: x + torch.randn(x.shape, generator=own.generator)),
             # The latter up to torch 2.12, which does not trace it.
-            r"aten\.randn\.generator \(test_export\.py:\d+\) is given <torch\._C\.Generator .* no tensor"
+            r"aten\.randn\.generator \(test_export\.py:\d+\) gets <torch\._C\.Generator .* not a tensor"
             r"|test_export\.py:\d+: .* cannot be traced \(NotImplementedError: .*torch\._C\.Generator",
         ),
         (
