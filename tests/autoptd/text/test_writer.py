@@ -223,7 +223,5 @@ def test_refuses_a_foreign_function() -> None:
 def test_refuses_a_stage_unlike_its_interface() -> None:
     program, manifest, schedule = two_stages()
     swapped = Program(program.mesh, program.stages[::-1], program.inputs, program.output)
-    with pytest.raises(
-        ValueError, match=r"stage 0 takes rank \(rank\), h \(boundary\).*expected rank, "
-    ):
+    with pytest.raises(ValueError, match=r"stage 0 takes rank \(rank\), h \(boundary\).*expected rank, "):
         emit_texts(swapped, manifest, schedule, title="")
