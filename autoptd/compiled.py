@@ -1,4 +1,4 @@
-"""What `autoptd.compile` and `autoptd.load` return: the texts that run, and everything one may ask of them."""
+"""The result of `autoptd.compile` and `autoptd.load`: the texts that run, and everything one may ask of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CompiledProgram:
 
     @property
     def shapes(self) -> tuple[CompiledProgram, ...]:
-        """The program of each compiled input shape, this one first."""
+        """Return the program of each compiled input shape, this one first."""
         return self, *self.further
 
     @property
@@ -84,12 +84,12 @@ class CompiledProgram:
         return tuple(program.actions for program in read_texts(self.texts, self.manifest))
 
     def __str__(self) -> str:
-        """What was decided and what it costs."""
+        """Describe what was decided and what it costs."""
         return summarize(self.overview)
 
     @cached_property
     def overview(self) -> Overview:
-        """What ``print(program)`` shows, as data."""
+        """Return as data what ``print(program)`` shows."""
         shapes = tuple(describe_shape(program.manifest) for program in self.shapes)
         return Overview.of(self.manifest, self.stages, self.log, self.title, shapes)
 
@@ -99,7 +99,7 @@ class CompiledProgram:
         return Cost(self.stages, self.manifest, self.symbols)
 
     def rank(self, rank: int) -> RankProgram:
-        """The program of one global rank. ValueError outside the mesh."""
+        """Return the program of one global rank. Raises ValueError outside the mesh."""
         coordinates = self.mesh.coordinates(rank)
         return RankProgram(self.manifest, rank, self.texts[coordinates.pipeline])
 

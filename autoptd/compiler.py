@@ -323,7 +323,7 @@ def _emit(
 
 
 def load(folder: str | Path) -> CompiledProgram:
-    """The program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
+    """Load the program that `CompiledProgram.save` wrote, with edits: stages are traced anew from the texts.
 
     Runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
     trace; `ProgramError` if the program contradicts itself.

@@ -1,4 +1,4 @@
-"""What differs between two plans or programs."""
+"""Compare two plans or programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = "text of pipeline rank"
 
 @dataclass(frozen=True)
 class Difference:
-    """`rows` has what differs, by name: the value of the one and of the other (None: it has none)."""
+    """The rows that differ, by name: one value and the other (None if it has none)."""
 
     rows: Mapping[str, tuple[object, object]]
 

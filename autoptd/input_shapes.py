@@ -24,9 +24,9 @@ COMMON = (
 
 
 def list_examples(example_inputs: Any) -> list[Any]:
-    """The examples of each input shape: the entries of a list of dicts, tuples or lists, else the one that is given.
+    """Return the examples of each input shape: the entries of a list of dicts, tuples or lists, else the one given.
 
-    Raises TypeError for a list of such and of others, and for what is none of these.
+    Raises TypeError for a list that mixes these with others, and for anything else.
     """
     if example_inputs is not None and not isinstance(example_inputs, (Mapping, Sequence, Tensor)):
         raise TypeError(
@@ -107,7 +107,7 @@ def naming_program(manifest: Manifest) -> Iterator[None]:
 
 
 def guess_batch(program: Program, first: Program) -> Program:
-    """A captured program whose inputs have the batch where `first`, the first shape's, was found to have it."""
+    """Return a captured program whose inputs have the batch dimension found for `first`, the first shape."""
     dims = {value.name: value.batch_dim for value in first.inputs}
     return replace(
         program, inputs=tuple(replace(value, batch_dim=dims[value.name]) for value in program.inputs)
@@ -115,7 +115,7 @@ def guess_batch(program: Program, first: Program) -> Program:
 
 
 def keep_whole(program: Program, first: Program) -> Program:
-    """Where microbatches of one sequence make an input look divided that `first` gives whole, it is whole here too."""
+    """Keep inputs whole that `first` gives whole, if microbatches of one sequence make them look divided."""
     whole = {value.name for value in first.inputs if value.batch_dim is None}
 
     def place(value: Input) -> Input:
@@ -148,7 +148,7 @@ def rename_own(program: Program, number: int) -> Program:
 
 
 def find_disagreement(first: Manifest, other: Manifest) -> str:
-    """What keeps a shape's program from training the parameters of the `first` shape's; "" where nothing does."""
+    """Return why a shape's program cannot train the parameters of the `first` shape's; "" if it can."""
     for name in COMMON:
         if getattr(first, name) != getattr(other, name):
             return f"its {name} is {getattr(other, name)!r}, the first shape's {getattr(first, name)!r}"

@@ -15,9 +15,9 @@ def fit_program(
     finish: Callable[[Found], CompiledProgram],
     cluster: Cluster | None,
 ) -> tuple[tuple[int, ...], CompiledProgram]:
-    """Where a program is cut, and the program: within the memory of a `cluster` that is given, if it can be.
+    """Return a cut and its program, within the memory of a given `cluster` if possible.
 
-    `find` and the programs that are to `finish` are those of `fit_cut`. What no cut makes fit is warned of.
+    `find` and `finish` are those of `fit_cut`. Warns if no cut fits.
     """
     if cluster is None:
         found = find(())
@@ -39,6 +39,7 @@ def fit_program(
 
 
 def choose_fitting(programs: Iterator[CompiledProgram], cluster: Cluster) -> CompiledProgram:
-    """The first of `programs` that fits the `cluster`: plans are estimates until they are cut. Else the first."""
+    """Return the first of `programs` that fits the `cluster`, else the first: plans are estimates until they are
+    cut."""
     first = next(programs)
     return next((program for program in (first, *programs) if program.simulate(cluster).fits), first)

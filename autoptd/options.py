@@ -1,4 +1,4 @@
-"""What the user gives `autoptd.compile`, checked at the door."""
+"""Check the options of `autoptd.compile` before anything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options:
 
 
 def read_mesh(mesh: object) -> Mesh:
-    """The mesh from (tensor, pipeline, data), or from a DeviceMesh with dims "tp", "pp" and "dp" in any order.
+    """Read the mesh from (tensor, pipeline, data), or from a DeviceMesh with dims "tp", "pp" and "dp" in any order.
 
     Raises TypeError for another type, ValueError for wrong entries.
     """
@@ -153,5 +153,5 @@ def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> 
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The known name that looks most like `name`."""
+    """Return the known name that looks most like `name`."""
     return difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)[0]

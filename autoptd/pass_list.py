@@ -35,7 +35,7 @@ def run_passes(
 
 
 def passes_to_the_division(layout: str) -> Passes:
-    """What is the same for any number of tensor ranks."""
+    """Return the passes whose result is the same for any number of tensor ranks."""
     moving: Passes = (("rewrite layout", rewrite_layout),) if layout == "sbh" else ()
     return (
         ("normalize", normalize),
@@ -46,5 +46,5 @@ def passes_to_the_division(layout: str) -> Passes:
 
 
 def passes_to_the_cut(rules: Mapping[Any, str] | None) -> Passes:
-    """The division over the tensor ranks."""
+    """Return the passes that divide the program over the tensor ranks."""
     return ("shard tensors", partial(shard_tensors, rules=rules)), ("label layers", label_layers)

@@ -13,7 +13,7 @@ TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 9))}
 
 
 def read_versions() -> dict[str, str]:
-    """The installed versions of the packages in `TESTED`; what is not installed is left out."""
+    """Return the installed versions of the packages in `TESTED`, without those that are not installed."""
     found = {}
     for name in TESTED:
         try:

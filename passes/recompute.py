@@ -135,10 +135,9 @@ def _explain_unlike(program: Program, recompute: str | int) -> str:
 
 
 def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The attentions that are written out: of each, the calls from the scores' product to the context's.
+    """Return the attentions that are written out: the calls from the product of scores to that of the context.
 
-    Found from their softmax: a product of two activations before it, of which it has as many elements, and one
-    behind.
+    They are found from their softmax: a product of two activations before it, with as many elements, and one after it.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     cores = []

@@ -15,25 +15,25 @@ from autoptd.runtime import collectives
 
 
 def linear(node: fx.Node, shares: Shares) -> Share:
-    """[.., in] x [out, in]: the weight's dimension 1 is contracted."""
+    """Prove [.., in] x [out, in]: the weight's dimension 1 is contracted."""
     x, weight = node.args[0], node.args[1]
     return _linear(shape_of(node), shares, x, weight, argument(node, 2, "bias"), False)
 
 
 def linear_gelu(node: fx.Node, shares: Shares) -> Share:
-    """[.., in] x [out, in]: a linear with its bias."""
+    """Prove [.., in] x [out, in] with its bias."""
     x, weight, bias = node.args[:3]
     return _linear(shape_of(node), shares, x, weight, bias, argument(node, 4, "transposed", False))
 
 
 def split_linear(node: fx.Node, shares: Shares) -> Share:
-    """[.., in] x [n * out, in] -> [n, .., out]: the outputs may be divided within each of the n sections."""
+    """Prove [.., in] x [n * out, in] -> [n, .., out]: the outputs may be divided within each of the n sections."""
     x, weight, bias = node.args[:3]
     return _split_linear(shape_of(node), shares, x, weight, bias, argument(node, 4, "transposed", False))
 
 
 def copied(node: fx.Node, shares: Shares) -> Found:
-    """What a linear, or each of several, makes of a whole x."""
+    """Return the share of a linear, or of each of several, of a whole x."""
     target, (x, weight, *given) = node.target, node.args[1:]
     transposed = argument(node, 5 if target in _COUNTED else 4, "transposed", False)
     if target is collectives.copied_split_linear:
@@ -172,7 +172,7 @@ def attention(node: fx.Node, shares: Shares) -> Share:
 
 
 def embedding(node: fx.Node, shares: Shares) -> Share:
-    """A plain lookup: columns of the table may be divided, rows not."""
+    """Prove a plain lookup: columns of the table may be divided, rows not."""
     share = read(node.args[0], shares)
     if share.dim == 0:
         raise ShareError(
@@ -191,7 +191,7 @@ def whole_loss(node: fx.Node, shares: Shares) -> Share:
 
 
 def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
-    """The rule of an operator that keeps the shape and needs ``dims(node, rank)`` whole."""
+    """Return the rule of an operator that keeps the shape and needs ``dims(node, rank)`` whole."""
 
     def rule(node: fx.Node, shares: Shares) -> Found:
         own: Any = node.args[0]
@@ -203,7 +203,7 @@ def over(dims: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
 
 
 def rotary(node: fx.Node, shares: Shares) -> Share:
-    """What is turned may be divided where a rank has the same rows of both halves, and those of the tables."""
+    """Prove a rotation: a rank needs the same rows of both halves, and those of the tables."""
     own, cos, sin = node.all_input_nodes
     share, shape, turned = read(own, shares), shape_of(own), shape_of(cos)[-1]
     if share.dim != len(shape) - 1:
@@ -229,7 +229,7 @@ def normalized_dims(node: fx.Node, rank: int) -> range:
 
 
 def total(node: fx.Node, shares: Shares) -> Share:
-    """A sum over a divided dimension is partial."""
+    """Make a sum over a divided dimension partial."""
     return _reduce(node, shares, partial=True)
 
 

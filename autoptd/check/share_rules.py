@@ -63,7 +63,7 @@ PYTHON_KNOWN = frozenset([*ELEMENTWISE, "view", "reshape", "getitem"])
 
 
 def share_after(node: fx.Node, shares: Shares) -> Found:
-    """The share of a ``call_function`` node's result. ShareError says what is wrong, not where."""
+    """Return the share of a ``call_function`` node's result. A ShareError says what is wrong, not where."""
     if node.target in SOURCES:
         return SOURCES[node.target](node, shares)
     found = [shares[n] for n in node.all_input_nodes]
@@ -82,7 +82,7 @@ def share_after(node: fx.Node, shares: Shares) -> Found:
 
 @cache
 def operator_name(target: Any) -> str:
-    """ "linear" of ``aten.linear.default``; "" for what no rule is about."""
+    """Return "linear" of ``aten.linear.default``; "" for a target without rules."""
     if isinstance(target, OpOverload):
         return aten_name(target)
     name = str(getattr(target, "__name__", ""))

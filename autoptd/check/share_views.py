@@ -17,13 +17,13 @@ Move = Callable[[fx.Node, int, int], int | None]
 
 
 def read(value: Any, shares: Shares) -> Share:
-    """The share of an argument; of a number, or of None, whole."""
+    """Return the share of an argument; a number, or None, is whole."""
     found = shares[value] if isinstance(value, fx.Node) else WHOLE
     return found if isinstance(found, Share) else UNKNOWN
 
 
 def describe(value: Any, shares: Shares) -> str:
-    """ "q, which is divided along dimension 1"."""
+    """Describe a share: "q, which is divided along dimension 1"."""
     share = read(value, shares)
     return f"{value}, which is {share.kind}" + (
         f" along dimension {share.dim}" if share.dim is not None else ""
@@ -31,7 +31,7 @@ def describe(value: Any, shares: Shares) -> str:
 
 
 def spread(node: fx.Node, share: Share) -> Found:
-    """The same share for each of the node's results."""
+    """Return the same share for each of the node's results."""
     value = node.meta["val"]
     return (share,) * len(value) if isinstance(value, (tuple, list)) else share
 
@@ -45,7 +45,7 @@ def elementwise(node: fx.Node, shares: Shares) -> Share:
 
 
 def aligned(source: fx.Node, result: Sequence[int], shares: Shares) -> Share:
-    """The source's share with its dimension counted as a result of that shape counts it."""
+    """Return the source's share, its dimension numbered as in a result of that shape."""
     share = read(source, shares)
     if share.dim is None:
         return share
@@ -53,7 +53,7 @@ def aligned(source: fx.Node, result: Sequence[int], shares: Shares) -> Share:
 
 
 def merge(found: Sequence[tuple[fx.Node, Share]], result: Sequence[int]) -> Share:
-    """The share of a `result` of that shape, to which each argument gives its own, dimensions counted as in it.
+    """Join the shares of the arguments in a `result` of that shape, their dimensions numbered as in it.
 
     Whole arguments are aligned with the result from the right.
     """
@@ -121,7 +121,7 @@ def view(node: fx.Node, shares: Shares) -> Share:
 
 
 def moving(move: Move) -> Rule:
-    """The rule of an operator that moves dimensions; ``move(node, dim, rank)`` says where to, None: away."""
+    """Return the rule of an operator that moves dimensions; ``move(node, dim, rank)`` says where to, None: away."""
 
     def rule(node: fx.Node, shares: Shares) -> Found:
         own: Any = node.args[0]
@@ -202,7 +202,7 @@ def split(node: fx.Node, shares: Shares) -> Found:
 
 
 def take(own: fx.Node, share: Share, start: int, length: int) -> Share:
-    """The share of `length` local rows of `own`. ShareError where they are other ones on each rank."""
+    """Return the share of `length` local rows of `own`. Raises ShareError if they differ on each rank."""
     taken = take_rows(share, start, length)
     if taken is not None:
         return taken

@@ -1,7 +1,7 @@
-"""What one tensor rank holds of a value: all of it, its part, or one term of a sum.
+"""The share of a value that one tensor rank holds: all of it, a part, or one term of a sum.
 
-The static proof walks a stage and gives every value a `Share` (see `share_rules`), from the parameters'
-placements alone, so that it judges an edited text like any other.
+The static proof walks a stage and gives every value a `Share` (see `share_rules`), from the parameters' placements
+alone, so that it judges an edited text like any other.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Share:
 
     @property
     def mixed(self) -> bool:
-        """Whether some rows are whole although others are divided."""
+        """Return whether some rows are whole although others are divided."""
         return any(not part.divided for part in self.parts)
 
     @property
     def runs(self) -> tuple[tuple[int, int, bool], ...]:
-        """How the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
+        """Return how the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
         found: list[tuple[int, int, bool]] = []
         for part in self.parts:
             count, run = (part.outer, part.size * part.inner) if part.divided else (1, part.rows)
@@ -65,7 +65,7 @@ Rule = Callable[[fx.Node, Shares], Found]
 
 
 def share_of(placement: Placement, tensor: int) -> Share:
-    """What each of `tensor` ranks holds of a parameter."""
+    """Return the share of a parameter that each of `tensor` ranks holds."""
     if placement.dim is None:
         return WHOLE
     parts = (replace(s, size=s.size // tensor) if s.divided else s for s in placement.segments)
@@ -74,7 +74,7 @@ def share_of(placement: Placement, tensor: int) -> Share:
 
 
 def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
-    """The share of a tensor of local shape `old` that is viewed as `new`."""
+    """Return the share of a tensor of local shape `old` that is viewed as `new`."""
     if share.dim is None:
         return share
     if tuple(old) == tuple(new) and not any(part.divided and part.size == 1 for part in share.parts):

@@ -71,10 +71,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Explanation:
-    """`bubble_ideal` is (p - 1)/(v m); `exposed` the seconds of communication in the critical rank's step, by kind.
+    """The explanation of a step; `bubble_ideal` is (p - 1)/(v m).
 
-    `work_seconds` are those of every pipeline rank's work in a step. `moves` say what the schedule would take with
-    a cut of the critical rank's longest stage at the next place; `changes` what other settings would do.
+    `exposed` are the seconds of communication in the critical rank's step, by kind, and `work_seconds` those of every
+    pipeline rank's work. `moves` say how long the schedule takes if the critical rank's longest stage is cut at the
+    next place; `changes` what other settings would do.
     """
 
     simulation: Simulation

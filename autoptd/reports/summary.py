@@ -91,7 +91,7 @@ def _shorten(path: str) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """ "1.50 MB": powers of ten, three digits."""
+    """Format "1.50 MB": powers of ten, three digits."""
     size = float(count)
     for prefix in ("", "k", "M", "G"):
         if size < 999.5:
@@ -101,14 +101,14 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """ "1.5 ms": three digits."""
+    """Format "1.5 ms": three digits."""
     unit, size = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("µs", 1e-6))
     count = seconds / size
     return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
 
 
 def format_teraflops(rate: float) -> str:
-    """ "176.9" of 10 TFLOP/s and more, two digits of less."""
+    """Format "176.9" from 10 TFLOP/s on, with two digits below."""
     return f"{rate:.1f}" if rate >= 10 else f"{rate:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""How long a training step takes, without the cluster: the schedule's own actions, with given times."""
+"""Time a training step without a cluster: the schedule's own actions, with given times."""
 
 from __future__ import annotations
 

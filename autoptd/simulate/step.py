@@ -218,7 +218,7 @@ def _trace_courses(
 def action_times(
     times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
 ) -> ActionTimes:
-    """What arrives in pieces is put together before a stage begins."""
+    """Return the times of actions; a message in pieces is put together before a stage begins."""
     forward, backward = COMPUTING
     return ActionTimes(
         {

@@ -1,7 +1,7 @@
-"""How the weights of a model on the meta device begin: what building the model on a real device would draw.
+"""Find the first weights of a model on the meta device: those that building it on a real device would draw.
 
-The model's constructor is run again and watched, or `initializer` on a copy; where neither can be, each module's own
-``reset_parameters``. Nothing is guessed: what is not certain is refused, with the reason.
+The model's constructor is run again and watched, or `initializer` on a copy; if neither is possible, each module's own
+``reset_parameters``. Nothing is guessed: an uncertain initialization is refused, with the reason.
 """
 
 from __future__ import annotations

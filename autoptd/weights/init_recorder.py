@@ -1,9 +1,9 @@
-"""What an initialisation writes: every in-place operator is seen and kept as a distribution, values aside.
+"""Record the writes of an initialization: every in-place operator becomes a distribution, without values.
 
-Tensors that are empty or random are made on the meta device, so that nothing large exists; the rest is as always.
-Nobody is told: the code sees CPU tensors, as some initialisations leave out what would have no effect without values.
-A later whole write takes the place of the earlier ones; one into a part (a padding row) is put on top. Multiplying or
-adding a number changes the distribution. What else is done to a tensor makes it unknown until it is written anew.
+Tensors that are empty or random are made on the meta device, so that nothing large exists; the rest is as always. The
+code is not told: it sees CPU tensors, as some initializations leave out what would have no effect without values. A
+later whole write replaces the earlier ones; one into a part (a padding row) is put on top. Multiplying or adding a
+number changes the distribution. Any other operation makes the tensor unknown until it is written anew.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Writes(TorchDispatchMode):
         self._hold(tensor, [])
 
     def read(self, tensor: Tensor) -> tuple[Written, ...]:
-        """What `tensor` holds. Raises UnknownError."""
+        """Return the distribution that `tensor` holds. Raises UnknownError."""
         content = self._find(tensor)
         if content is None or not tensor.numel():
             return (Written(_find_constant(tensor), next(self._calls)),)

@@ -1,4 +1,4 @@
-"""Where a program's weights come from: a module, a state_dict, or safetensors on disk, of which rows are read alone."""
+"""Sources of a program's weights: a module, a state_dict, or safetensors on disk, read row by row."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], w
 
 
 class Overlay(Stored):
-    """`first`, and `second` for what it lacks or has on the meta device only."""
+    """A source that takes tensors from `first`, and from `second` if missing or on the meta device there."""
 
     def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
         self._first = first

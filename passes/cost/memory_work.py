@@ -14,7 +14,7 @@ from autoptd.runtime import aten, collectives, kernels
 
 
 def largest(node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node:
-    """The node itself, or the operand that has more elements than its results: a reduction reads them all."""
+    """Return the node, or an operand with more elements than its results: a reduction reads them all."""
 
     def count(node: fx.Node) -> int:
         value = node.meta["val"]

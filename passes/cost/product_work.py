@@ -134,7 +134,7 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node, Value], Iterable[Product]]] = {
 
 
 def find_factors(node: fx.Node) -> list[fx.Node]:
-    """The two tensors that a GEMM multiplies; none for other operators."""
+    """Return the two tensors that a GEMM multiplies; none for other operators."""
     factors = _factors(node) if node.target in PRODUCTS else []
     return factors if len(factors) == 2 else []
 
@@ -160,7 +160,7 @@ def differentiate_product(node: fx.Node, value: Value, wanted: Sequence[fx.Node]
 
 
 def multiply(node: fx.Node, value: Value) -> Work:
-    """A GEMM reads its arguments and writes its result."""
+    """Return the work of a GEMM, which reads its arguments and writes its result."""
     return Work(
         tuple(PRODUCTS[node.target](node, value)),
         read=sum(map(value.bytes, tensor_arguments(node))),
@@ -266,7 +266,7 @@ def _hide(work: Work, beside: Work, reduced: Number) -> Work:
 
 
 def attend(node: fx.Node, value: Value) -> Work:
-    """The scores stay on the chip; of each row a statistic is kept (Dao et al., "FlashAttention", 2022)."""
+    """Return the work of attention whose scores stay on the chip, with a statistic per row (FlashAttention, 2022)."""
     return Work(
         tuple(_attention(node, value)),
         read=sum(map(value.bytes, tensor_arguments(node))),
@@ -276,7 +276,7 @@ def attend(node: fx.Node, value: Value) -> Work:
 
 
 def differentiate_attention(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The scores again, and four products; before them each row's sum of gradient times result."""
+    """Return the work of the scores again and four products, after each row's sum of gradient times result."""
     scores, context = _attention(node, value)
     batch, queries, keys, size = scores.batch, scores.rows, scores.columns, scores.inner
     products = (

@@ -78,7 +78,7 @@ class Ledger:
 
     @property
     def nodes(self) -> Iterable[fx.Node]:
-        """The calls of the stage."""
+        """Return the calls of the stage."""
         return self._saved.keys()
 
     def saved(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:

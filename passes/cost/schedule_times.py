@@ -1,4 +1,4 @@
-"""What a schedule makes of its stages: when each action runs, and how many microbatches are alive."""
+"""Time a schedule of given stages: when each action runs, and how many microbatches are alive."""
 
 from __future__ import annotations
 

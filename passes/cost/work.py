@@ -1,8 +1,8 @@
-"""What an operator computes, moves and communicates on one rank: the one statement of its cost.
+"""State what an operator computes, moves and communicates on one rank: the one statement of its cost.
 
 The rules (`product_work`, `memory_work`) hold for any kind of number. They read the sizes of tensors from a `Sizes`:
-one rank's integers, or expressions in the field's letters; what a rule decides, it decides by the integers.
-How long the work takes is a matter of the device.
+one rank's integers, or expressions in the field's letters; decisions in a rule use the integers. The time that the
+work takes depends on the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
-    """The forward of one node of a stage's graph. Views cost nothing."""
+    """Return the work of one node's forward. Views cost nothing."""
     if node.op != "call_function" or is_free(node):
         return Work()
     rule: Any = (
@@ -41,13 +41,11 @@ def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
 def backward_work(
     node: fx.Node, trained: Container[fx.Node] | None = None, sizes: Sizes = local_sizes
 ) -> Work:
-    """The backward of one node: gradients of its arguments from those of its results.
+    """Return the work of one node's backward: gradients of its arguments from those of its results.
 
-    Included is that the gradients of a value with several readers are summed, and that a parameter's gradient is
-    added to those of the microbatches before. Views cost nothing but where a gradient must be put together.
-
-    Args:
-        trained: the values that have a gradient (see `find_trained`); by default all that may have one.
+    It includes the sum of the gradients of a value with several readers, and adding a parameter's gradient to those of
+    earlier microbatches. Views cost nothing unless a gradient must be put together. `trained` are the values that have
+    a gradient (see `find_trained`); by default all that may have one.
     """
 
     def has_gradient(node: fx.Node) -> bool:
@@ -70,7 +68,7 @@ def backward_work(
 
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
-    """What rewriting stages saves of a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
+    """Describe what rewriting stages saves in a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
     old, new = (
         sum((forward_work(node) for stage in stages for node in stage.graph.nodes), Work())
         for stages in (before, after)
@@ -85,7 +83,7 @@ def _is_rearranged(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the forward only looks at its argument's memory in another way. Contiguous copies are not free."""
+    """Return whether the forward only views its argument's memory differently. Contiguous copies are not free."""
     if node.target is operator.getitem or node.target is collectives.take_own:
         return True
     if node.target is collectives.copy_to_tensor:

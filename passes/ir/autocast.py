@@ -106,7 +106,7 @@ class Autocast:
     enabled: bool = True
 
     def policy(self, target: object) -> Policy | None:
-        """What becomes of the arguments of `target`; None: nothing."""
+        """Return how autocast treats the arguments of `target`; None if it does not."""
         if not self.enabled or not isinstance(target, OpOverload) or target.namespace != "aten":
             return None
         overload = target._overloadname

@@ -1,4 +1,4 @@
-"""Which values of a stage have a gradient, and which of them a result's gradient reaches."""
+"""Find the values of a stage that have a gradient, and those that a result's gradient reaches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from autoptd.runtime import aten
 
 
 def find_trained(stage: Stage) -> set[fx.Node]:
-    """The values of a stage that have a gradient: they depend on a trainable parameter, or on a received value that
-    wants one."""
+    """Return the values that have a gradient, from a trainable parameter or a received value that wants one."""
     trained: set[fx.Node] = set()
     for node in stage.graph.nodes:
         if node.op == "get_attr":
@@ -29,7 +28,7 @@ def find_trained(stage: Stage) -> set[fx.Node]:
 
 
 def find_reached(results: Iterable[fx.Node], trained: Container[fx.Node]) -> set[fx.Node]:
-    """The values among the `trained` that a gradient of `results` reaches."""
+    """Return the values among the `trained` that a gradient of `results` reaches."""
 
     def parts(node: fx.Node) -> list[fx.Node]:
         return [source for source in node.all_input_nodes if source in trained]
@@ -38,7 +37,7 @@ def find_reached(results: Iterable[fx.Node], trained: Container[fx.Node]) -> set
 
 
 def may_be_trained(node: fx.Node) -> bool:
-    """Whether a value may have a gradient, as far as its node says it."""
+    """Return whether a value may have a gradient, judged by its node alone."""
     if not has_gradients(node.meta.get("val")):
         return False
     if node.op == "placeholder":

@@ -31,7 +31,7 @@ class Propagation:
         self.known: dict[Key, Any] = {}
 
     def run(self, node: fx.Node) -> Any:
-        """The meta value of a ``call_function`` node, from its arguments' values."""
+        """Return the meta value of a ``call_function`` node, from its arguments' values."""
         args, place = node.args, _operator_place(node.target)
         if place is not None:  # the number of a dropout says nothing about shapes
             args = (*args[:place], *args[place + 1 :])

@@ -16,13 +16,13 @@ _INDEX = re.compile(r"_(\d+)(?=_|$)")
 
 
 def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
-    """A copy of `graph` without dead nodes, each node named after its module path and operator.
+    """Copy `graph` without dead nodes, each node named after its module path and operator.
 
-    What depends on no more than `buffers` comes in the order of its uses, whatever the model's own: some of
-    transformers' make tables in a set's order, which differs from process to process.
+    Values that depend on no more than `buffers` come in the order of their uses, whatever the model's own order: some
+    models of transformers make tables in a set's order, which differs from process to process.
 
-    The last node of a leaf module's call is named after the module itself; containers round the first indexed
-    list ("transformer", "model") are left out. Equal graphs get equal names.
+    The last node of a leaf module's call is named after the module itself; containers around the first indexed list
+    ("transformer", "model") are left out. Equal graphs get equal names.
     """
     live = live_nodes(graph)
     containers = find_containers(info(node).path for node in live)
@@ -52,7 +52,7 @@ def rename_nodes(graph: fx.Graph) -> fx.Graph:
 
 
 def short_path(path: str, containers: tuple[str, ...]) -> str:
-    """A module path as an identifier: "transformer.h.6.attn" -> "h6_attn"."""
+    """Return a module path as an identifier: "transformer.h.6.attn" -> "h6_attn"."""
     for container in containers:
         if path == container or path.startswith(container + "."):
             path = path[len(container) + 1 :]
@@ -61,7 +61,7 @@ def short_path(path: str, containers: tuple[str, ...]) -> str:
 
 
 def live_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that the output needs, and all placeholders, in graph order."""
+    """Return the nodes that the output needs, and all placeholders, in graph order."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op in ("output", "placeholder") or node in live:
@@ -90,7 +90,7 @@ def _order_constants(nodes: list[fx.Node], buffers: Container[str]) -> Iterator[
 
 
 def find_containers(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths round a list's own name, longest first: "transformer" of "transformer.h.6"."""
+    """Return the paths around a list's own name, longest first: "transformer" of "transformer.h.6"."""
     found: set[str] = set()
     for path in dict.fromkeys(paths):
         parts = path.split(".")
@@ -140,7 +140,7 @@ SHORT_WORDS = {
 
 
 def operator_word(target: Any) -> str:
-    """An operator's plain name: aten.add.Tensor -> "add"."""
+    """Return an operator's plain name: aten.add.Tensor -> "add"."""
     packet = getattr(target, "overloadpacket", target)
     word = str(getattr(packet, "__name__", packet)).strip("_")
     return SHORT_WORDS.get(word, word)

@@ -15,18 +15,18 @@ from autoptd.runtime import kernels
 
 
 def dim_place(node: fx.Node) -> int:
-    """Which argument of a reduction is its dimensions: norms have their order before."""
+    """Return the position of a reduction's dimensions: after the order of a norm."""
     return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
 
 
 def named_dims(node: fx.Node) -> Any:
-    """The dimensions that a reduction names, as it does; None where it is over all."""
+    """Return the dimensions that a reduction names, as written; None if it is over all."""
     given = argument(node, dim_place(node), "dim")
     return None if given == [] or isinstance(given, bool) else given  # var(x, unbiased)
 
 
 def reduced_dims(node: fx.Node, rank: int) -> list[int]:
-    """The dimensions that a reduction of `rank` dimensions is over."""
+    """Return the dimensions that a reduction of `rank` dimensions is over."""
     given = named_dims(node) if rank else None
     return (
         list(range(rank))
@@ -45,14 +45,14 @@ def refuse_random(node: fx.Node, target: Any) -> None:
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of the node's call, by position or by its schema name."""
+    """Return an argument of the node's call, by position or by its schema name."""
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:
-    """The values among the call's arguments, in order; one that is given twice is there twice."""
+    """Return the nodes among the call's arguments, in order and with repetitions."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -63,7 +63,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def has_gradients(value: object) -> bool:
-    """Whether autograd knows gradients of such a result, the first of several: of floating and of complex numbers."""
+    """Return whether such a result, or the first of several, can have a gradient: floating or complex numbers."""
     first = value[0] if isinstance(value, (tuple, list)) else value
     return isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
 
@@ -75,7 +75,7 @@ def wants_gradient(node: fx.Node) -> bool:
 
 
 def where(node: fx.Node) -> str:
-    """The node's place as the user knows it: "h.0.attn.c_attn (gpt.py:52)"."""
+    """Return the node's place in the user's model: "h.0.attn.c_attn (gpt.py:52)"."""
     path, line = info(node).path or node.name, info(node).line
     return f"{path} ({line})" if line else str(path)
 
@@ -83,7 +83,7 @@ def where(node: fx.Node) -> str:
 def walk(
     nodes: Iterable[fx.Node], parts: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
 ) -> Iterator[fx.Node]:
-    """`nodes`, their `parts`, theirs and so on, each once; by default all that `nodes` are computed from."""
+    """Yield `nodes`, their `parts`, theirs and so on, each once; by default all that `nodes` are computed from."""
     pending = list(nodes)
     seen = set(pending)
     while pending:
@@ -95,22 +95,22 @@ def walk(
 
 
 def loads_under(node: fx.Node) -> set[fx.Node]:
-    """The loads of parameters, buffers and constants that a value is computed from; itself, if it is one."""
+    """Return the loads of parameters, buffers and constants under a value, which may be a load itself."""
     return {n for n in walk([node]) if n.op == "get_attr"}
 
 
 def is_lifted(name: str) -> bool:
-    """Whether a tensor is one of the forward's code, not of the user's modules."""
+    """Return whether a tensor stems from the forward's code, not from the user's modules."""
     return name.rpartition(".")[2].startswith("lifted_tensor_")
 
 
 def aten_name(target: Any) -> str:
-    """ "linear" of ``aten.linear.default``; empty for what is no operator of torch's dispatcher."""
+    """Return "linear" of ``aten.linear.default``; "" for a target that is not an operator of torch's dispatcher."""
     return target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
 
 
 def operator_name(target: Any) -> str:
-    """The name rules are kept under: "aten.linear", "kernels.dropout", "mylib.op"."""
+    """Return the key of an operator's rules: "aten.linear", "kernels.dropout", "mylib.op"."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket)
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -120,19 +120,19 @@ def operator_name(target: Any) -> str:
 
 
 def called(node: fx.Node) -> str:
-    """The call as messages name it, alike in all layers: "aten.cumsum (gpt.py:52)"."""
+    """Return the call's name in messages, alike in all layers: "aten.cumsum (gpt.py:52)"."""
     line = info(node).line
     return operator_name(node.target) + (f" ({line})" if line else "")
 
 
 def values_taken(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a group of calls takes from outside, beside parameters and the rank, in the order of use."""
+    """Return the values that a group of calls takes from outside, besides parameters and the rank, in order of use."""
     inside = set(nodes)
     sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     return [s for s in sources if s not in inside and s.op != "get_attr" and info(s).role != "rank"]
 
 
 def values_given(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a group of calls is read for outside, in their order."""
+    """Return the values of a group of calls that are read outside, in order."""
     inside = set(nodes)
     return [node for node in nodes if not inside.issuperset(node.users)]

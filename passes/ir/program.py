@@ -73,7 +73,7 @@ class Program:
     def replace_stages(
         self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()
     ) -> Program:
-        """The same program with other stages, one more log line, and what these were `proved` of."""
+        """Return the program with other stages, one more log line, and the buffers that these were `proved` of."""
         return replace(self, stages=stages, log=(*self.log, entry), proved=self.proved | proved)
 
 
@@ -81,7 +81,7 @@ Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy whose nodes have ``meta`` dicts of their own (values shared: replace them, never mutate)."""
+    """Copy a graph, with its own ``meta`` dicts per node (values are shared: replace them, never mutate)."""
     copy = fx.Graph()
     copy.set_codegen(graph._codegen)
     values: dict[fx.Node, fx.Node] = {}

@@ -22,10 +22,10 @@ _SPLITS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
 
 
 def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """`graph`, or where it has attention as two products a copy whose packed projections give their parts one by one.
+    """Return `graph`, or a copy whose packed projections return their parts one by one, for attention as two products.
 
-    These are linears (or ``addmm``, with or without a reshape of its rows) whose only reader splits them into equal
-    parts, each of which is split further, into heads.
+    Packed projections are linears (or ``addmm``, with or without a reshape of its rows) whose only reader splits them
+    into equal parts, each of which is split further, into heads.
     """
     if not any(_is_product(node) for node in graph.nodes):
         return graph

@@ -1,8 +1,8 @@
-"""How each operator is written when batch and sequence of its arguments changed places (see `layout`).
+"""Write each operator for arguments whose batch and sequence changed places (see `layout`).
 
-A rule takes the mover and a node, writes the operator on what stands for its arguments, and returns that with the
-form of its result; None where it cannot, and then the arguments get the user's order back. A rule may say of a result
-that it is moved only if it is exactly the user's value with batch and sequence exchanged.
+A rule takes the writer and a node, writes the operator on the new arguments, and returns that with the dimension order
+of its result; None if it cannot, and then the arguments get the user's order back. A rule may call a result moved only
+if it is exactly the user's value with batch and sequence exchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def over_last(m: LayoutWriter, node: fx.Node) -> Written:
 
 
 def addmm(m: LayoutWriter, node: fx.Node) -> Written:
-    """bias + rows x weight: a bias of one dimension is the same for all rows."""
+    """Write bias + rows x weight: a bias of one dimension is the same for all rows."""
     bias, x, weight = node.args[:3]
     form = m.form(x)
     if form.holds(1) or len(m.form(bias).dims) > 1 or m.is_moved(weight):

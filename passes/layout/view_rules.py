@@ -1,4 +1,4 @@
-"""How views, cuts and joins are written when batch and sequence changed places (see `layout_rules`)."""
+"""Write views, cuts and joins for arguments whose batch and sequence changed places (see `rules`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rule = Callable[[LayoutWriter, fx.Node], Written]
 
 
 def aligned(form: Form, out: Form) -> bool:
-    """Is the argument's pair the result's?"""
+    """Return whether the argument's pair is the result's."""
     if form.pair is None or out.pair is None:
         return False
     behind = len(out.dims) - len(form.dims)
@@ -27,7 +27,7 @@ def aligned(form: Form, out: Form) -> bool:
 
 
 def reshape(m: LayoutWriter, node: fx.Node) -> Written:
-    """Where batch and sequence stay neighbours, the same reshape of the moved value."""
+    """Write the same reshape of the moved value if batch and sequence stay neighbours."""
     source, shape = node.args[0], list(shape_of(node))
     form = m.form(source)
     out = Form(regroup(form.dims, shape))
@@ -135,7 +135,7 @@ def resize(position: int, name: str = "dim", default: int | None = 0) -> Rule:
 
 
 def replace_dim(node: fx.Node, position: int, name: str, dim: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with another dimension."""
+    """Return the call's arguments with another dimension."""
     args, kwargs = list(node.args), dict(node.kwargs)
     if position < len(args):
         args[position] = dim

@@ -1,4 +1,4 @@
-"""What a layout rule reads and writes: each value of the old graph as the new graph holds it."""
+"""Map each value of the old graph to the new one, for layout rules to read and write."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LayoutWriter:
         return isinstance(found, Form) and found.moved
 
     def value(self, node: Any) -> Any:
-        """What stands for a value, as the new graph holds it; a number, or None, for itself."""
+        """Return the new graph's node for a value; a number, or None, as it is."""
         if not isinstance(node, fx.Node):
             return node
         if node not in self.values:  # token numbers, when they are first read
@@ -59,7 +59,7 @@ class LayoutWriter:
         return self.values[node]
 
     def restore(self, node: Any) -> Any:
-        """What stands for a value, in the user's order."""
+        """Return the new graph's node for a value, in the user's order."""
         if not isinstance(node, fx.Node) or not self.is_moved(node):
             return self.value(node)
         key = ("user", node)
@@ -71,7 +71,7 @@ class LayoutWriter:
         return self.made[key]
 
     def fit(self, node: Any, out: Form) -> Any:
-        """What stands for an argument of an operator whose result has form `out`: broadcast against that."""
+        """Return the argument of an operator whose result has the order `out`, broadcast against it."""
         if not isinstance(node, fx.Node) or node not in self.forms or not out.moved or out.pair is None:
             return self.restore(node)
         form, (at, merged) = self.form(node), out.pair
@@ -96,7 +96,7 @@ class LayoutWriter:
     def write(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
     ) -> fx.Node:
-        """The operator that is being rewritten, on new arguments."""
+        """Write the operator that is being rewritten, on new arguments."""
         node = self.current
         new = self.graph.create_node(
             "call_function", target or node.target, args, dict(kwargs or {}), name=node.name
@@ -106,7 +106,7 @@ class LayoutWriter:
         return new
 
     def undo(self, node: fx.Node, args: tuple[Any, ...], target: Any = None) -> fx.Node:
-        """The operator `node` on arguments in the user's order; of an unfamiliar operator, in memory too."""
+        """Write the operator `node` on arguments in the user's order; for an unfamiliar operator, in memory too."""
         name = called(node)
         if any(map(self.is_moved, node.all_input_nodes)):
             self.undone[name] += 1
@@ -121,14 +121,14 @@ class LayoutWriter:
         return value  # type: ignore[no-any-return]
 
     def add(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        """A further operator in front of, or behind, the one that is being rewritten."""
+        """Write a further operator before or after the one that is being rewritten."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, None, info(self.current).place)
         new.meta["val"] = self.strides.visit(new)
         return new
 
     def permute(self, value: fx.Node, order: Sequence[int], name: str) -> fx.Node:
-        """`value` with its dimensions in another order; itself where that changes nothing."""
+        """Permute the dimensions of `value`; return it as it is if that changes nothing."""
         changed = [d for d, source in enumerate(order) if d != source]
         if not changed:
             return value

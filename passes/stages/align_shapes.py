@@ -12,10 +12,10 @@ from autoptd.passes.structure.linear_order import Row
 
 
 def align_cut(program: Program, first: Program, positions: Sequence[int]) -> tuple[int, ...]:
-    """Where to cut the one stage of `program` as that of `first`, of another input shape, is cut at `positions`.
+    """Return the cut of the one stage of `program` that corresponds to `positions` in `first`, of another input shape.
 
-    Both are of a `Row`'s items, which are matched by their modules and operators, in their order. Raises ValueError
-    for a cut that may not stand at its counterpart.
+    Both are positions of a `Row`'s items, which are matched by their modules and operators, in order. Raises
+    ValueError for a cut that is not allowed at its counterpart.
     """
     own, other = Row(program.stages[0]), Row(first.stages[0])
     allowed, aligned = own.allowed(), [0]

@@ -97,7 +97,7 @@ class CostSequence:
         return int(self.rank_sums(self.stage_bytes(cut)).max())
 
     def take(self, kept: Ints) -> CostSequence:
-        """The same sequence with the places of numbers `kept` only (ascending)."""
+        """Return the same sequence with the places of numbers `kept` only (ascending)."""
         work = (self.start + self.end)[kept]
         return replace(
             self,
@@ -192,7 +192,7 @@ def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> 
 
 
 def minimize_slowest_stage(sequence: CostSequence, room: Ints | None) -> Ints | None:
-    """The cut whose slowest stage costs least, by bisection; None when no cut keeps every stage's `room`."""
+    """Return the cut whose slowest stage costs least, by bisection; None if no cut keeps every stage's `room`."""
     found = place_cuts(sequence, UNLIMITED, room)
     if found is None:
         return None
@@ -212,11 +212,11 @@ def minimize_slowest_stage(sequence: CostSequence, room: Ints | None) -> Ints | 
 
 
 def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
-    """A cut whose slowest *rank* costs less than that of `start`, by bisection; `start` where none is found.
+    """Return a cut whose slowest *rank* costs less than that of `start`, by bisection, or `start` if there is none.
 
-    A rank's time is divided evenly over its stages, but no stage gets less than its largest unit, and the slowest
-    none less than it has: `start` has the least possible one, such as a heavy head. Beside it a rank's other stages
-    become small.
+    A rank's time is divided evenly over its stages, but no stage gets less than its largest unit, and the slowest none
+    less than it has: `start` has the least possible one, such as a heavy head. A rank's other stages become small
+    beside it.
     """
     units = np.maximum.reduceat(np.diff(sequence.start + sequence.end) // 2, start[:-1])
     costs = sequence.stage_costs(start)

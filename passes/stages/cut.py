@@ -130,7 +130,7 @@ def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
 
 
 def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
-    """What each stage receives from the one before it, in the order of its arguments."""
+    """Return the values that each stage receives from the previous one, in the order of its arguments."""
     return tuple(
         tuple(make_boundary(node) for node in stage.graph.nodes if info(node).role == "boundary")
         for stage in program.stages
@@ -155,7 +155,7 @@ def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def name_held(row: Row, items: Iterable[fx.Node]) -> set[str]:
-    """The names of the tensors that a stage of `items` holds: what it reads, and what its constants are made of."""
+    """Return the names of the tensors that a stage of `items` holds: parameters, and the sources of its constants."""
     names = _loads(row.needed(items))
     return names | _loads(_select_constants(row.stage.constants, names).nodes)
 

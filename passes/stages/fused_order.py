@@ -1,8 +1,9 @@
-"""What a row of operators takes as the kernels that they become once it is cut.
+"""Time a row of operators as the kernels that they become after the cut.
 
-Stages are cut before kernels join their operators: the end of a layer with the begin of the next is one kernel, and
-between them is the narrowest place. So the whole is finished as if it were one stage, and a kernel's time divided over
-its operators. A cut within it costs what its two parts, each finished by itself, take more than the whole.
+Stages are cut before kernels join their operators: the end of a layer and the beginning of the next are one kernel,
+and between them is the narrowest place. So the whole is finished as if it were one stage, and a kernel's time is
+divided over its operators. A cut within it costs the time that its two parts, each finished by itself, take more than
+the whole.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Uncut:
 
     @property
     def units(self) -> int:
-        """The most stages that the row can be cut into."""
+        """Return the most stages that the row can be cut into."""
         busy = [0, *accumulate(_works(node) for node in self.row.items)]
         return 1 + len({at for at, fit in zip(busy, self.fit, strict=False) if fit} - {0, busy[-1]})
 

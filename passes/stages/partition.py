@@ -52,7 +52,7 @@ class Cut:
 
     @property
     def gap(self) -> float:
-        """How far the slowest rank is above the lower bound, as a fraction of it."""
+        """Return how far the slowest rank is above the lower bound, as a fraction of it."""
         return self.bottleneck / self.lower_bound - 1
 
 
@@ -123,7 +123,7 @@ def cut_sequence(
 
 
 def count_pieces(sequence: CostSequence) -> int:
-    """The most stages that the sequence could be cut into."""
+    """Return the most stages that the sequence could be cut into."""
     return len(np.unique(sequence.start + sequence.end)) - 1
 
 

@@ -1,6 +1,6 @@
-"""Which cut makes the shortest step: candidates, each balanced in another way, and the schedule to judge them.
+"""Choose the cut with the shortest step: candidates, each balanced in another way, and the schedule to judge them.
 
-The slowest rank's work says how fast a pipeline can be. With several chunks a rank (SC21 §2.2), how fast it is also
+The slowest rank's work bounds the speed of a pipeline. With several chunks per rank (SC21 §2.2), the speed also
 depends on where they are uneven: ranks with equal sums wait for each other. So the step itself decides.
 """
 
@@ -78,7 +78,7 @@ class Pipeline:
 
     @property
     def num_actions(self) -> int:
-        """What a walk takes, for one cut or for many."""
+        """Return the number of actions that a walk takes, for one cut or for many."""
         return sum(map(len, self._orders.values()))
 
     def of_cuts(self, positions: Ints) -> Ints:
@@ -146,11 +146,11 @@ def choose_cut(
     num_microbatches: int,
     memory_limit: int | None,
 ) -> Choice:
-    """The cut whose simulated step is shortest, of those that fit in memory if any does.
+    """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
-    With one chunk a rank that is the one with the least slowest rank, which a dynamic programme finds. With several,
-    each of the `SEARCHES`' is moved as long as its step becomes shorter, and the best is taken. Raises ValueError for
-    more stages than units (see `cut_sequence`).
+    With one chunk per rank it is the cut with the fastest slowest rank, which a dynamic programme finds. With several,
+    the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and the best is taken. Raises
+    ValueError for more stages than units (see `cut_sequence`).
     """
     found: dict[tuple[int, ...], Cut] = {}
     for ceiling, effort in SEARCHES if num_stages > num_pipeline_ranks else SEARCHES[:1]:

@@ -28,7 +28,7 @@ Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def find_stacks(program: Program) -> list[list[Layer]]:
-    """The stacks of layers of a cut program, in order; the layers of one stack follow each other directly.
+    """Return the stacks of layers of a cut program, in order; the layers of one stack follow each other directly.
 
     A first layer that does more than the others (it makes the table that they all read) belongs to them.
     """

@@ -33,10 +33,10 @@ def find_axes(
 
 
 def user_rules(rules: Mapping[Any, str] | None) -> dict[str, Rule]:
-    """The user's ``rules=`` by operator name.
+    """Return the user's ``rules=`` by operator name.
 
-    Keys are operators (``torch.ops.mylib.op``) or their names ("mylib.op", "mylib::op"), values texts as
-    `axis_rules` describes them. Raises TypeError or ValueError for others.
+    Keys are operators (``torch.ops.mylib.op``) or their names ("mylib.op", "mylib::op"), values texts as `axis_rules`
+    describes them. Raises TypeError or ValueError for others.
     """
     table = {}
     if rules is not None and not isinstance(rules, Mapping):

@@ -60,7 +60,7 @@ Axes = tuple[Axis, ...]
 
 
 def find(axis: Axis) -> Axis:
-    """The representative of the axis's class."""
+    """Return the representative of the axis's class."""
     while axis.parent is not None:
         if axis.parent.parent is not None:
             axis.parent = axis.parent.parent
@@ -69,7 +69,7 @@ def find(axis: Axis) -> Axis:
 
 
 def vanishes(axis: Axis) -> bool:
-    """Whether the axis is one index that says nothing."""
+    """Return whether the axis is a single index that says nothing."""
     axis = find(axis)
     return axis.size == 1 and not axis.kept
 
@@ -84,7 +84,7 @@ def block(axis: Axis, reason: str) -> None:
 
 
 def product(parts: Sequence[Axis]) -> Axis:
-    """The axis that runs over all `parts`, outermost first, without those that vanish."""
+    """Return the axis that runs over all `parts`, outermost first, without those that vanish."""
     parts = tuple(p for p in map(find, parts) if not vanishes(p))
     if len(parts) == 1:
         return parts[0]
@@ -94,7 +94,7 @@ def product(parts: Sequence[Axis]) -> Axis:
 
 
 def factors(axis: Axis) -> list[Axis]:
-    """The product's parts down to leaves and sums, outermost first, without those that vanish."""
+    """Return the product's parts down to leaves and sums, outermost first, without those that vanish."""
     axis = find(axis)
     if axis.kind == "product":
         return [f for part in axis.parts for f in factors(part)]
@@ -157,7 +157,7 @@ def split_product(axis: Axis, sizes: Sequence[int]) -> list[Axis] | None:
 
 
 def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis] | None:
-    """What ``view`` does: regroup dimensions `axes` into dimensions of `sizes`; None where factors cross."""
+    """Regroup dimensions `axes` into dimensions of `sizes`, as ``view`` does; return None if factors cross."""
     pending = [f for axis in axes for f in factors(axis)][::-1]
     sizes = list(sizes)
     result: list[Axis] = []

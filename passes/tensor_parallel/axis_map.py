@@ -58,11 +58,11 @@ class AxisMap:
         return self.results.get(node) or ((self.axes[node],) if node in self.axes else ())
 
     def is_weight(self, node: Any) -> bool:
-        """Is it a parameter, perhaps transposed or viewed?"""
+        """Return whether a value is a parameter, perhaps transposed or viewed."""
         return node in self.weights
 
     def reads_batch(self, node: Any) -> bool:
-        """Does it depend on the batch?"""
+        """Return whether a value depends on the batch."""
         return node in self.batch
 
     def contract(self, node: fx.Node, first: Axis, second: Axis) -> None:

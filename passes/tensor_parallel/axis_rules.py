@@ -23,9 +23,9 @@ from autoptd.passes.tensor_parallel.axis_map import AxisMap, Rule
 
 
 def text_rule(text: str) -> Rule:
-    """The rule that a text such as ``"b s h!, h f -> b s f"`` stands for.
+    """Return the rule of a text such as ``"b s h!, h f -> b s f"``.
 
-    Raises ValueError where the text is not of that form.
+    Raises ValueError if the text does not have that form.
     """
     sides = text.split("->")
     if len(sides) != 2:

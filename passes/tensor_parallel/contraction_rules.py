@@ -1,4 +1,4 @@
-"""What products, lookups, losses and reductions say about axes (see `axis_rules`)."""
+"""Relate the axes of products, lookups, losses and reductions (see `axis_rules`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = "runs over it"
 
 
 def linear(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """[.., in] x [out, in] -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel when it is divided)."""
+    """Relate [.., in] x [out, in] -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel if it is divided)."""
     x, weight = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     axis_map.contract(node, x[-1], weight[1])
     bias = argument(node, 2, "bias")
@@ -29,7 +29,7 @@ def linear(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def split_linear(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """[.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, for the bias is added here."""
+    """Relate [.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, as the bias is added here."""
     x, weight, bias, _, transposed = *node.args[:4], argument(node, 4, "transposed", False)
     own, (rows, columns) = axis_map.of(x), axis_map.of(weight)
     inner, outer = (rows, columns) if transposed else (columns, rows)
@@ -47,7 +47,7 @@ def split_linear(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def addmm(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """bias + [n, in] x [in, out]: what a weight stored in x out becomes."""
+    """Relate bias + [n, in] x [in, out], which a weight stored in x out becomes."""
     bias, x, weight = (axis_map.of(a) for a in node.args[:3])
     axis_map.contract(node, x[1], weight[0])
     out = (x[0], weight[1])
@@ -58,7 +58,7 @@ def addmm(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def matmul(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A product with a weight is a ``linear``; one of two activations is attention: heads outside, no contraction."""
+    """Relate a product with a weight as a ``linear``, and one of two activations as attention: heads outside."""
     first, second = node.args[0], node.args[1]
     x, y = axis_map.of(first), axis_map.of(second)
     if len(y) == 1 or len(x) == 1:
@@ -111,7 +111,7 @@ def attention(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def scaled_softmax(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """The softmax of an attention: the mask spreads over the scores, queries and keys stay whole."""
+    """Relate the softmax of an attention: the mask spreads over the scores, queries and keys stay whole."""
     own = broadcast(axis_map, node)
     for axis in own[-2:]:
         ax.block(axis, f"{called(node)} {ATTENTION}")
@@ -119,7 +119,7 @@ def scaled_softmax(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def embedding(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A lookup contracts the vocabulary: one-hot(ids) x weight."""
+    """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
     weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     axis_map.contractions[node] = weight[0]
     if not axis_map.reads_batch(node.args[1]):
@@ -128,7 +128,7 @@ def embedding(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def cross_entropy(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """The loss contracts the vocabulary (SC21 §2.3: computed without gathering the logits)."""
+    """Contract the vocabulary in the loss (SC21 §2.3: computed without gathering the logits)."""
     logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     weighted = argument(node, 2, "weight") is not None or argument(node, 5, "label_smoothing", 0.0) != 0.0
     plain = len(logits) == 2 and len(target) == 1 and argument(node, 3, "reduction", 1) in (1, 2)
@@ -140,7 +140,7 @@ def cross_entropy(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def class_loss(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A loss of [N, classes, ..] against [N, ..] that needs the classes whole."""
+    """Keep the classes whole in a loss of [N, classes, ..] against [N, ..]."""
     logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     classes = min(1, len(logits) - 1)
     rest = (*logits[:classes], *logits[classes + 1 :])
@@ -166,7 +166,7 @@ def gather(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def einsum(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A product by its equation: equal letters are one axis; with a weight, what is summed is a contraction."""
+    """Relate a product by its equation: equal letters are one axis; with a weight, a summed letter is a contraction."""
     equation = str(node.args[0]).replace(" ", "")
     operands: Any = node.args[1]
     sides = equation.split("->")
@@ -196,7 +196,7 @@ def einsum(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def reduce_sum(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A sum over one divided axis is a partial sum; other reductions block what they reduce."""
+    """Make the sum over one divided axis a partial sum; other reductions block their dimensions."""
     own = axis_map.of(node.args[0])
     dims = reduced_dims(node, len(own))
     if len(dims) == 1:

@@ -1,4 +1,4 @@
-"""How each operator is called on one tensor rank: local sizes, partial sums, kernels for the vocabulary."""
+"""Write each operator for one tensor rank: local sizes, partial sums, kernels for the vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Lower = Callable[[Lowering, fx.Node], fx.Node]
 
 
 def lower_operator(low: Lowering, node: fx.Node) -> fx.Node:
-    """The call on one rank, by the operator's row in `LOWERINGS`."""
+    """Write the call on one rank, by the operator's row in `LOWERINGS`."""
     return LOWERINGS.get(operator_name(node.target), lower_same)(low, node)
 
 
@@ -46,7 +46,7 @@ def lower_linear(low: Lowering, node: fx.Node) -> fx.Node:
 
 
 def lower_addmm(low: Lowering, node: fx.Node) -> fx.Node:
-    """The same for a weight stored in x out."""
+    """Write the same for a weight stored in x out."""
     if not low.is_divided((low.axis_map.contractions[node],)):
         return low.copy(node)
     return _contract_with_bias(
@@ -136,7 +136,7 @@ def _split_target(node: fx.Node, size: int | list[int]) -> Any:
 
 
 def lower_slice(low: Lowering, node: fx.Node) -> fx.Node:
-    """A run of rows, where it lies on this rank."""
+    """Write a run of rows that lies on this rank."""
     own = low.axis_map.of(node.args[0])
     dim = int(argument(node, 1, "dim", 0)) % len(own)
     if not low.is_divided((own[dim],)):
@@ -223,7 +223,7 @@ def lower_dropout(low: Lowering, node: fx.Node) -> fx.Node:
 
 
 def lower_softmax(low: Lowering, node: fx.Node) -> fx.Node:
-    """An attention's softmax, its dropout keyed like any other."""
+    """Write an attention's softmax, its dropout keyed like any other."""
     new = lower_same(low, node)
     if argument(node, 5, "p", 0.0):
         new.kwargs = {**new.kwargs, **_keyed_by(low, node, low.axis_map.of(node))}

@@ -51,7 +51,7 @@ class Lowering:
         self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
 
     def run(self, lower: Callable[[Lowering, fx.Node], fx.Node]) -> fx.Graph:
-        """The new graph, with every call as `lower` writes it."""
+        """Return the new graph, with every call as `lower` writes it."""
         for node in self.old.nodes:
             if node.op == "output":
                 self.graph.output(self.whole(node.args[0])).meta = dict(node.meta)
@@ -67,7 +67,8 @@ class Lowering:
     # Values
 
     def whole(self, node: Any) -> Any:
-        """What stands for `node`; a partial sum is all-reduced first, and its biases are added once, behind that."""
+        """Return the new value of `node`; a partial sum is all-reduced first, and its biases are added once, after
+        that."""
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]
@@ -87,7 +88,7 @@ class Lowering:
         return self.values[self.axis_map.rank]
 
     def copy(self, node: fx.Node, args: Any = None, kwargs: Any = None, target: Any = None) -> fx.Node:
-        """The node in the new graph, with other arguments or another target."""
+        """Copy the node to the new graph, with other arguments or another target."""
         plain = args is None and kwargs is None
         if plain:
             args = fx.node.map_arg(node.args, self.whole)
@@ -109,7 +110,7 @@ class Lowering:
     def add(
         self, target: Any, args: tuple[Any, ...], like: fx.Node, *, name: str, partial: bool = False
     ) -> fx.Node:
-        """A further node, placed in the user's model where `like` is."""
+        """Add a further node, at the place of `like` in the user's model."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, self.propagation.run(new), info(like).place, partial=partial)
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
@@ -130,7 +131,7 @@ class Lowering:
     # Sizes
 
     def extent(self, axis: Axis) -> int:
-        """The axis's size on one rank."""
+        """Return the axis's size on one rank."""
         axis = ax.find(axis)
         if axis not in self.extents:
             if axis.kind == "leaf":
@@ -141,7 +142,7 @@ class Lowering:
         return self.extents[axis]
 
     def offset(self, axis: Axis, position: int) -> int:
-        """Where global `position` of the axis, a boundary of its segments, lies on one rank."""
+        """Return where global `position` of the axis, a boundary of its segments, lies on one rank."""
         axis = ax.find(axis)
         if position in (0, axis.size):
             return self.extent(axis) if position else 0

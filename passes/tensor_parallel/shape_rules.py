@@ -1,4 +1,4 @@
-"""What operators that keep, move, cut or join dimensions say about axes (see `axis_rules`)."""
+"""Relate the axes of operators that keep, move, cut or join dimensions (see `axis_rules`)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def squeeze(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def expand(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A dimension of size 1 becomes a new axis, the same value at each of its indices."""
+    """Make a dimension of size 1 a new axis, with the same value at each index."""
     own, shape = axis_map.of(node.args[0]), shape_of(node)
     lead = len(shape) - len(own)
     return tuple(
@@ -140,7 +140,7 @@ def unbind(axis_map: AxisMap, node: fx.Node) -> tuple[Axes, ...]:
 
 
 def slice_rows(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A slice makes the axis a sum of segments, of which it takes some."""
+    """Make the axis a sum of segments, of which the slice takes some."""
     own, shape = list(axis_map.of(node.args[0])), shape_of(node)
     dim = int(argument(node, 1, "dim", 0)) % len(own)
     axis, start = ax.find(own[dim]), argument(node, 2, "start") or 0
@@ -194,7 +194,7 @@ def split(axis_map: AxisMap, node: fx.Node) -> tuple[Axes, ...]:
 
 
 def concatenate(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """The joined dimension is the sum of its arguments'."""
+    """Make the joined dimension the sum of its arguments'."""
     sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
     parts = [axis_map.of(s) for s in sources]
     dim = int(argument(node, 1, "dim", 0)) % len(parts[0])
@@ -208,7 +208,7 @@ def concatenate(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def view_as_complex(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """[.., 2] as complex numbers [..]."""
+    """Relate [.., 2] to complex numbers [..]."""
     *own, pair = axis_map.of(node.args[0])
     ax.block(pair, f"{called(node)} makes numbers of it")
     return tuple(own)
@@ -230,7 +230,7 @@ def stack(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def pad(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A padded dimension is a new axis; nothing is known of it."""
+    """Make a padded dimension a new axis, of which nothing is known."""
     own, shape = axis_map.of(node.args[0]), shape_of(node)
     result = []
     for axis, size in zip(own, shape, strict=True):
@@ -248,7 +248,7 @@ def getitem(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def make_new(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A tensor filled with one value: its dimensions are whatever meets them."""
+    """Let the dimensions of a tensor filled with one value match any others."""
     return tuple(Axis(size) for size in shape_of(node))
 
 
@@ -276,7 +276,7 @@ def select_scatter(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def opaque_tensor(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """`opaque`, of an operator with one result."""
+    """Apply `opaque` to an operator with one result."""
     axes: Axes = opaque(axis_map, node)
     return axes
 

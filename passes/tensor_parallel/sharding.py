@@ -73,7 +73,7 @@ def _check_used(rules: Mapping[str, Rule], operators: set[str]) -> None:
 
 
 def find_batch(inputs: tuple[Input, ...], axis_map: AxisMap) -> tuple[tuple[Input, ...], set[Axis]]:
-    """The batch dimension of each input, and its axis where the batch is more than one.
+    """Return the batch dimension of each input, and its axis if the batch is more than one.
 
     The captured guess stands unless some operator needs that axis whole (attention, the sequence of a sequence-first
     model); then it is the first axis that none, or at least no attention, needs whole, or a dimension of size 1.

@@ -38,7 +38,7 @@ class LastStep:
     peak_memory_bytes: int
 
     def as_dict(self) -> dict[str, float]:
-        """The numbers that are known, by name."""
+        """Return the known numbers by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

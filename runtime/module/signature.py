@@ -11,7 +11,7 @@ from autoptd.runtime.program.manifest import Manifest
 
 
 def signed(manifest: Manifest) -> type[Parallel]:
-    """`Parallel` with the signature of the model's own forward, which the Trainer reads for columns and labels."""
+    """Give `Parallel` the signature of the model's own forward, which the Trainer reads for columns and labels."""
 
     @leave_uncompiled
     def forward(self: Parallel, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ BLOCK = 1 << 20  # elements hashed at once
 
 
 def hash_batch(batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """A hash of all tensors of `batch`, their order included: an int64 on `device`."""
+    """Return a hash of all tensors of `batch`, with their order: an int64 on `device`."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in batch.values():
         total = total * _FIRST + hash_words(read_words(tensor))
@@ -24,7 +24,7 @@ def hash_batch(batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
 
 def read_words(tensor: Tensor) -> Tensor:
-    """The bits of each element as an int64, flat."""
+    """Return the bits of each element as an int64, flat."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -34,7 +34,7 @@ def read_words(tensor: Tensor) -> Tensor:
 
 
 def hash_words(words: Tensor) -> Tensor:
-    """The sum of every element mixed with its position, modulo 2**64: an int64."""
+    """Return the sum of every element mixed with its position, modulo 2**64: an int64."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for begin in range(0, words.numel(), BLOCK):
         block = words[begin : begin + BLOCK]

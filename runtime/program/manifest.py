@@ -1,4 +1,4 @@
-"""What a rank must know beside its program text: plain data, written as manifest.json."""
+"""The manifest: what a rank must know besides its program text, as plain data, written to manifest.json."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Manifest:
 
     @property
     def weighing_labels(self) -> Input | None:
-        """The labels by whose valid number microbatches count; None: all count alike."""
+        """Return the labels whose valid count weighs microbatches; None if all weigh alike."""
         return next((labels for labels in self.inputs if labels.weighs), None)
 
     def owners(self, name: str) -> tuple[int, ...]:
@@ -154,5 +154,5 @@ class Manifest:
         return self.owners(name) or (0,)
 
     def is_saved(self, name: str) -> bool:
-        """Whether the user's ``state_dict`` has `name`."""
+        """Return whether the user's ``state_dict`` has `name`."""
         return self.parameters[name].kind != "constant" and name not in self.transient

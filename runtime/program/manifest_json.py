@@ -19,12 +19,12 @@ FORMAT = "autoptd 4"
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as JSON, a line per input, stage and parameter, so that versions compare."""
+    """Write the manifest as JSON, with a line per input, stage and parameter, so that versions compare."""
     return write_fields({"format": FORMAT, **encode(manifest)})
 
 
 def write_fields(fields: Mapping[str, Any]) -> str:
-    """A JSON object, a line for each field and for each item of one."""
+    """Write a JSON object, with a line for each field and for each item of one."""
     lines = []
     for name, value in fields.items():
         if isinstance(value, (dict, list)) and value and name != "mesh":
@@ -57,7 +57,7 @@ def _key(key: str | None) -> str:
 
 
 def encode(value: Any) -> Any:
-    """What JSON can hold of a dataclass, and of what its fields hold."""
+    """Return a JSON value for a dataclass, and for the values of its fields."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Mesh):
@@ -77,7 +77,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, place: str) -> Any:
-    """The `value` that JSON gave for a field of type `kind`; `place` names the field in messages: ValueErrors."""
+    """Return the field of type `kind` from its JSON `value`; `place` names it in messages. Raises ValueError."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value

@@ -1,4 +1,4 @@
-"""How one tensor is divided over the tensor ranks: plain data, and the slicing it means."""
+"""The division of one tensor over the tensor ranks, as plain data, and the slicing that it means."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Placement:
         return tuple(local)
 
     def take(self, tensor: Tensor, size: int, index: int) -> Tensor:
-        """The contiguous slice of a global `tensor` that tensor rank `index` of `size` owns."""
+        """Return the contiguous slice of a global `tensor` that tensor rank `index` of `size` owns."""
         if self.dim is None:
             return tensor.contiguous()
         if self.padding:
@@ -68,9 +68,9 @@ class Placement:
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
 
     def runs(self, size: int, index: int) -> list[tuple[int, int]]:
-        """The global rows that tensor rank `index` of `size` owns, as ascending (first, end), in the slice's order.
+        """Return the global rows of tensor rank `index` of `size` as ascending (first, end), in the slice's order.
 
-        Without the rows of padding, which are the slice's last. Of a divided tensor only.
+        The rows of padding, which are the slice's last, are left out. For a divided tensor only.
         """
         found: list[tuple[int, int]] = []
         begin, end = 0, sum(s.rows for s in self.segments) - self.padding
@@ -89,7 +89,7 @@ class Placement:
         return found
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The global tensor from all tensor ranks' shards, in order: the inverse of `take`."""
+        """Return the global tensor from all tensor ranks' shards, in order: the inverse of `take`."""
         if self.dim is None:
             return shards[0]
         size = len(shards)
@@ -125,13 +125,13 @@ class Draw:
     box: tuple[tuple[int, ...], ...] = ()
 
     def scaled(self, factor: float) -> Draw:
-        """The distribution of `factor` times what this one gives."""
+        """Return the distribution of `factor` times a value of this one."""
         low, high = sorted((self.low * factor, self.high * factor))
         std = self.std * abs(factor)
         return replace(self, value=self.value * factor, mean=self.mean * factor, std=std, low=low, high=high)
 
     def shifted(self, distance: float) -> Draw:
-        """The distribution of what this one gives plus `distance`."""
+        """Return the distribution of a value of this one plus `distance`."""
         return replace(self, **{name: getattr(self, name) + distance for name in _PLACES[self.kind]})
 
 
@@ -165,7 +165,7 @@ class Parameter:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the user's module trains it."""
+        """Return whether the user's module trains it."""
         return self.kind == "parameter" and self.requires_grad
 
     @property

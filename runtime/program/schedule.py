@@ -109,7 +109,7 @@ class Action(NamedTuple):
 
     @property
     def counterpart(self) -> Action:
-        """The action at the other end of the channel; its rank is ``counterpart.stage % p``."""
+        """Return the action at the other end of the channel; its rank is ``counterpart.stage % p``."""
         kind = self.kind
         if kind.computes:
             raise ValueError(f"{self} computes: only a send or a receive has a counterpart")

@@ -37,7 +37,7 @@ _TABLES: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": Ordered
 
 
 def encode_value(value: Any, place: str) -> Any:
-    """What JSON can hold of `value`; TypeError, naming the `place`, for what would not come back as it was."""
+    """Return a JSON value for `value`; raise TypeError, naming the `place`, for one that would not come back equal."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -63,7 +63,7 @@ def encode_value(value: Any, place: str) -> Any:
 
 
 def decode_value(value: Any, place: str) -> Any:
-    """The value that `encode_value` made this JSON of; ValueError for anything else."""
+    """Return the value that `encode_value` turned into this JSON; raise ValueError for anything else."""
     if isinstance(value, list):
         return [decode_value(item, f"{place}[{i}]") for i, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def decode_value(value: Any, place: str) -> Any:
 
 
 def read_json(text: bytes) -> Any:
-    """The JSON in `text`; ValueError for what is not, has a key twice, or is nested too deeply."""
+    """Read the JSON in `text`; raise ValueError if it is not JSON, has a key twice, or is nested too deeply."""
     try:
         return json.loads(text.decode(), object_pairs_hook=_make_table, parse_constant=_refuse_constant)
     except RecursionError:

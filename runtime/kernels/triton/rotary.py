@@ -16,7 +16,7 @@ TILE = 2048  # pairs of a program
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    """`x` has at most 4 dimensions."""
+    """Turn `x`, of at most 4 dimensions, by the tables."""
     dtype = torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     result = torch.empty_like(x, dtype=dtype)
     width, turned = x.shape[-1], cos.shape[-1]
