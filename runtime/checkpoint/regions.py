@@ -111,20 +111,11 @@ def list_regions(
         whole = Region(origin, tuple(shape))
         return [(whole, whole, True)] if prod(shape) else []
     found = []
-    row = local = 0
-    for segment in placement.segments:
-        if segment.divided:
-            width, stride = segment.size // size * segment.inner, segment.size * segment.inner
-            runs = [(row + outer * stride + index * width, width) for outer in range(segment.outer)]
-        else:
-            runs = [(row, segment.rows)]
-        for start, rows in runs:
-            sizes = _put(shape, dim, max(0, min(rows, shape[dim] - start)))
-            if prod(sizes):
-                region, own = (Region(_put(origin, dim, offset), sizes) for offset in (start, local))
-                found.append((region, own, not segment.divided))
-            local += rows
-        row += segment.rows
+    for rows in placement.rows(size, index):
+        sizes = _put(shape, dim, rows.count)
+        if prod(sizes):
+            region, own = (Region(_put(origin, dim, offset), sizes) for offset in (rows.first, rows.local))
+            found.append((region, own, rows.shared))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,6 +30,19 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows `first` to ``first + count`` of a tensor: those from `local` on of a rank's slice.
+
+    They are `shared` if all tensor ranks hold them.
+    """
+
+    first: int
+    local: int
+    count: int
+    shared: bool
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where a tensor lives on the tensor axis: replicated (`dim` None), or divided along `dim`.
 
@@ -48,64 +61,56 @@ class Placement:
             local[self.dim] = sum(s.rows // tensor if s.divided else s.rows for s in self.segments)
         return tuple(local)
 
+    def rows(self, size: int, index: int) -> Iterator[Rows]:
+        """Yield the rows that tensor rank `index` of `size` holds, in order, of a tensor that is divided.
+
+        The rows of padding are left out: they are the last of the rank's slice.
+        """
+        first = local = 0
+        end = sum(segment.rows for segment in self.segments) - self.padding
+        for segment in self.segments:
+            step, count = segment.size * segment.inner, segment.rows
+            starts = [first]
+            if segment.divided:
+                count = segment.size // size * segment.inner
+                starts = [first + outer * step + index * count for outer in range(segment.outer)]
+            for start in starts:
+                if start < end and count:
+                    yield Rows(start, local, min(count, end - start), not segment.divided)
+                local += count
+            first += segment.rows
+
     def take(self, tensor: Tensor, size: int, index: int) -> Tensor:
-        """Return the contiguous slice of a global `tensor` that tensor rank `index` of `size` owns."""
+        """Return the contiguous slice of a global `tensor` that tensor rank `index` of `size` holds."""
         if self.dim is None:
             return tensor.contiguous()
-        if self.padding:
-            pad = list(tensor.shape)
-            pad[self.dim] = self.padding
-            tensor = torch.cat([tensor, tensor.new_zeros(pad)], self.dim)
-        pieces = []
-        for segment, rows in zip(
-            self.segments, tensor.split([s.rows for s in self.segments], self.dim), strict=True
-        ):
-            if segment.divided:
-                width = segment.size // size
-                rows = rows.unflatten(self.dim, (segment.outer, segment.size, segment.inner))
-                rows = rows.narrow(self.dim + 1, index * width, width).flatten(self.dim, self.dim + 2)
-            pieces.append(rows)
+        pieces = [tensor.narrow(self.dim, rows.first, rows.count) for rows in self.rows(size, index)]
+        shape = list(self.local_shape(tensor.shape, size))
+        shape[self.dim] -= sum(piece.shape[self.dim] for piece in pieces)
+        if shape[self.dim] or not pieces:
+            pieces.append(tensor.new_zeros(shape))
         return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
 
     def runs(self, size: int, index: int) -> list[tuple[int, int]]:
-        """Return the global rows of tensor rank `index` of `size` as ascending (first, end), in the slice's order.
-
-        The rows of padding, which are the slice's last, are left out. For a divided tensor only.
-        """
+        """Return the rows of `rows` as ascending (first, end), neighbours joined."""
         found: list[tuple[int, int]] = []
-        begin, end = 0, sum(s.rows for s in self.segments) - self.padding
-        for segment in self.segments:
-            count, width = (
-                (segment.outer, segment.size // size * segment.inner) if segment.divided else (1, 0)
-            )
-            for outer in range(count):
-                first = begin + outer * segment.size * segment.inner + index * width
-                last = min(end, first + (width or segment.rows))
-                if found and found[-1][1] == first:
-                    found[-1] = found[-1][0], last
-                elif first < last:
-                    found.append((first, last))
-            begin += segment.rows
+        for rows in self.rows(size, index):
+            begin = found.pop()[0] if found and found[-1][1] == rows.first else rows.first
+            found.append((begin, rows.first + rows.count))
         return found
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the global tensor from all tensor ranks' shards, in order: the inverse of `take`."""
+        """Return the global tensor of all tensor ranks' shards, in order: the inverse of `take`."""
         if self.dim is None:
             return shards[0]
-        size = len(shards)
-        widths = [s.rows // size if s.divided else s.rows for s in self.segments]
-        columns = [shard.split(widths, self.dim) for shard in shards]
-        pieces = []
-        for number, segment in enumerate(self.segments):
-            parts = [column[number] for column in columns]
-            if segment.divided:
-                shape = (segment.outer, segment.size // size, segment.inner)
-                whole = torch.cat([part.unflatten(self.dim, shape) for part in parts], self.dim + 1)
-                pieces.append(whole.flatten(self.dim, self.dim + 2))
-            else:
-                pieces.append(parts[0])
-        joined = torch.cat(pieces, self.dim)
-        return joined.narrow(self.dim, 0, joined.shape[self.dim] - self.padding)
+        shape = list(shards[0].shape)
+        shape[self.dim] = sum(segment.rows for segment in self.segments) - self.padding
+        whole = shards[0].new_empty(shape)
+        for index, shard in reversed(list(enumerate(shards))):  # rows that all hold are the first rank's
+            for rows in self.rows(len(shards), index):
+                own = shard.narrow(self.dim, rows.local, rows.count)
+                whole.narrow(self.dim, rows.first, rows.count).copy_(own)
+        return whole
 
 
 @dataclass(frozen=True)
