@@ -155,7 +155,7 @@ def test_where_rank_0_cannot_write_every_rank_says_so(tmp_path: Path) -> None:
 
     def work(rank: int) -> tuple[str, bool]:
         parallel = program.bind()
-        with pytest.raises(ValueError, match=r"max_shard_size='5 elephants': expected bytes"):
+        with pytest.raises(ValueError, match=r"max_shard_size='5 elephants': expected the bytes"):
             parallel.export_pretrained(file, max_shard_size="5 elephants")
         try:
             parallel.export_pretrained(file)
@@ -177,7 +177,7 @@ def test_sizes(size: int | str, expected: int) -> None:
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.5, "5", "GB", "0GB", None])
 def test_sizes_that_are_none(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_shard_size=.*expected bytes of a file"):
+    with pytest.raises(ValueError, match=r"max_shard_size=.*expected the bytes of a file"):
         read_size(size)
 
 
@@ -438,7 +438,7 @@ def _leave_pickles(folder: Path) -> None:
         (_lose_a_file, r"lacks 1 of the 3 files of its model\.safetensors\.index\.json: model-00002-of"),
         (_lose_the_index, r"has model-00001-of-00003\.safetensors and no model\.safetensors\.index\.json"),
         (_cut_a_file, r"model-00002-of-00003\.safetensors cannot be read as safetensors"),
-        (_mix_two_models, r"says that \d+ tensors are in files which do not have them"),
+        (_mix_two_models, r"says that \d+ tensors are in files that do not have them"),
         (_point_outside, r"names the file '\.\./elsewhere\.safetensors': expected a file of the same folder"),
         (_spoil_the_index, r"is no index of safetensors files"),
         (_leave_pickles, r"has no safetensors; .*\*\.bin files are pickles: load them with from_pretrained"),

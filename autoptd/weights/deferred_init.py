@@ -1,7 +1,7 @@
-"""Find the first weights of a model on the meta device: those that building it on a real device would draw.
+"""Initial weights of a model on the meta device: the distributions that building it on a real device would draw.
 
-The model's constructor is run again and watched, or `initializer` on a copy; if neither is possible, each module's own
-``reset_parameters``. Nothing is guessed: an uncertain initialization is refused, with the reason.
+The model's constructor is run again and recorded, or `initializer` on a copy; if neither is possible, each module's
+``reset_parameters``. Nothing is guessed: uncertain cases are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autoptd.weights.init_recorder import UnknownError, Writes
 R = TypeVar("R")
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# Methods that a constructor may call without giving any parameter its values: of modules, containers and tensors.
+# Methods of modules, containers and tensors that a constructor may call, since they give no parameter its values.
 _HARMLESS = re.compile(
     "__init__|add_module|append|eval|extend|get|insert|items|join|keys|print|register_(buffer|module|parameter)|"
     "requires_grad_|train|update|values|"
@@ -45,9 +45,9 @@ _HARMLESS = re.compile(
 def read_initial(
     program: Program, *, model: nn.Module, initializer: Callable[[nn.Module], object] | None = None
 ) -> Program:
-    """Give every parameter on the meta device what it begins with, and buffers their values where they are known.
+    """Give every parameter on the meta device its initial distributions, and buffers their values if known.
 
-    Where that cannot be, the program says why, and weights must be given. `model` is left as it is. Raises
+    If that is impossible, the program says why, and weights must be given. `model` is left as it is. Raises
     ValueError for an `initializer` of a model that has weights, TypeError for one that cannot be called.
     """
     if initializer is not None and not callable(initializer):
@@ -78,7 +78,7 @@ def read_initial(
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Run the user's code without printing twice, and with random numbers that are no part of the user's."""
+    """Run the user's code without its prints, and without drawing from the user's random numbers."""
     with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield
@@ -87,9 +87,9 @@ def _undisturbed() -> Iterator[None]:
 def _initialize(
     model: nn.Module, initializer: Callable[[nn.Module], object] | None
 ) -> tuple[nn.Module, Writes, str]:
-    """A twin of `model`, what its initialisation has written, and who did it. Raises UnknownError.
+    """Return a twin of `model`, the writes of its initialisation, and the code that made them. Raises UnknownError.
 
-    An `initializer` goes on from what building the model writes; where that is not known, it is to write all.
+    An `initializer` starts from the writes of building the model; if these are unknown, it must write everything.
     """
     if initializer is None:
         return _build(model)
@@ -97,7 +97,7 @@ def _initialize(
         twin, writes, how = _build(model)
         for own, other in zip(model.modules(), twin.modules(), strict=True):
             given = {k: v for k, v in vars(own).items() if not k.startswith("_") and not _holds_tensors(v)}
-            vars(other).update(given)  # what was set after building too
+            vars(other).update(given)  # attributes that were set after building
     except UnknownError:
         writes = Writes()
         twin, how = _copy_on_meta(model, writes), ""
@@ -149,7 +149,7 @@ def _copy_on_meta(model: nn.Module, writes: Writes) -> nn.Module:
 
 
 def _call(function: Callable[[], R], message: str) -> R:
-    """What the user's `function` gives; UnknownError, beginning with `message`, where it fails."""
+    """Return the result of the user's `function`; UnknownError, beginning with `message`, if it fails."""
     try:
         return function()
     except Exception as error:
@@ -162,7 +162,7 @@ def _call(function: Callable[[], R], message: str) -> R:
 
 
 def _find_arguments(model: nn.Module) -> dict[str, Any] | str:
-    """Copies of what the constructor was given, as it keeps them in attributes; else why that is not known."""
+    """Return copies of the constructor's arguments, from the attributes that keep them; or why they are unknown."""
     kind = type(model)
     if _is_torchs(kind):
         return f"{kind.__name__} keeps no arguments of its constructor"
@@ -186,7 +186,7 @@ def _holds_tensors(value: object) -> bool:
 
 
 def _compare(model: nn.Module, twin: nn.Module, arguments: Mapping[str, object]) -> None:
-    """Raise UnknownError unless `twin`, made from `arguments`, is built as `model` is, and as often written."""
+    """Raise UnknownError unless `twin`, made from `arguments`, has the modules and number of writes of `model`."""
     kind = type(model).__name__
     for name, value in arguments.items():
         kept = vars(twin).get(name)
@@ -213,7 +213,7 @@ def _list_structure(model: nn.Module) -> Iterator[str]:
 
 
 def _compare_versions(model: nn.Module, twin: nn.Module) -> None:
-    """Raise UnknownError where a parameter of `model` was written more often than its initialisation writes it."""
+    """Raise UnknownError if a parameter of `model` was written more often than its initialisation writes it."""
     for name, parameter in twin.named_parameters():
         extra = model.get_parameter(name)._version - parameter._version
         if extra > 0:
@@ -224,7 +224,7 @@ def _compare_versions(model: nn.Module, twin: nn.Module) -> None:
 
 
 def _reset(twin: nn.Module) -> None:
-    """Initialise every module that has parameters of its own, the inner ones first, as constructors do."""
+    """Initialise every module with parameters of its own, inner ones first, as constructors do."""
     for path, module in reversed(list(twin.named_modules())):
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own and not callable(getattr(module, "reset_parameters", None)):
@@ -235,7 +235,7 @@ def _reset(twin: nn.Module) -> None:
 
 
 def _check_constructors(model: nn.Module, why: str) -> None:
-    """Raise UnknownError where a constructor of the model's own classes may do more than build."""
+    """Raise UnknownError if a constructor of the model's own classes may do more than build modules."""
     kinds = dict.fromkeys(
         kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
     )
@@ -247,13 +247,13 @@ def _check_constructors(model: nn.Module, why: str) -> None:
 
 
 def _find_more(kind: type) -> str:
-    """The first line of a constructor that calls more than classes and torch's functions, or ""."""
+    """Return the first line of a constructor that calls more than classes and torch's functions, or ""."""
     function = inspect.unwrap(vars(kind)["__init__"])
     try:
         lines, first = inspect.getsourcelines(function)
         (tree,) = ast.parse(textwrap.dedent("".join(lines))).body
     except (OSError, TypeError, SyntaxError, ValueError):
-        return "its source is not at hand"
+        return "its source is not available"
     scope = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
     for node in ast.walk(tree):
         called = isinstance(node, ast.Call) and not _only_builds(node.func, scope)
@@ -264,13 +264,13 @@ def _find_more(kind: type) -> str:
 
 
 def _changes_elements(node: ast.AST) -> bool:
-    """Whether an assignment is one into a tensor: ``x[...] = ...`` or ``x.data = ...``."""
+    """Return whether an assignment writes into a tensor: ``x[...] = ...`` or ``x.data = ...``."""
     targets = [node.target] if isinstance(node, ast.AugAssign) else getattr(node, "targets", [])
     return any(isinstance(t, ast.Subscript) or getattr(t, "attr", "") == "data" for t in targets)
 
 
 def _only_builds(called: ast.expr, scope: Mapping[str, object]) -> bool:
-    """Whether what is called makes something new, as far as its name says."""
+    """Return whether the callee makes a new object, judged by its name."""
     path = ast.unparse(called)
     if _HARMLESS.fullmatch(path.rpartition(".")[2]):
         return True

@@ -1,9 +1,10 @@
-"""Record the writes of an initialization: every in-place operator becomes a distribution, without values.
+"""A recorder of initialisations: it keeps the writes of every in-place operator as distributions, without values.
 
-Tensors that are empty or random are made on the meta device, so that nothing large exists; the rest is as always. The
-code is not told: it sees CPU tensors, as some initializations leave out what would have no effect without values. A
-later whole write replaces the earlier ones; one into a part (a padding row) is put on top. Multiplying or adding a
-number changes the distribution. Any other operation makes the tensor unknown until it is written anew.
+Empty and random tensors are made on the meta device, so that nothing large exists; other tensors as usual. The code
+sees CPU tensors all the same, since some initialisations skip steps that have no effect on tensors without values.
+A later write of a whole tensor replaces the earlier ones; a write into a part (a padding row) is added to them.
+Multiplying or adding a number changes the distribution. After any other operator, the contents of a tensor are
+unknown until it is written again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import erf, prod, sqrt
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -32,10 +32,9 @@ from autoptd.runtime.program.placement import Draw
 
 Box = tuple[tuple[int, ...], ...]
 
-LARGE = 1 << 24  # elements from which on a tensor of zeros or ones is not made either
-SMALLEST_SHARE = (
-    0.01  # of a normal distribution that a truncated one must keep: what falls outside is drawn again
-)
+LARGE = 1 << 24  # elements of a tensor of zeros or ones that is made on the meta device too
+# Of a normal distribution that a truncated one must keep, since numbers outside are drawn again.
+SMALLEST_SHARE = 0.01
 
 _UNIFORM, _NORMAL = Draw("uniform", high=1.0), Draw("normal", std=1.0)
 _ZERO, _ONE = Draw("constant"), Draw("constant", value=1.0)
@@ -49,6 +48,7 @@ _FACTORIES: dict[Any, Draw | None] = {
 _FILLED = {aten.full: "fill_value", aten.full_like: "fill_value", aten.new_full: "fill_value"}
 _FILLED |= {aten.scalar_tensor: "s"}
 _COPIES = (aten.clone, aten._to_copy)
+_ARITHMETIC = (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.add_, aten.sub, aten.sub_)
 _IS_META, _DEVICE = (inspect.getattr_static(Tensor, name).__get__ for name in ("is_meta", "device"))
 _UNREAL = (aten.empty, aten.empty_strided, aten.rand, aten.randn)
 _FILLS = (aten.fill_, aten.normal_, aten.uniform_, aten.zero_)
@@ -56,11 +56,11 @@ _SIZED = (aten.zeros, aten.ones, aten.full)
 
 
 class UnknownError(ValueError):
-    """An initialisation that cannot be written as distributions; says why."""
+    """An initialisation that cannot be written as distributions, with the reason."""
 
 
 class Written(NamedTuple):
-    """A draw, and which call drew it: two tensors with numbers of the same call are not independent."""
+    """A draw, and the number of its call: tensors with numbers of one call are not independent."""
 
     draw: Draw
     call: int
@@ -68,18 +68,18 @@ class Written(NamedTuple):
 
 @dataclass
 class Content:
-    """What is in one storage, whose tensor has `shape` and `stride`; `problem` says why that is not known."""
+    """The contents of a storage, whose tensor has `shape` and `stride`; a `problem` tells why they are unknown."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    storage: StorageWeakRef  # while it lives, no other storage has its number
+    storage: StorageWeakRef  # keeps its number from being used again
     written: list[Written] = field(default_factory=list)
     problem: str = ""
 
 
 class _Disguise(TorchFunctionMode):
-    """While entered, tensors on the meta device say that they are on the CPU."""
+    """A mode in which tensors on the meta device claim to be on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -89,7 +89,7 @@ class _Disguise(TorchFunctionMode):
 
 
 class Writes(TorchDispatchMode):
-    """While entered, all tensors made, and those given to `watch`, have their writes recorded."""
+    """A mode that records the writes of all tensors made in it, and of those given to `watch`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class Writes(TorchDispatchMode):
     def __enter__(self) -> Writes:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._patches.enter_context(_Disguise())
-        # It asks which of its numbers are outside.
+        # It reads its numbers, to find those outside.
         original = torch.nn.init._no_grad_trunc_normal_
         self._patches.enter_context(
             patch.object(torch.nn.init, "_no_grad_trunc_normal_", self._truncate(original))
@@ -112,11 +112,11 @@ class Writes(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def watch(self, tensor: Tensor) -> None:
-        """Record what is written into `tensor` from now on; its values so far are unknown."""
+        """Record the writes into `tensor` from now on; its values so far are unknown."""
         self._hold(tensor, [])
 
     def read(self, tensor: Tensor) -> tuple[Written, ...]:
-        """Return the distribution that `tensor` holds. Raises UnknownError."""
+        """Return the contents of `tensor`. Raises UnknownError."""
         content = self._find(tensor)
         if content is None or not tensor.numel():
             return (Written(_find_constant(tensor), next(self._calls)),)
@@ -136,7 +136,7 @@ class Writes(TorchDispatchMode):
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: OpOverload, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run an operator and note what it writes."""
+        """Run an operator and record its writes."""
         packet = func.overloadpacket
         if _is_meta_made(packet, args):
             options["device"] = torch.device("meta")
@@ -151,7 +151,7 @@ class Writes(TorchDispatchMode):
         return result
 
     def _make(self, packet: Any, result: Tensor, values: Mapping[str, Any]) -> None:
-        """Note what is in a tensor that an operator has made."""
+        """Record the contents of a tensor that an operator has made."""
         if packet in _FACTORIES:
             draw = _FACTORIES[packet]
             self._hold(result, [] if draw is None else [Written(draw, next(self._calls))])
@@ -168,7 +168,7 @@ class Writes(TorchDispatchMode):
                 self._hold(result, edited)
 
     def _write(self, packet: Any, target: Tensor, values: Mapping[str, Any]) -> None:
-        """Note that an operator writes `target`, a tensor or a part of one."""
+        """Record that an operator writes `target`, a tensor or a part of one."""
         content = self._find(target)
         if content is None or not target.numel():
             return
@@ -185,7 +185,7 @@ class Writes(TorchDispatchMode):
             content.written = list(_edit(content.written, edit, box))
 
     def _read_source(self, packet: Any, target: Tensor, values: Mapping[str, Any]) -> list[Written] | None:
-        """What an operator fills `target` with; None where it changes it, or that is not known."""
+        """Return the distribution that an operator fills `target` with; None if it changes `target`, or is unknown."""
         draw = None
         if packet is aten.zero_:
             draw = _ZERO
@@ -206,12 +206,12 @@ class Writes(TorchDispatchMode):
             return None
         if len(content.written) == 1 and content.written[0].draw.kind == "constant":
             return None if content.written[0].draw.box else list(content.written)
-        # Random numbers are copied as a whole: in two places they would not be independent.
+        # Random numbers may only be copied as a whole: in two places they would not be independent.
         whole = _is_all(content, source) and tuple(target.shape) == content.shape == into.shape
         return list(content.written) if whole else None
 
     def _truncate(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """torch.nn.init's truncated normal distribution, recorded for the tensors that are watched."""
+        """Wrap torch.nn.init's truncated normal distribution, so that it is recorded for watched tensors."""
 
         def truncate(
             tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
@@ -249,7 +249,7 @@ def _is_meta_made(packet: Any, args: Sequence[Any]) -> bool:
 
 
 def _name_arguments(func: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, defaults included."""
+    """Return the arguments of a call by name, defaults included."""
     arguments = func._schema.arguments
     values = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return values | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(options)
@@ -263,12 +263,12 @@ def _written_tensors(func: OpOverload, values: Mapping[str, Any]) -> Iterator[Te
 
 
 def _is_all(content: Content, tensor: Tensor) -> bool:
-    """Whether `tensor` is what is in the storage, in the same order."""
+    """Return whether `tensor` is the whole tensor of the storage, in the same order."""
     return tuple(tensor.shape) == content.shape and tensor.stride() == content.stride
 
 
 def _find_box(content: Content, part: Tensor) -> Box | None:
-    """Which elements of the storage's tensor `part` is: () for all of them, None where they are no box."""
+    """Return the box of `part` in the tensor of its storage: () for the whole, None if its elements are no box."""
     if part.numel() == prod(content.shape):
         return ()
     if sorted(content.stride, reverse=True) != list(content.stride):
@@ -287,7 +287,7 @@ def _find_box(content: Content, part: Tensor) -> Box | None:
 
 
 def _edit(written: Sequence[Written], edit: Callable[[Draw], Draw], box: Box) -> Iterator[Written]:
-    """What is there after the elements of `box` (all: ()) have been multiplied or shifted."""
+    """Yield the contents after the elements of `box` (all: ()) have been multiplied or shifted."""
     if not box:
         yield from (w._replace(draw=edit(w.draw)) for w in written)
         return
@@ -300,40 +300,18 @@ def _edit(written: Sequence[Written], edit: Callable[[Draw], Draw], box: Box) ->
 
 
 def _read_edit(packet: Any, values: Mapping[str, Any]) -> Callable[[Draw], Draw] | None:
-    """What multiplying or adding a number does to a distribution; None for other operators."""
+    """Return the change of a distribution by multiplying or adding a number; None for other operators."""
     if packet in (aten.neg, aten.neg_):
         return lambda draw: draw.scaled(-1)
-    if values.get("rounding_mode") is not None or packet not in _ARITHMETIC:
+    number = _read_number(values["other"]) if packet in _ARITHMETIC else None
+    if number is None or values.get("rounding_mode") is not None:
         return None
-    number = _read_number(values["other"])
-    if number is None or (number == 0 and packet in (aten.div, aten.div_)):
-        return None
-    alpha = float(values.get("alpha") or 1)
-    return partial(_ARITHMETIC[packet], number=number, alpha=alpha)
-
-
-def _multiply(draw: Draw, number: float, alpha: float) -> Draw:
-    return draw.scaled(number)
-
-
-def _divide(draw: Draw, number: float, alpha: float) -> Draw:
-    return draw.scaled(1 / number)
-
-
-def _add(draw: Draw, number: float, alpha: float) -> Draw:
-    return draw.shifted(number * alpha)
-
-
-def _subtract(draw: Draw, number: float, alpha: float) -> Draw:
-    return draw.shifted(-number * alpha)
-
-
-_ARITHMETIC = {
-    **dict.fromkeys((aten.mul, aten.mul_), _multiply),
-    **dict.fromkeys((aten.div, aten.div_), _divide),
-    **dict.fromkeys((aten.add, aten.add_), _add),
-    **dict.fromkeys((aten.sub, aten.sub_), _subtract),
-}
+    if packet in (aten.mul, aten.mul_):
+        return lambda draw: draw.scaled(number)
+    if packet in (aten.div, aten.div_):
+        return (lambda draw: draw.scaled(1 / number)) if number else None
+    distance = number * float(values.get("alpha") or 1) * (1 if packet in (aten.add, aten.add_) else -1)
+    return lambda draw: draw.shifted(distance)
 
 
 def _read_number(value: Any) -> float | None:
@@ -343,18 +321,18 @@ def _read_number(value: Any) -> float | None:
 
 
 def _find_constant(tensor: Tensor) -> Draw:
-    """The one value of all elements of a tensor whose making was not seen. Raises UnknownError."""
+    """Return the one value of all elements of a tensor that was made elsewhere. Raises UnknownError."""
     if not tensor.numel():
         return _ZERO
     if tensor.is_meta:
-        raise UnknownError("nothing is known of what it holds")
+        raise UnknownError("its contents are unknown")
     values = tensor.detach().unique()
     if len(values) != 1:
-        raise UnknownError("it holds values that are no constant and no random numbers")
+        raise UnknownError("it holds values that are neither constant nor random numbers")
     return Draw("constant", value=float(values))
 
 
 def _place(operator: object) -> str:
-    """The user's line that called `operator`."""
+    """Return the user's line that called `operator`."""
     line = user_line(traceback.extract_stack())
     return f"{line} ({operator})" if line else f"{operator}"

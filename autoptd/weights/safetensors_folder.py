@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file or in a folder of them, as transformers writes it: read by rows."""
+"""Tensors in a safetensors file, or in a folder of them as transformers writes it, read by rows."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from autoptd.runtime.weights.slices import Stored
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool}
-BLOCK = 1 << 22  # elements of a file that are in memory at once where columns are read
+BLOCK = 1 << 22  # elements of a file that are in memory at once when columns are read
 
 
 class SafetensorsFolder(Stored):
-    """The tensors at `path`, each read when it is asked for, and no more of it than that.
+    """The tensors at `path`, a file or folder; a tensor, or some of its rows, is read when it is used.
 
-    A folder's one file ``model.safetensors`` counts, else those of its index, else all there are. `rename` gives the
-    model's name for one in the files. Raises ValueError where there is no file, one of the index is missing or cannot
-    be read, or two tensors have the same name.
+    Of a folder, the file ``model.safetensors`` is used, else the files of its index, else all. `rename` returns the
+    model's name for a name in the files. Raises ValueError if there is no file, a file of the index is missing or
+    cannot be read, or two tensors have the same name.
     """
 
     def __init__(self, path: str | Path, rename: Callable[[str], str] | None = None) -> None:
         path = Path(path)
-        self._places: dict[str, tuple[Path, str]] = {}  # file and the name there
+        self._places: dict[str, tuple[Path, str]] = {}  # the file, and the name in it
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         index = _read_index(path)
         for file in _list_files(path, index):
             for name, (shape, dtype) in _read_shapes(file).items():
                 if index is not None and index.get(name) != file.name:
-                    continue  # transformers too goes by the index
+                    continue  # as in transformers, the index decides
                 own = name if rename is None else rename(name)
                 if own in self._places:
                     raise ValueError(
@@ -48,7 +48,7 @@ class SafetensorsFolder(Stored):
         lost = [name for name in index or {} if name not in found]
         if lost:
             raise ValueError(
-                f"{path / INDEX} says that {len(lost)} tensors are in files which do not have them ({lost[0]} in "
+                f"{path / INDEX} says that {len(lost)} tensors are in files that do not have them ({lost[0]} in "
                 f"{(index or {})[lost[0]]}): the folder is damaged, or half of another model's; write it again"
             )
 
@@ -77,9 +77,9 @@ class SafetensorsFolder(Stored):
         return False
 
     def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        """Of an inner dimension one block of the file after the other.
+        """Copy the rows; those of an inner dimension one block of the file after the other.
 
-        A file is mapped into memory while it is open, and what was touched of it stays: each block opens it anew.
+        Pages of a file stay in memory while it is open, so each block opens it again.
         """
         if dim == 0:
             into.copy_(self._read(name, (slice(first, end),)))
@@ -99,7 +99,7 @@ class SafetensorsFolder(Stored):
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """File by tensor; None without an index, or where one file has the whole model."""
+    """Return the file of each tensor; None without an index, or if one file has the whole model."""
     path = folder / INDEX
     if (folder / WHOLE).exists() or not path.exists():
         return None
@@ -151,7 +151,7 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def _read_shapes(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each tensor; of a dtype that torch may lack, uint8."""
+    """Return the shape and dtype of each tensor; uint8 for a dtype that torch may lack."""
     try:
         with safe_open(file, framework="pt") as reader:
             shaped: Any = reader.get_slice

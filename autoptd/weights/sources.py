@@ -1,4 +1,4 @@
-"""Sources of a program's weights: a module, a state_dict, or safetensors on disk, read row by row."""
+"""The sources of a program's weights: a module, a state_dict, or safetensors on disk, which are read by rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autoptd.runtime.weights.slices import Stored, all_names, check_tied, has_va
 from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-SHOWN = 3  # missing names an error shows with the nearest one there is
+SHOWN = 3  # missing names that an error shows, with the nearest name given
 WAYS_OUT = (
-    "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, "
-    "as you would call it on one with real weights, and all of it where its constructor does more than build"
+    "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, as you "
+    "would call it on a model with real weights; it must write all of them if the constructor does more than build"
 )
 
 
 def read_weights(
     weights: nn.Module | Mapping[str, Tensor] | str | Path | None, buffers: Mapping[str, Tensor]
 ) -> Overlay:
-    """Whole tensors by the user's names; `buffers` fill in what `weights` lacks.
+    """Return whole tensors by the user's names, those of `buffers` for names that `weights` lacks.
 
     A path is a safetensors file, or a folder of them (with or without Hugging Face's index). Raises ValueError for
     None or an empty folder, TypeError for other types.
@@ -55,7 +55,7 @@ def read_weights(
 
 
 def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless every tensor has values, or the manifest says how it begins."""
+    """Raise ValueError unless every tensor has values, or initial distributions in the manifest."""
     empty = [
         name
         for name, p in manifest.parameters.items()
@@ -67,17 +67,17 @@ def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     if not empty:
         return
     kinds = {manifest.parameters[name].kind for name in empty}
-    why = manifest.uninitialized if "parameter" in kinds else "buffers get their values from the user alone"
+    why = manifest.uninitialized if "parameter" in kinds else "buffers get their values from the user only"
     raise ValueError(
-        f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), nor is it known "
-        f"how they begin: {why}. {WAYS_OUT}"
+        f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), and their "
+        f"initialisation is unknown: {why}. {WAYS_OUT}"
     )
 
 
 def check_given(manifest: Manifest, tensors: Stored) -> None:
-    """Raise ValueError unless `tensors` has every tensor of the program, with values, in its shape and as numbers.
+    """Raise ValueError unless `tensors` has every tensor of the program, with values, its shape and a float dtype.
 
-    Reads none, but some rows of those that the program has tied, which must be the same. Warns of others.
+    Only some rows of tensors that the program ties are read, to compare them. Warns of tensors it does not use.
     """
     wanted = [
         name for name, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(name)
@@ -98,22 +98,22 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
         if manifest.parameters[name].dtype.is_floating_point and tensors.dtype(known) not in FLOATING:
             raise ValueError(
                 f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
-                "program: numbers of a quantized model are no weights without its scales; give them dequantized"
+                "program: the numbers of a quantized model are no weights without its scales; give them dequantized"
             )
     check_tied(manifest, tensors)
     own = {known for name in manifest.parameters for known in all_names(manifest, name)}
     others = [name for name in tensors if name not in own]
     if others and os.environ.get("RANK", "0") == "0":
         warn_caller(
-            f"{len(others)} of the tensors given are none of the program's, and are left out: "
+            f"{len(others)} of the tensors given are not in the program, and are ignored: "
             f"{', '.join(others[:SHOWN])}{', ...' * (len(others) > SHOWN)}. Are they of the model that was compiled?"
         )
 
 
 def check_parameters(manifest: Manifest, model: nn.Module) -> None:
-    """Raise ValueError where `model` has other parameters than the program, or others of them are tied or trained.
+    """Raise ValueError unless `model` has the program's parameters, and the same of them are tied and trained.
 
-    And where a buffer that is one tensor in the program has two values in it.
+    Also if buffers that are one tensor in the program have different values in it.
     """
     found = dict(model.named_parameters(remove_duplicate=False))
     more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
@@ -164,7 +164,7 @@ def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], w
 
 
 class Overlay(Stored):
-    """A source that takes tensors from `first`, and from `second` if missing or on the meta device there."""
+    """The tensors of `first`, and those of `second` that `first` lacks or has only on the meta device."""
 
     def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
         self._first = first

@@ -28,8 +28,8 @@ INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 PARTIAL = ".partial"  # the suffix of an unfinished file
 UNITS = {
-    prefix + unit: base**power
-    for unit, base in (("B", 10**3), ("IB", 2**10))
+    f"{prefix}{binary}B": base**power
+    for binary, base in (("", 10**3), ("I", 2**10))
     for power, prefix in enumerate("KMGT", 1)
 }
 DTYPES = {

@@ -392,7 +392,7 @@ class Assigned(Unkept):
         self.head.weight.data = torch.empty(16, 8)
 
 
-HERE = r"test_initialization\.py:\d+: "
+HERE = r"test_deferred_init\.py:\d+: "
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ HERE = r"test_initialization\.py:\d+: "
             rf"^head\.weight: .*{HERE}nn\.init\.orthogonal_\(self\.head\.weight\) \(aten\.copy_\) cannot be "
             "described element by element$",
         ),
-        (Listed, r"^head\.bias: it holds values that are no constant and no random numbers$"),
+        (Listed, r"^head\.bias: it holds values that are neither constant nor random numbers$"),
         (Doubled, r"^second\.weight is a copy of the random numbers of head\.weight$"),
         (
             Looking,

@@ -141,7 +141,7 @@ def test_tensors_made_inside_are_known() -> None:
     assert draws(number) == [one("constant", value=0.5)]
     assert draws(position) == [one("truncated_normal", std=0.1, low=-2.0, high=2.0)]
     assert torch.equal(mask, torch.ones(3, 3).tril()), "buffers have their values"
-    with pytest.raises(UnknownError, match="values that are no constant and no random numbers"):
+    with pytest.raises(UnknownError, match="values that are neither constant nor random numbers"):
         writes.read(listed)
 
 

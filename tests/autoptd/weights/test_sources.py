@@ -40,7 +40,7 @@ def test_numbers_of_a_quantized_model_are_refused(dtype: torch.dtype, stored: bo
 
 
 def test_what_the_program_lacks_is_said() -> None:
-    with pytest.warns(UserWarning, match=r"12 of the tensors given are none of the program's.*h\.2\."):
+    with pytest.warns(UserWarning, match=r"12 of the tensors given are not in the program.*h\.2\."):
         compile_gpt().bind(weights=make_gpt(replace(SMALL, n_layer=3)).state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
