@@ -34,6 +34,6 @@ def test_operators_add_up_to_the_layer() -> None:
     assert totals == layer
 
 
-def test_what_is_no_sum_of_terms_is_refused() -> None:
+def test_bytes_that_are_no_sum_of_terms_are_refused() -> None:
     with pytest.raises(ValueError, match="bytes are no sum of sbh, as²b, sb"):
         solve([z.h**2 for z in SIZES])

@@ -100,7 +100,7 @@ def test_buffers_are_those_of_the_model_given() -> None:
     assert program.buffers["offset"].data_ptr() == next(model.buffers()).data_ptr()
 
 
-def test_what_is_not_known_to_be_equal_is_traced_anew() -> None:
+def test_models_not_known_to_be_equal_are_traced_anew() -> None:
     captures, x = Captures(), torch.zeros(2, 3)
     for _ in range(2):
         model = changed(Offset(), lambda model: setattr(model, "factor", torch.ones(())))

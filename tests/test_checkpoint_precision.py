@@ -159,7 +159,7 @@ def bind_frozen(dtype: torch.dtype, rest: torch.dtype) -> tuple[Parallel, torch.
 
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("loaded", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_stepped_in_float32_loads_into_each_other(
+def test_checkpoints_stepped_in_float32_load_into_each_other(
     saved: torch.dtype, loaded: torch.dtype, tmp_path: Path
 ) -> None:
     first, optimizer = bind_frozen(saved, torch.float32)
@@ -182,7 +182,7 @@ def test_what_is_stepped_in_float32_loads_into_each_other(
         ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), "second.weight is torch.float32"),
     ],
 )
-def test_what_would_be_converted_is_refused(
+def test_checkpoints_that_need_conversion_are_refused(
     saved: tuple[torch.dtype, torch.dtype], loaded: tuple[torch.dtype, torch.dtype], name: str, tmp_path: Path
 ) -> None:
     first, _ = bind_frozen(*saved)

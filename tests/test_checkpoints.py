@@ -143,7 +143,7 @@ def test_the_last_committed_is_taken_after_going_back(tmp_path: Path) -> None:
     assert parallel.load_checkpoint(tmp_path, optimizer) == "another two"
 
 
-def test_what_is_not_committed_is_refused(tmp_path: Path) -> None:
+def test_uncommitted_checkpoints_are_refused(tmp_path: Path) -> None:
     parallel = bind()[0]
     with pytest.raises(autoptd.CheckpointError, match=r"nowhere is no folder"):
         parallel.load_checkpoint(tmp_path / "nowhere")
@@ -237,7 +237,7 @@ def test_a_scheduler_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         parallel.load_checkpoint(tmp_path, optimizer, 3)  # type: ignore[arg-type]
 
 
-def test_what_cannot_come_back_is_refused_before_writing(tmp_path: Path) -> None:
+def test_unloadable_state_is_refused_before_writing(tmp_path: Path) -> None:
     parallel, optimizer = bind()
     with pytest.raises(autoptd.CheckpointError, match=r"data\['seen'\] is a builtins.set"):
         parallel.save_checkpoint(tmp_path, data={"seen": {1}})

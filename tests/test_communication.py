@@ -279,7 +279,7 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
             assert format_bytes(8 * sent) in str(program)
 
 
-def test_what_is_summed_once_a_step() -> None:
+def test_losses_and_gradients_are_summed_once_a_step() -> None:
     """Per step: the loss's way to all ranks, the tied gradient over its owners, all gradients over the replicas."""
     config = ModelConfig(layers=4, tied=True, vocabulary=64)
     program = compile_model(config, (2, 2, 2), num_microbatches=4)

@@ -69,7 +69,7 @@ def build(name: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CLASSES)
-def test_it_is_right_or_refused(name: str) -> None:
+def test_every_language_model_is_right_or_refused(name: str) -> None:
     ids = torch.randint(3, VOCABULARY, (1, LENGTH))
     example = {"input_ids": ids, "labels": ids}
     try:

@@ -196,7 +196,7 @@ def test_an_exception_is_shown_once(index: int, tmp_path: Path) -> None:
     ("method", "call"), [("full_state_dict", "full_state_dict"), ("__call__", "an evaluation")]
 )
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
-def test_what_one_rank_does_alone_is_refused(
+def test_collective_calls_of_one_rank_alone_are_refused(
     mesh: tuple[int, int, int], method: str, call: str, tmp_path: Path
 ) -> None:
     """As under `if rank == 0`: by whoever comes second, before messages of two calls meet."""

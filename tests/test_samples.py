@@ -210,7 +210,7 @@ def test_kernels_bytes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("few_rows")
-def test_what_is_read_again_is_asked_for_but_moved_once() -> None:
+def test_rows_read_twice_are_requested_twice_and_moved_once() -> None:
     case = next(case for case in CASES if case.name == "rms_norm")
     rank = kernels.make_rank(torch.device("cpu"))
     operands = case.make(kernels.CPU_SIZES, Maker(torch.bfloat16, rank.device))

@@ -77,7 +77,9 @@ def resume(folder: Path, saved: Mesh, loaded: Mesh, empty: bool) -> list[float]:
     [((1, 2, 1), (1, 2, 1), False), ((1, 2, 1), (2, 1, 1), True), ((2, 1, 1), (1, 2, 1), True)],
     ids=str,
 )
-def test_they_go_on(saved: Mesh, loaded: Mesh, empty: bool, tmp_path: Path) -> None:
+def test_parameter_group_schedules_resume_on_another_mesh(
+    saved: Mesh, loaded: Mesh, empty: bool, tmp_path: Path
+) -> None:
     model = make_model()
     trained = model, *schedule(model, True)
     train(*trained)

@@ -85,7 +85,7 @@ def test_gradients_that_are_conjugated_views_are_summed(mesh: tuple[int, int, in
     compare(found, expected)
 
 
-def test_what_changes_one_in_place_changes_no_other() -> None:
+def test_changing_one_gradient_in_place_changes_no_other() -> None:
     """As a loss that is scaled does, and clipping: of one microbatch, to which nothing is added."""
     model, batch = make_model(), make_batch(1)
     (plain,) = train_plain(model, [batch], 1).steps

@@ -547,7 +547,7 @@ def test_parts_of_dimensions_join_in_any_way(joined: str) -> None:
     assert (divided == 1) == (joined not in WHOLE)
 
 
-def test_what_a_whole_dimension_excluded_is_divided() -> None:
+def test_layers_beside_a_whole_dimension_are_divided() -> None:
     """The first and the last layer could be divided by the width between, but that is summed with whole rows."""
 
     class Joined(nn.Module):

@@ -127,7 +127,7 @@ def test_bind_without_a_launcher_is_the_plain_model() -> None:
         torch.testing.assert_close(gradients[name].grad, parameter.grad, msg=name)
 
 
-def test_what_is_bound_in_inference_mode_trains() -> None:
+def test_programs_bound_in_inference_mode_train() -> None:
     """As a program that a server binds to evaluate, and trains later."""
     program = autoptd.compile(GPT(CONFIG), (1, 1, 1), num_microbatches=2)
     with torch.inference_mode():

@@ -21,7 +21,7 @@ def collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
     (gc.enable if found else gc.disable)()
 
 
-def test_it_is_as_before_when_a_call_ends_or_fails(collecting: bool) -> None:
+def test_the_collector_is_restored_when_a_call_ends_or_fails(collecting: bool) -> None:
     with paused_collector():
         assert not gc.isenabled()
         with paused_collector():
@@ -33,7 +33,7 @@ def test_it_is_as_before_when_a_call_ends_or_fails(collecting: bool) -> None:
     assert gc.isenabled() is collecting
 
 
-def test_it_pauses_while_a_model_is_compiled(collecting: bool) -> None:
+def test_the_collector_pauses_while_a_model_is_compiled(collecting: bool) -> None:
     seen = []
 
     class Watched(GPT):

@@ -44,7 +44,7 @@ def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int) -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"), [(119, "quick"), (105, "middling"), (101, "middling"), (96, "lean")]
 )
-def test_what_one_cut_holds_besides_is_not_what_another_does(limit: int, expected: str) -> None:
+def test_reserved_bytes_are_those_of_each_cut(limit: int, expected: str) -> None:
     """Of three cuts, the best first: bytes that are counted, and those besides."""
     cuts = {"quick": (90, 29), "middling": (80, 21), "lean": (79, 17)}
     places: dict[tuple[int, ...], str] = {(number,): cut for number, cut in enumerate(cuts)}

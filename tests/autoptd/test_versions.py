@@ -29,7 +29,7 @@ def test_another_version_is_warned_of(version: str) -> None:
         warn_untested({"torch": version})
 
 
-def test_what_is_installed_is_what_torch_says() -> None:
+def test_the_torch_version_read_is_torchs_own() -> None:
     assert read_versions()["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 

@@ -161,7 +161,7 @@ def test_optimal_is_the_papers(layers: int, size: int) -> None:
     assert abs(best - max(1.0, (layers * a_in / a_int) ** 0.5)) <= 1
 
 
-def test_what_layers_share_is_given_once() -> None:
+def test_values_shared_by_recomputed_layers_are_passed_once() -> None:
     """T5's first layer makes the table that its other layers are given; the decoder's get the encoder's output."""
     program = recompute_activations(
         cut(t5(3), ["input_ids", "decoder_input_ids", "labels"]), recompute="full"

@@ -82,7 +82,9 @@ FORMS = [
 
 @pytest.mark.parametrize(("form", "transposed", "bias"), FORMS)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_it_is_f_and_its_readers(form: str, transposed: bool, bias: bool, tensor: int) -> None:
+def test_an_overlapped_linear_is_the_copy_and_its_linears(
+    form: str, transposed: bool, bias: bool, tensor: int
+) -> None:
     """Bit for bit, where the gradient of x is no sum of several products, which are added up in another order."""
     given = draw(form, transposed, bias)
 
@@ -99,7 +101,7 @@ def test_it_is_f_and_its_readers(form: str, transposed: bool, bias: bool, tensor
 
 
 @pytest.mark.parametrize(("form", "transposed", "bias"), FORMS)
-def test_it_saves_what_its_readers_save(form: str, transposed: bool, bias: bool) -> None:
+def test_an_overlapped_linear_saves_what_its_linears_save(form: str, transposed: bool, bias: bool) -> None:
     rank = Rank.local(Mesh(1, 1, 1))
 
     def measure(function: Form) -> int:
@@ -219,7 +221,7 @@ def test_gradients_in_half_precision_reach_the_leaf() -> None:
     assert seen == [torch.bfloat16] * 2
 
 
-def test_it_cannot_be_differentiated_twice() -> None:
+def test_an_overlapped_linear_cannot_be_differentiated_twice() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     x, (weight,), _ = draw("linear", False, False)
     made = collectives.copied_linear(rank, x.requires_grad_(), weight.requires_grad_()).square().sum()

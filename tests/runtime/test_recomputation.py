@@ -77,7 +77,7 @@ def test_without_gradients_there_is_one_call() -> None:
     assert not result.requires_grad
 
 
-def test_what_is_kept_are_the_values() -> None:
+def test_recomputation_keeps_its_input_values_alone() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     x, weight = make_leaves()
     block, given = make_block(weight, []), x * 1

@@ -24,13 +24,13 @@ def define(package: str, call: Callable[[str], None]) -> Callable[[str], None]:
 @pytest.mark.parametrize(
     "packages", [["autoptd"], ["autoptd.runtime.module.parallel", "torch.optim.optimizer"]]
 )
-def test_it_is_the_first_line_outside_of_the_library(packages: list[str]) -> None:
+def test_warnings_point_at_the_first_line_outside_of_the_library(packages: list[str]) -> None:
     call: Callable[[str], None] = warn_caller
     for package in packages:
         call = define(package, call)
     with pytest.warns(UserWarning, match="words") as said:
         call("words")
-    lines, first = inspect.getsourcelines(test_it_is_the_first_line_outside_of_the_library)
+    lines, first = inspect.getsourcelines(test_warnings_point_at_the_first_line_outside_of_the_library)
     assert said[0].filename == __file__
     assert lines[said[0].lineno - first].strip() == 'call("words")'
 
@@ -44,7 +44,7 @@ def test_a_context_manager_is_no_line_of_the_users() -> None:
     assert said[0].filename == __file__
 
 
-def test_it_is_said_once_a_line() -> None:
+def test_warnings_are_shown_once_a_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):

@@ -147,7 +147,7 @@ def test_a_pair_of_processes_measures_messages_on_two_cores(
         ({"output": "no/such/folder/machine.toml"}, "in an existing folder"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_measured(
+def test_impossible_settings_are_refused_before_measuring(
     given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "_measure", lambda *words: pytest.fail("measured"))

@@ -561,7 +561,9 @@ class Refused(nn.Module):
         "vmap",
     ],
 )
-def test_what_a_program_cannot_hold_is_refused_with_its_place(model: nn.Module, message: str) -> None:
+def test_values_that_a_program_cannot_hold_are_refused_with_their_place(
+    model: nn.Module, message: str
+) -> None:
     example = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
     with pytest.raises(ValueError, match=message):
         compiled(model, example_inputs=example)

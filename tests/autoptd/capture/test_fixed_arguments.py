@@ -83,7 +83,7 @@ def test_a_call_with_another_value_is_refused(name: str, value: Any) -> None:
         parallel(idx, idx, **{name: value})
 
 
-def test_what_no_file_can_hold_is_refused() -> None:
+def test_arguments_that_json_cannot_hold_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"example input 'mode' is a builtins\.object, which JSON cannot hold"
     ):

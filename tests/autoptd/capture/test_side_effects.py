@@ -68,7 +68,9 @@ def draw_numpy(_: Plain, x: Tensor) -> Tensor:
         (draw_numpy, "forward draws random numbers with numpy.random"),
     ],
 )
-def test_what_no_trace_repeats_is_refused(middle: Callable[[Plain, Tensor], Tensor], message: str) -> None:
+def test_side_effects_that_no_trace_repeats_are_refused(
+    middle: Callable[[Plain, Tensor], Tensor], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         compile_plain(Plain(middle))
     assert Tensor.register_hook.__name__ == "register_hook"
@@ -217,7 +219,7 @@ def read_constants(model: Holding, x: Tensor) -> Tensor:
         (read_constants, "", ""),
     ],
 )
-def test_what_a_model_holds_for_its_next_call(
+def test_state_kept_for_the_next_call_is_refused_or_warned_of(
     middle: Callable[[Any, Tensor], Tensor], refusal: str, warning: str
 ) -> None:
     """It is refused, or said once; and the user's model is left as it was, by verify too."""
@@ -292,7 +294,7 @@ def test_dropout_makes_no_other_evaluation() -> None:
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
-def test_what_the_user_compiles_is_run_as_it_is_written(mesh: tuple[int, int, int]) -> None:
+def test_compiled_functions_of_the_user_are_traced_uncompiled(mesh: tuple[int, int, int]) -> None:
     """Inductor's kernels would read the memory of tensors without data, which ends the process."""
 
     def compile_none(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

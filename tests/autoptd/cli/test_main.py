@@ -343,7 +343,7 @@ def test_other_ranks_are_silent(
         ),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_bad_commands_exit_with_1_and_a_message(
     folder: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.format(folder=folder).split()) == 1

@@ -37,7 +37,7 @@ def test_tables_and_losses_count_their_rows(mesh: tuple[int, int, int]) -> None:
     assert {i.name: i.rows for i in compile_gpt(mesh).manifest.inputs} == {"idx": 40, "targets": 40}
 
 
-def test_what_is_computed_with_has_no_bound() -> None:
+def test_inputs_used_in_arithmetic_have_no_class_range() -> None:
     example = {"numbers": torch.zeros(1, 6, dtype=torch.long), "labels": torch.ones(1, 6, dtype=torch.long)}
     program = autoptd.compile(Shifted(), (1, 1, 1), example_inputs=example, num_microbatches=2)
     assert {i.name: i.rows for i in program.manifest.inputs} == {"numbers": None, "labels": 7}

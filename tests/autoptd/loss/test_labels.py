@@ -122,7 +122,7 @@ def test_a_mean_that_cannot_count_its_labels_is_said(name: str, mesh: tuple[int,
         ("shifted", [1, -1, 1, 1, 1, 1], [4, 5]),
     ],
 )
-def test_what_the_loss_counts_is_counted(name: str, first: list[int], expected: list[int]) -> None:
+def test_label_counts_are_those_of_the_loss(name: str, first: list[int], expected: list[int]) -> None:
     labels = compile_small(LOSSES[name][0]).manifest.weighing_labels
     assert labels is not None
     assert count_valid(labels, torch.tensor([first, [1] * 6])).tolist() == expected

@@ -202,7 +202,7 @@ class Idle(nn.Module):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_what_no_gradient_reaches_is_held_and_no_more(tensor: int) -> None:
+def test_parameters_without_gradient_take_no_adam_state(tensor: int) -> None:
     """As in training: without a gradient Adam makes no state."""
     idx = torch.zeros(2, 128, dtype=torch.long)
     given: Any = {"idx": idx, "targets": idx}

@@ -97,7 +97,7 @@ def test_estimates_are_with_the_programs_own_options(options: dict[str, object])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_a_stage_keeps_that_begins_within_a_recomputed_layer_is_estimated(schedule: str) -> None:
+def test_memory_of_stages_that_begin_within_a_recomputed_layer_is_estimated(schedule: str) -> None:
     """It takes what is received, beside the residual, as the layer's first half took one value."""
     program = compile_gpt(
         (1, 3, 1), num_microbatches=6, num_model_chunks=1, schedule=schedule, recompute="full"
@@ -140,7 +140,7 @@ def test_a_loaded_program_says_that_estimates_need_the_model(tmp_path: Path) -> 
     assert autoptd.diff(loaded, compile_gpt((1, 2, 1))).rows["recompute"] == (None, "none")
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_changes_name_the_reason() -> None:
     changes = {change.what: change for change in compile_gpt((4, 2, 2)).explain().changes}
     assert "divide" in changes["8 tensor ranks for 4, and half the replicas"].refused
 

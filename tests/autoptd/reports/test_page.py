@@ -99,7 +99,7 @@ def test_the_numbers_are_on_it(page: Path, program: CompiledProgram) -> None:
     assert "tied: wte.weight (also lm_head.weight)" in shown
 
 
-def test_it_says_why(page: Path, program: CompiledProgram) -> None:
+def test_the_page_shows_the_explanation(page: Path, program: CompiledProgram) -> None:
     shown, explained = read(page).text, program.explain("dgx-a100", "bf16")
     assert explained.changes
     assert all(line in shown for line in explained.lines)
@@ -168,7 +168,7 @@ def test_64_ranks_stay_small(program: CompiledProgram, tmp_path: Path) -> None:
     assert (tmp_path / "page.html").stat().st_size < 600_000
 
 
-def test_what_does_not_fit_is_marked(program: CompiledProgram, tmp_path: Path) -> None:
+def test_the_page_marks_ranks_that_do_not_fit_in_memory(program: CompiledProgram, tmp_path: Path) -> None:
     cluster = autoptd.Cluster.load("dgx-a100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1e4))
     program.save_report(tmp_path / "page.html", small)

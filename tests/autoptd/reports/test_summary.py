@@ -58,7 +58,7 @@ def test_the_plan_is_shown_in_numbers() -> None:
     assert all(entry.split()[0] in text for entry in program.log)
 
 
-def test_it_fits_a_terminal_and_does_not_change() -> None:
+def test_the_summary_fits_a_terminal_and_is_deterministic() -> None:
     first, second = str(compile_gpt((2, 8, 1), layers=16)), str(compile_gpt((2, 8, 1), layers=16))
     assert first == second
     assert max(map(len, first.splitlines())) <= 110

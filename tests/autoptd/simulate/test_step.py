@@ -326,7 +326,7 @@ def test_zero_divides_the_optimizers_states() -> None:
     assert sharded.breakdown["optimizer"] == pytest.approx(plain.breakdown["optimizer"] / 4 + gathered)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_simulations_say_what_does_not_fit_in_memory() -> None:
     program = compile_gpt((1, 1, 1))
     small = replace(SELENE, device=replace(SELENE.device, memory_bytes=1e6))
     assert program.simulate(SELENE).fits
@@ -370,7 +370,7 @@ def test_under_autocast_products_are_computed_in_its_dtype() -> None:
         (("dgx-b100",), "cluster 'dgx-b100' is not shipped"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_impossible_simulations_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match="expected") as refusal:
         compile_gpt((1, 1, 1)).simulate(*arguments)
     assert message in str(refusal.value)

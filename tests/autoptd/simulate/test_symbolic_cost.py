@@ -128,7 +128,7 @@ def test_a_layer_sends_8bsh_elements_over_the_tensor_group(build: Any) -> None:
     assert is_zero(sent[1] / 4 - elements * sympy.Rational(5, 4))
 
 
-def test_what_the_paper_drops_is_shown() -> None:
+def test_terms_that_the_paper_drops_are_shown() -> None:
     cost = compile_model(sample()).cost
     # A fused attention's backward computes 2 s^2 h per sequence and layer once more.
     assert is_zero(cost.dropped["scores_again"] - 2 * B * s**2 * h * l)

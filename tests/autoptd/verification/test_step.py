@@ -377,7 +377,7 @@ def test_an_input_that_is_not_split_is_said() -> None:
     assert "note: not split over the microbatches, each gets it whole: places" in str(report)
 
 
-def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_larger_than_free_memory_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50_000_000, block_size=16, n_layer=2, n_head=4, n_embd=2048))
     program = autoptd.compile(model, mesh=(2, 2, 1), microbatch_size=1, num_microbatches=2)

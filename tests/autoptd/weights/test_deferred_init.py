@@ -423,12 +423,12 @@ HERE = r"test_deferred_init\.py:\d+: "
         (lambda: OwnNorm(16), r"^norm\.weight: Norm has no reset_parameters$"),
     ],
 )
-def test_what_is_not_certain_is_refused(make: Callable[[], nn.Module], why: str) -> None:
+def test_uncertain_initialisation_is_refused(make: Callable[[], nn.Module], why: str) -> None:
     reason = refusal(compile_tiny(on_meta(make)))
     assert re.search(why, reason), reason
 
 
-def test_what_was_done_to_the_model_since_is_refused() -> None:
+def test_changes_after_construction_are_refused() -> None:
     def changed(make: Callable[[], nn.Module], change: Callable[[Any], object]) -> str:
         model = on_meta(make)
         change(model)

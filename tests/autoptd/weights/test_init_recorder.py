@@ -111,7 +111,9 @@ def test_writes_are_kept_as_distributions(
         (lambda p: p.mul_(2), "nothing writes it"),
     ],
 )
-def test_what_is_no_distribution_is_said(write: Callable[[nn.Parameter], object], problem: str) -> None:
+def test_writes_of_no_known_distribution_are_named(
+    write: Callable[[nn.Parameter], object], problem: str
+) -> None:
     with pytest.raises(UnknownError, match=problem):
         record(write)
 

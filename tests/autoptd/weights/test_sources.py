@@ -39,7 +39,7 @@ def test_numbers_of_a_quantized_model_are_refused(dtype: torch.dtype, stored: bo
         compile_gpt().bind(weights=given)
 
 
-def test_what_the_program_lacks_is_said() -> None:
+def test_weights_that_the_program_lacks_are_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"12 of the tensors given are not in the program.*h\.2\."):
         compile_gpt().bind(weights=make_gpt(replace(SMALL, n_layer=3)).state_dict())
     with warnings.catch_warnings():
@@ -59,7 +59,7 @@ def test_two_tensors_for_a_tied_one_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [[1.0], torch.eye(8).to_sparse()], ids=["list", "sparse"])
-def test_what_is_no_dense_tensor_is_refused(value: Any) -> None:
+def test_weights_that_are_no_dense_tensors_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"weights\['h\.0\.ln_1\.weight'\] is a .* expected a dense tensor"):
         compile_gpt().bind(weights={**make_gpt().state_dict(), "h.0.ln_1.weight": value})
 

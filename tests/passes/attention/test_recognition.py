@@ -619,7 +619,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_is_not_the_same_is_left(name: str) -> None:
+def test_attentions_that_differ_from_sdpa_are_left(name: str) -> None:
     body, mask, reason = PARTS[name]
     ids = torch.tensor([[0] * S, [0, 2, 3, 0, 5, 6, 7, 8]])  # the first sample's queries see no key
     limit = {"scores dropped": 0.0, "computed in float32": 1e-6}.get(name, 1e-12)
@@ -669,7 +669,7 @@ def test_a_mask_of_more_digits_than_its_scores_stays_outside() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("way", ["scores", "weights"])
-def test_what_is_rounded_in_between_stays_rounded(way: str, dropout: float) -> None:
+def test_attentions_that_round_in_between_stay_rounded(way: str, dropout: float) -> None:
     """float32 -> bfloat16 -> float32 is no attention in float32: the numbers are the model's, bit for bit."""
 
     def body(m: Written, q: Tensor, k: Tensor, v: Tensor, i: Tensor) -> Tensor:

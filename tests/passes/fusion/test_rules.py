@@ -280,7 +280,7 @@ def test_a_rounded_constant_is_not_replaced(source: Callable[[Any, Tensor], Tens
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_is_nearly_a_chain_is_left_alone(name: str) -> None:
+def test_near_chains_are_not_fused(name: str) -> None:
     body = APART[name]
     found = fused(body)
     assert found == fused(body, fuse=False), found
@@ -472,7 +472,7 @@ def test_a_new_kernel_is_one_function_and_one_row(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
-def test_what_is_saved_is_said(mesh: tuple[int, int, int]) -> None:
+def test_fusion_logs_saved_launches_and_bytes(mesh: tuple[int, int, int]) -> None:
     """The launches that are counted where each operator is one, and bytes that no longer move."""
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32)

@@ -87,7 +87,7 @@ SQUARE = 4 * B * A * S * S
         (lambda c, x: c(aten.cat.default, [x, x], 0), 0),
     ],
 )
-def test_what_is_copied(make: Made, copied: int) -> None:
+def test_copied_bytes_follow_from_strides(make: Made, copied: int) -> None:
     assert count_copied_bytes(graph_of(make), Strides(ONE)) == copied
 
 

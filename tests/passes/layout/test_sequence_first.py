@@ -520,7 +520,9 @@ def flat_heads(m: Any, x: Tensor) -> Tensor:
     "body",
     [join_tokens, cut_sequence, over_batch, roll, stack_up, own_operator, one_head, flat_heads, pick],
 )
-def test_what_cannot_be_exchanged_is_undone(body: Callable[[Any, Tensor], Tensor], batch: int) -> None:
+def test_operators_that_need_batch_first_get_it_back(
+    body: Callable[[Any, Tensor], Tensor], batch: int
+) -> None:
     if body is pick and batch == 1:
         pytest.skip("it reads the second sequence")
     torch.manual_seed(0)

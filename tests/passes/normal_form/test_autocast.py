@@ -274,7 +274,7 @@ def test_regions_are_casts(body: Forward) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-def test_what_is_on_around_capture_holds_for_all(dtype: torch.dtype) -> None:
+def test_autocast_around_capture_holds_for_the_whole_program(dtype: torch.dtype) -> None:
     model, inputs = make_small(plain_body)
     with torch.autocast("cpu", dtype):
         program = normalized(model, inputs)
@@ -340,12 +340,12 @@ def test_states_of_two_devices() -> None:
         enter_region(None, "mps", BF16, True)
 
 
-def test_what_torch_refuses_is_refused() -> None:
+def test_operators_that_autocast_refuses_are_refused() -> None:
     with pytest.raises(ValueError, match=r"test_autocast\.py.*with logits"):
         on_cuda(lambda m, x: functional.binary_cross_entropy(x.sigmoid(), x.sigmoid()))
 
 
-def test_what_torch_casts_inside_of_an_operator_is_named() -> None:
+def test_operators_that_cast_inside_are_named() -> None:
     def body(m: Any, x: Tensor) -> Any:
         with torch.autocast("cpu", BF16):
             y, _ = torch.ops.aten.gru.input(

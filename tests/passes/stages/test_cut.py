@@ -275,7 +275,7 @@ def test_values_cross_in_the_order_of_their_definition_behind_the_rank() -> None
     assert placeholders[:3] == ["rank", x.name, mask.name]
 
 
-def test_what_has_no_gradient_says_so() -> None:
+def test_boundaries_without_gradient_say_so() -> None:
     sketch = Sketch()
     x = sketch.linears(start(sketch), 1, "a")
     fixed = sketch.call(aten.detach.default, x)
@@ -309,7 +309,7 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
     assert [n.target for n in with_pieces.graph.nodes].count(operator.getitem) == 2
 
 
-def test_what_depends_on_the_batch_alone_is_never_sent() -> None:
+def test_values_of_the_batch_alone_are_never_sent() -> None:
     sketch = Sketch()
     x = start(sketch)
     doubled = sketch.call(aten.mul.Tensor, x, 2.0)

@@ -182,7 +182,7 @@ def test_too_few_units() -> None:
         cut_sequence([5] * 9, [0] * 9, num_stages=4, num_pipeline_ranks=3)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_cuts_that_fit_nowhere_name_the_stage_and_bytes() -> None:
     memory = Memory([10**9, 7 * 10**9, 10**9], [10**9] * 3, [[3, 2, 1]], [0] * 3)
     cut = cut_sequence([1] * 3, [0] * 3, memory, num_stages=3, num_pipeline_ranks=3, memory_limit=5 * 10**9)
     assert re.match(
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_named() -> None:
     )
 
 
-def test_what_does_not_fit_is_named_beside_what_a_rank_holds_besides() -> None:
+def test_cuts_that_fit_nowhere_name_the_reserved_bytes() -> None:
     memory = Memory([4 * 10**9, *[10**9] * 3], [0] * 4, [[0] * 4], [9 * 10**9] * 2)
     cut = cut_sequence([1] * 4, [0] * 4, memory, num_stages=4, num_pipeline_ranks=2, memory_limit=8 * 10**9)
     held = r"stage 0 holds 4\.00 GB \(9\.00 GB are held besides\) and its pipeline rank 0 is 6\.00 GB over"

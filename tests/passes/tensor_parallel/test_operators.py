@@ -146,7 +146,7 @@ def test_elements_for_themselves_are_divided(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_mixes_elements_is_right(name: str) -> None:
+def test_operators_that_mix_elements_are_right(name: str) -> None:
     program = compile_with(WHOLE[name])
     report = program.verify()
     assert report.passed, report

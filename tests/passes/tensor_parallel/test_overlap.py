@@ -54,7 +54,7 @@ def overlap(program: Program) -> Program:
 @pytest.mark.parametrize(
     ("name", "tensor"), [*((n, 2) for n in MODELS), *((n, 4) for n in ("phi3", "falcon", "llama"))]
 )
-def test_it_means_the_same(name: str, tensor: int) -> None:
+def test_overlapping_reductions_changes_no_gradient(name: str, tensor: int) -> None:
     """Losses and gradients of real models; and the proof accepts it, and misses the sum where it is left out."""
     model = build(name).float().double()
     program = fuse_operators(prepare(model, tensor, tokens()))

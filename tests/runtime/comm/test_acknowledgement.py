@@ -44,7 +44,7 @@ def latest_used(schedule: Schedule, rank: int) -> dict[Action, Action]:
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
-def test_what_is_acknowledged_was_used(name: str, p: int, m: int, v: int) -> None:
+def test_acknowledged_messages_are_the_latest_used(name: str, p: int, m: int, v: int) -> None:
     schedule = make_schedule(name, p, m, v)
     for rank in range(p):
         assert find_acknowledged(schedule, rank) == latest_used(schedule, rank)

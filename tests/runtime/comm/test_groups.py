@@ -91,7 +91,7 @@ def test_gloo_reduces_every_dtype_in_use(dtype: torch.dtype) -> None:
         assert result.tolist() == [3, 3, 3]
 
 
-def test_what_is_only_moved_may_have_any_dtype() -> None:
+def test_gathers_take_any_dtype() -> None:
     """NCCL knows neither int16 nor unsigned integers but bytes; of these gloo does not know uint16."""
 
     def move(rank: Rank) -> Any:
@@ -108,7 +108,7 @@ def test_what_is_only_moved_may_have_any_dtype() -> None:
         assert (numbers, second) == ([5, 6], 6)
 
 
-def test_what_is_gathered_may_lie_in_any_way() -> None:
+def test_gathers_take_any_memory_layout() -> None:
     kinds: dict[str, Callable[[Tensor], Tensor]] = {
         "strided": lambda x: x.real,
         "conjugate": lambda x: x.conj(),

@@ -87,7 +87,7 @@ def test_ends_that_disagree_are_named() -> None:
         world.run(work, [0, 1])
 
 
-def test_what_is_sent_may_change_after_it_has_left() -> None:
+def test_a_tensor_may_change_after_it_was_sent() -> None:
     world = ThreadWorld()
     channel = ThreadChannel(world, "channel 0 -> 1")
 
@@ -103,7 +103,7 @@ def test_what_is_sent_may_change_after_it_has_left() -> None:
     assert world.run(work, [0, 1]) == [0.0, 3.0]
 
 
-def test_what_has_arrived_is_let_go() -> None:
+def test_send_buffers_are_freed_once_the_answer_arrives() -> None:
     """Gloo does not say when a message has left; the answer to it does."""
 
     def work(rank: int) -> tuple[bool, bool]:

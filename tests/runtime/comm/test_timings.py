@@ -84,7 +84,7 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     assert not (tmp_path / "none.json").exists()
 
 
-def test_it_has_the_predicted_steps_format(tmp_path: Path) -> None:
+def test_measured_traces_have_the_format_of_predicted_ones(tmp_path: Path) -> None:
     program = compile_small()
     run_ranks(take_steps, 4, program, tmp_path)
     program.simulate("laptop-cpu").save_trace(tmp_path / "predicted.json")

@@ -28,7 +28,7 @@ X = Boundary("x", (2, 6), torch.float32, True)
         ((3, 5), False, 2, True, False),
     ],
 )
-def test_what_is_scattered(
+def test_boundaries_scattered_over_the_tensor_ranks(
     shape: tuple[int, ...], divided: bool, tensor: int, scatter_gather: bool, scattered: bool
 ) -> None:
     boundary = Boundary("x", shape, torch.float32, True, divided)

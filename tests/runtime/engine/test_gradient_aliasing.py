@@ -23,7 +23,9 @@ SPANS = [
 
 @pytest.mark.parametrize("spans", SPANS)
 @pytest.mark.parametrize("crossing", [0, 1, 2])
-def test_what_is_added_into_one_is_in_no_other(spans: list[tuple[int, int]], crossing: int) -> None:
+def test_adding_into_a_gradient_changes_no_overlapping_one(
+    spans: list[tuple[int, int]], crossing: int
+) -> None:
     """The first `crossing` of them are no leaf's."""
     memory = torch.arange(12.0)
     views = [memory[begin:end] for begin, end in spans]

@@ -92,7 +92,7 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
         assert 0 < evaluated < step
 
 
-def test_what_is_computed_beside_sums_hides_them() -> None:
+def test_all_reduces_beside_computing_are_hidden() -> None:
     manifest = Chain((2, 1, 1), "1f1b", 1, 2, tied=True).manifest
     spans: list[Span] = [
         (Kind.FORWARD, 0, 0, 101.0, 105.0),

@@ -84,7 +84,7 @@ def test_buffers_are_read_as_they_are() -> None:
     assert read() == {"rotary.frequencies": [1, 1]}
 
 
-def test_what_was_compiled_frozen_stays_so() -> None:
+def test_parameters_compiled_frozen_stay_frozen() -> None:
     chain = Chain((1, 1, 1), "gpipe", 1, 1)
     parameters = dict(chain.manifest.parameters)
     parameters[NAME] = replace(parameters[NAME], requires_grad=False)
@@ -221,7 +221,7 @@ def test_modules_in_a_mode_of_their_own_are_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_what_ranks_have_together_they_freeze_together(
+def test_shared_parameters_must_be_frozen_on_all_ranks(
     mesh: tuple[int, int, int], name: str, rank: int, others: str, late: bool
 ) -> None:
     """Each says so before messages of their steps would meet that do not fit; then they go on."""
@@ -250,7 +250,7 @@ def test_what_ranks_have_together_they_freeze_together(
 @pytest.mark.parametrize(
     ("wary", "reductions"), [(100, [2, 1, 3, 2, 2, 2, 2, 2]), (1, [2, 1, 3, 2, 3, 2, 3, 2])]
 )
-def test_what_is_frozen_changes_between_steps(
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(
     wary: int, reductions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one pipeline rank too; it costs a reduction in the first step, and in some once it has changed after that."""

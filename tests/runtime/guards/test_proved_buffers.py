@@ -150,7 +150,7 @@ def test_a_mask_that_changed_in_the_model_is_refused() -> None:
 
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize(("body", "name"), [(hide, "mask"), (add, "slopes"), (pick, "order")])
-def test_what_a_rewriting_was_decided_by_is_held(body: Any, name: str, persistent: bool) -> None:
+def test_buffers_that_a_pass_decided_by_keep_their_values(body: Any, name: str, persistent: bool) -> None:
     model = Small(body, persistent)
     program = compile_small(model)
     assert [proved.name for proved in program.manifest.proved] == [name]
@@ -189,7 +189,7 @@ def run_all(program: CompiledProgram, state: dict[str, Tensor], load: str) -> li
 @pytest.mark.parametrize("load", ["load_full_state_dict", "load_state_dict"])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("body", [rotate, scale, hand_over])
-def test_what_is_only_read_may_be_loaded(body: Any, mesh: tuple[int, int, int], load: str) -> None:
+def test_buffers_that_are_only_read_may_be_loaded(body: Any, mesh: tuple[int, int, int], load: str) -> None:
     """Constants that the program computed from it follow."""
     program = compile_small(Small(body), mesh)
     assert program.manifest.proved == ()

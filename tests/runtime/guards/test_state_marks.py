@@ -147,7 +147,7 @@ def test_the_same_ranks_state_of_another_program_is_refused() -> None:
     assert run(two, (2, 3), saved)[0]["param_groups"] == saved[0]["param_groups"]  # still the other's
 
 
-def test_what_says_nothing_is_taken() -> None:
+def test_unmarked_optimizer_states_are_loaded() -> None:
     """As older versions saved it, and as tensors of no parallel model are marked."""
     _, parallel = watched()
     optimizer = torch.optim.AdamW(parallel.parameters())

@@ -57,7 +57,7 @@ def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: b
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
-def test_what_is_no_norm_is_refused(norm_type: float) -> None:
+def test_norm_types_that_are_not_positive_are_refused(norm_type: float) -> None:
     """By both calls; the gradients stay as they were."""
 
     def ask(parallel: Parallel) -> None:
@@ -89,7 +89,9 @@ def test_a_norm_of_some_gradients_is_refused() -> None:
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 2), (1, 1, 2)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_was_frozen_after_its_backward_is_clipped(mesh: tuple[int, int, int], sharded: bool) -> None:
+def test_gradients_of_parameters_frozen_after_backward_are_clipped(
+    mesh: tuple[int, int, int], sharded: bool
+) -> None:
     """An optimizer steps by the gradient that it has. What clips only trained ones leaves it out, as in torch."""
     chain = Chain(mesh, "1f1b", 1, 2)
     frozen = "layer.0.row.bias"

@@ -344,7 +344,7 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
         (lambda x, v: kernels.rotary_embedding(x, v.requires_grad_(), v), "tables that require a gradient"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(call: Callable[[Tensor, Tensor], Any], message: str) -> None:
+def test_kernels_refuse_operands_that_do_not_fit(call: Callable[[Tensor, Tensor], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 8), torch.ones(8))
 

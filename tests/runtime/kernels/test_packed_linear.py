@@ -21,7 +21,7 @@ def make(transposed: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("strided", [False, True])
-def test_it_is_a_linear_in_parts(transposed: bool, bias: bool, strided: bool) -> None:
+def test_a_packed_linear_is_a_linear_in_parts(transposed: bool, bias: bool, strided: bool) -> None:
     x, weight, given = make(transposed, bias)
     x = x.transpose(0, 1) if strided else x
     tensors = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, weight)]

@@ -131,7 +131,7 @@ def saved(function: Callable[[], Any]) -> list[tuple[torch.dtype, int]]:
     return sorted(kept.values(), key=lambda pair: (-pair[1], str(pair[0])))
 
 
-def test_what_backward_keeps() -> None:
+def test_row_kernels_save_these_tensors_for_backward() -> None:
     x, vector = draw(4, 16, dtype=torch.bfloat16), draw(16, dtype=torch.bfloat16)
     scores, logits = draw(2, 16, 16, dtype=torch.bfloat16), draw(4, 64, dtype=torch.bfloat16)
     half, single = torch.bfloat16, torch.float32
@@ -392,6 +392,8 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
         ),
     ],
 )
-def test_what_cannot_be_computed_is_refused(call: Callable[[Tensor, Tensor], Any], message: str) -> None:
+def test_row_kernels_refuse_operands_that_do_not_fit(
+    call: Callable[[Tensor, Tensor], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 8), torch.ones(8))

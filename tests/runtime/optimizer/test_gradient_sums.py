@@ -143,7 +143,7 @@ def test_gradients_are_whole_after_the_last_stage_that_uses_them() -> None:
     assert completion.late == {}
 
 
-def test_what_other_pipeline_ranks_own_too_is_late() -> None:
+def test_gradients_of_parameters_on_several_stages_are_late() -> None:
     chain = Chain((1, 2, 1), tied=True)
     completion = Completion.of(chain.manifest, 0, chain.schedule[0])
     assert completion.late == {(0, 1): ("scale",)}

@@ -165,7 +165,7 @@ def test_half_precision_steps_in_float32_and_computes_in_its_own() -> None:
     run_threads(chain.manifest, look)
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
+def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
     chain = Chain((1, 1, 1), "1f1b", 1, 2)
 
     def refuse(connection: Connection) -> None:
@@ -326,7 +326,7 @@ def test_zeroed_gradients_are_zero_though_they_were_not_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_written_into_parameters_is_stepped_from(dtype: torch.dtype) -> None:
+def test_sharded_steps_begin_at_values_written_into_parameters(dtype: torch.dtype) -> None:
     chain = Chain((1, 1, 2), "1f1b", 1, 2, dtype=dtype)
 
     def write(connection: Connection) -> None:
@@ -404,7 +404,7 @@ def write_through_modules(parallel: Parallel, when: str) -> None:
 
 
 @pytest.mark.parametrize("around", [swap_average, write_row, write_through_modules])
-def test_what_is_done_around_the_steps_counts(around: Callable[[Parallel, str], None]) -> None:
+def test_changes_around_sharded_steps_count(around: Callable[[Parallel, str], None]) -> None:
     chain = Chain((1, 2, 2), "1f1b", 1, 2)
     whole, parts = (train_around(chain, shard, around) for shard in (False, True))
     for found, expected in zip(parts, whole, strict=True):
@@ -643,7 +643,7 @@ def test_parameters_that_another_process_is_given_train_on() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_was_moved_before_the_optimizer_is_sharded_is_refused() -> None:
+def test_sharding_is_refused_after_parameters_changed_dtype() -> None:
     _, parallel = alone()
     parallel.bfloat16()
     with pytest.raises(ValueError, match=r"is torch.bfloat16.*, but was torch.float64"):
@@ -687,7 +687,7 @@ def test_a_frozen_parameter_is_left_alone_and_freezing_later_is_refused() -> Non
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2), (1, 1, 2)], ids=str)
-def test_what_is_unfrozen_later_has_its_share_of_the_norm(mesh: tuple[int, int, int]) -> None:
+def test_parameters_unfrozen_later_count_in_the_sharded_norm(mesh: tuple[int, int, int]) -> None:
     """It is stepped whole, by an optimizer of its own beside the sharded one."""
     chain = Chain(mesh, "1f1b", 1, 2)
 

@@ -75,7 +75,7 @@ def f(x, n):
 """
 
 
-def test_what_is_read_later_stays() -> None:
+def test_values_read_later_are_not_deleted() -> None:
     """By an inner function or in a loop; and what may not be there is not deleted, nor what is twice."""
     assert end(KEPT) == KEPT.strip()
 

@@ -122,7 +122,7 @@ def test_a_person_may_write_it_shorter() -> None:
         ("(0F0 steady: 0F1) x2 +1", "line 1 of the schedule: 'steady:' is out of place"),
     ],
 )
-def test_what_cannot_be_read(text: str, message: str) -> None:
+def test_malformed_schedule_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         parse_schedule(text)
     assert str(refusal.value).startswith(message)

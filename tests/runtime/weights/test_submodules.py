@@ -57,7 +57,7 @@ def test_a_part_of_any_class_is_moved_shown_and_loaded(layer: str) -> None:
 
 
 @pytest.mark.parametrize("layer", ["", "init", "NoSuchLayer", "Tensor"])
-def test_what_is_no_layer_is_a_plain_part(layer: str) -> None:
+def test_paths_that_are_no_layer_become_plain_sliced_modules(layer: str) -> None:
     assert type(make_sliced_module(layer)) is SlicedModule
 
 
@@ -103,7 +103,7 @@ def test_a_tied_parameter_goes_by_all_its_names() -> None:
         parallel(idx=torch.zeros(1, 8, dtype=torch.long), targets=torch.zeros(1, 8, dtype=torch.long))
 
 
-def test_what_was_compiled_in_is_not_set_in_silence() -> None:
+def test_setting_a_compiled_in_attribute_warns() -> None:
     model = GPT(GPTConfig(40, 8, 2, 2, 8))
     model.temperature = 1.0  # type: ignore[assignment]
     parallel = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=1).bind()
