@@ -101,7 +101,7 @@ class Parallel(nn.Module):
             clip_over_ranks(self, self._norm.for_torch())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this replica's batch, of a compiled shape; give what the model returns, with only the loss.
+        """Run the step on this replica's batch, of a compiled shape; return the model's output with only the loss.
 
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
@@ -120,7 +120,7 @@ class Parallel(nn.Module):
     ) -> Tensor:
         """Run one whole training step: call, backward, clip to `max_norm`, `optimizer`, `scheduler`, clear gradients.
 
-        Every rank must call it, and gets the same loss. As the plain loop, and raises what these calls raise.
+        Every rank must call it, and gets the same loss. It is the plain loop, and raises the errors of these calls.
         """
         loss = find_loss(self._manifest.output, self(**batch))
         loss.backward()
@@ -144,7 +144,7 @@ class Parallel(nn.Module):
 
     @leave_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as every module does, and those of what a sharded optimizer steps."""
+        """Clear the gradients as every module does, and those of a sharded optimizer's parts."""
         if set_to_none:
             super().zero_grad()
         for leaf in self._weights.leaves().values():
@@ -154,13 +154,13 @@ class Parallel(nn.Module):
                 leaf.grad.zero_()
 
     def shard_optimizer(self, optimizer: OptimizerT) -> OptimizerT:
-        """Divide what `optimizer` keeps and steps among the replicas (ZeRO's first stage), and give it back.
+        """Divide the states and the step of `optimizer` among the replicas (ZeRO's first stage), and return it.
 
         Each replica then sums only its part of the gradients, steps it, and sends the new weights to the others while
         the next step begins; in half precision the float32 weights are divided too. The parameter groups stay, their
         parameters become flat parts of this replica's own, and only these have gradients with values: the ``.grad`` of
-        the model's parameters is good for torch's clipping, and NaN to what reads it. Every rank that has parameters
-        must call it, with the like optimizer of ``parallel.parameters()``, before or between steps.
+        the model's parameters is NaN, and good for torch's clipping alone. Every rank that has parameters must call it
+        with an equal optimizer of ``parallel.parameters()``, before or between steps.
 
         Raises ValueError for an optimizer that may not step each element by itself, or has other parameters, for a
         parameter of it with a hook, and where one would be divided otherwise than by those that sum its gradients.
@@ -284,7 +284,7 @@ class Parallel(nn.Module):
         return self._states.load(self._slices(), folder, optimizer, scheduler, trust_pickle)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module, once all replicas' steps have arrived."""
+        """Yield the parameters as every module does, after all replicas' new weights have arrived."""
         self._weights.await_gathers()
         return super().named_parameters(*args, **kwargs)
 
@@ -292,12 +292,12 @@ class Parallel(nn.Module):
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every module, by which ``to`` reads all parameters, once all replicas' steps have arrived."""
+        """Let ``to`` and the like read the parameters after all replicas' new weights have arrived."""
         self._weights.await_gathers()
         return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
-        """As of every module; where there is none of this `name`, say what there is instead."""
+        """Return an attribute as every module does; for an unknown `name` the error says what there is instead."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -313,7 +313,7 @@ class Parallel(nn.Module):
             raise AttributeError(f"{error}: {reason}", name=name, obj=self) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of every module, with a warning for an attribute that was compiled into the program."""
+        """Set an attribute as every module does, with a warning for one that was compiled into the program."""
         super().__setattr__(name, value)
         if name in self.compiled_in:
             warn_caller(UNREAD.format(name=name))
