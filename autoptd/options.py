@@ -21,7 +21,7 @@ AXES = ("tensor", "pipeline", "data")
 
 @dataclass(frozen=True)
 class Options:
-    """How the passes rewrite a model: of what `autoptd.compile` is asked, that which no manifest says."""
+    """The options by which passes rewrite a model: those of `autoptd.compile` that are not in the manifest."""
 
     recompute: str | int
     fuse: bool

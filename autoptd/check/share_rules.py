@@ -1,4 +1,4 @@
-"""What each operator makes of its arguments' shares: one rule per operator, as a table.
+"""Find the share of each operator's result from its arguments' shares: one rule per operator, as a table.
 
 A rule is asked only where an argument is not whole: whole arguments give a whole result. It raises
 `ShareError` where the ranks would compute something else than the undivided program. Operators without a rule

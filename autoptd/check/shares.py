@@ -22,12 +22,12 @@ class ShareError(Exception):
 
 @dataclass(frozen=True)
 class Share:
-    """`kind` "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum.
+    """The share of a value that one tensor rank holds, by its `kind`.
 
-    A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this
-    rank's); None and () where that is not known. `extent` is the undivided dimension of a parameter, padding left
-    out, while it is whole. "unknown" is what an unfamiliar operator makes of divided values; the proof has nothing
-    to say about it.
+    "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum; "unknown": the
+    result of an unfamiliar operator on divided values, about which the proof says nothing. The part of a divided value
+    lies along `dim` and consists of the local `parts` (a `Segment`'s size is this rank's); None and () if that is
+    unknown. `extent` is the undivided dimension of a parameter, without padding, while it is whole.
     """
 
     kind: Literal["whole", "divided", "partial", "unknown"]
@@ -136,7 +136,7 @@ def _scale(part: Segment, stride: int, step: int) -> Segment | None:
 
 
 def take_rows(share: Share, start: int, length: int) -> Share | None:
-    """The share of `length` local rows from `start` on along the divided dimension.
+    """Return the share of `length` local rows from `start` on along the divided dimension.
 
     None where they are no equal parts of what all ranks hold together: each rank would take other rows.
     """

@@ -52,7 +52,7 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
 
 
 def place(node: fx.Node) -> str:
-    """Where a node is: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
+    """Return a node's place: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
     path, line = info(node).path, info(node).line
     return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
 

@@ -17,10 +17,10 @@ Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for sever
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` GEMMs of [rows, inner] by [inner, columns].
+    """A batch of `batch` GEMMs of [rows, inner] by [inner, columns].
 
-    `repeated`: the backward of a fused attention computes the scores again. `dtype` is the half type of a product under
-    autocast, by its name in a cluster.
+    `repeated`: the backward of a fused attention computes the scores again. `dtype` is the half type of a product
+    under autocast, by its name in a cluster.
     """
 
     batch: Number

@@ -39,7 +39,7 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:
-    """A copy in which what was rewritten has the name of what it stands for: ``info(node).name``."""
+    """Copy a graph and name each rewritten node after the one that it replaces: ``info(node).name``."""
     copy = fx.Graph()
     copy.set_codegen(graph._codegen)
     values: dict[fx.Node, fx.Node] = {}

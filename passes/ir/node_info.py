@@ -13,7 +13,7 @@ Role = Literal["rank", "input", "boundary"]
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What the compiler knows about one node beside ``node.meta["val"]``, torch's own key for its meta tensor(s).
+    """The facts about one node besides ``node.meta["val"]``, torch's own key for its meta tensor(s).
 
     - `path`: the path of the module that calls it, as the user knows it ("h.0.attn"), and `line` of its code
       ("gpt.py:52"); either may be empty.
@@ -50,7 +50,7 @@ class NodeInfo:
         return NodeInfo(self.path, self.line)
 
     def at(self, other: NodeInfo) -> NodeInfo:
-        """The same facts at the place of `other` in the user's code: one heading for several results."""
+        """Return the same facts at the place of `other` in the user's code: one heading for several results."""
         return replace(self, path=other.path, line=other.line)
 
 

@@ -91,7 +91,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
-    """What the backward computes again: groups of neighbouring calls with one label."""
+    """Return the groups that the backward computes again: neighbouring calls with one label."""
     groups: list[list[fx.Node]] = []
     previous = None
     for node in graph.nodes:

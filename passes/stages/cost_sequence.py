@@ -158,11 +158,10 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
 
 
 def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> Ints | None:
-    """A cut whose stages each cost at most their (or one) `limit` and hold at most their `room` of bytes, whenever,
-    not counted what is besides; near equal shares.
+    """Return a cut whose stages each cost at most their `limit` and hold at most their `room`; None if there is none.
 
-    Exact: None means that there is none. Walks the stages and keeps every place where the next may start: a
-    stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
+    `limit` may be one for all stages, and the shares are nearly equal. Walks the stages and keeps every place where
+    the next may start: a stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
     """
     limits = np.broadcast_to(limit, sequence.num_stages)
     start, end, before = sequence.start, sequence.end, sequence.before

@@ -61,15 +61,15 @@ def find_cut(
     cluster: Cluster | None = None,
     besides: Sequence[int] = (),
 ) -> Found:
-    """Where to cut into `num_stages`, stage k for pipeline rank k mod p.
+    """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
 
     Args:
-        schedule: the one that the stages are for, and `num_microbatches` of it (default 8 p): of several cuts its
-            shortest step decides, and it says how many microbatches a stage holds.
-        cluster: whose times costs are, and what a rank has of memory for parameters, gradients, Adam's state,
-            activations in flight, and what the backward of one recomputed group holds. Where no cut is found to fit,
-            the log says so. Default the paper's, "dgx-a100", of any memory.
-        besides: bytes that each pipeline rank holds more than that; default none.
+        schedule: the schedule of the stages, with `num_microbatches` (default 8 p): the shortest step of several cuts
+            decides, and the schedule says how many microbatches a stage holds.
+        cluster: the cluster whose times the costs are, and whose memory holds parameters, gradients, Adam's state,
+            activations in flight, and the backward of one recomputed group. If no cut is found to fit, the log says
+            so. Default the paper's, "dgx-a100", with any memory.
+        besides: further bytes of each pipeline rank; default none.
 
     Raises ValueError if there are fewer cuttable units than stages.
     """
@@ -94,11 +94,11 @@ def find_cut(
 def fit_cut(
     find: Callable[[Sequence[int]], Found], make: Callable[[Found], tuple[Made, Sequence[int]]], limit: int
 ) -> tuple[Found, Made, Sequence[int]]:
-    """A cut, what one is to `make` of it, and the bytes that each rank then holds: at most `limit`, if a cut is found.
+    """Return a cut, its program as `make` makes it, and the bytes of each rank: at most `limit`, if a cut is found.
 
-    Else the leanest of those tried. `find` counts neither the buffers of receives nor all that a backward holds: where
-    what is made has too much, it is asked again with what each rank was found to hold besides. That is of one cut, and
-    another may hold less: where no cut has room for so much, half of what was added is tried.
+    Otherwise the leanest of those tried. `find` counts neither the buffers of receives nor all that a backward holds:
+    if the program has too much, `find` is called again with the bytes that each rank held besides. These belong to one
+    cut, and another may hold less: if no cut has room for so much, half of the addition is tried.
     """
     made: dict[tuple[int, ...], tuple[Found, Made, Sequence[int]]] = {}
     besides: Sequence[int] = ()

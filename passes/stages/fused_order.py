@@ -157,7 +157,7 @@ def passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
 
 
 def make_times(uncut: Uncut, durations: Durations, table: Floats, apart: Floats, items: Any) -> ItemTimes:
-    """The times of a row's `items` from seconds by direction, as `Uncut.divide` gives them."""
+    """Return the times of a row's `items` from seconds by direction, divided over their operators."""
     ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
     forward, backward, again = np.diff(ends, axis=0, prepend=0).T
     more = np.rint(apart[items] * NANOSECONDS).astype(np.int64)

@@ -318,7 +318,7 @@ class _Search:
         return value
 
     def solve(self, effort: float) -> tuple[Ints | None, bool]:
-        """The best cut found in `effort` deterministic seconds, and whether it is proved the model's best."""
+        """Return the best cut found in `effort` deterministic seconds, and whether it is proved the model's best."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0

@@ -121,7 +121,7 @@ class _Search:
         self._live, self._bytes = changes.cumsum(1)  # before each position
 
     def find(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The layers between two positions, each from its first position to behind its last."""
+        """Return the layers between two positions, each from its first position to behind its last."""
         for first, behind, period in self._runs(start, end):
             borders = self._place_borders(first, behind, period)
             if borders:

@@ -71,8 +71,7 @@ class Row:
         return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
 
     def allowed(self) -> list[bool]:
-        """Whether a cut may stand before each item: values live there, all of them tensors of real numbers,
-        none a partial sum or with a partial gradient."""
+        """Return whether a cut may stand before each item: live values are whole real tensors with whole gradients."""
         count = len(self.items)
         live, unfit = [0] * (count + 2), [0] * (count + 2)
         for defined, node in enumerate(self.items):
@@ -158,7 +157,7 @@ class Row:
         return graph
 
     def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
-        """The ambient nodes that `items` need, directly or through each other."""
+        """Return the ambient nodes that `items` need, directly or through each other."""
 
         def parts(node: fx.Node) -> list[fx.Node]:
             return [source for source in node.all_input_nodes if source in self.ambient]

@@ -17,7 +17,7 @@ _serial = count()
 
 
 class IndivisibleError(ValueError):
-    """What one operator says of a number of tensor ranks, however many layers are beside it."""
+    """A number of tensor ranks that one operator refuses, in whatever layer it stands."""
 
 
 class Axis:

@@ -1,4 +1,4 @@
-"""What each operator says about axes: one rule per operator, as a table.
+"""Relate the axes of each operator: one rule per operator, as a table.
 
 A rule takes the axis map and a node and returns the axes of the result (a tuple of them for an operator with several
 results). On the way it unifies what must agree, blocks what may not be divided, and records a contraction, which

@@ -1,4 +1,4 @@
-"""Where f goes: gradients of replicated values that divided regions read are partial, and must be summed somewhere.
+"""Place f, which sums the partial gradients of replicated values that divided regions read.
 
 A replicated value that a divided operator reads gets, on each tensor rank, only its own part of the gradient. f
 (`collectives.copy_to_tensor`: forward identity, backward all-reduce) completes it. Because every backward is linear
@@ -149,7 +149,7 @@ class _Region:
         return sorted(groups, key=lambda group: self.order[group[0]])
 
     def stream(self, component: Component) -> set[fx.Node]:
-        """What several operators read of a residual stream, to which sums over the tensor ranks are added.
+        """Return the values of a residual stream that several operators read, to which sums over the ranks are added.
 
         Not what is computed of those whose gradient may not be whole: its own may not, either.
         """
@@ -165,7 +165,7 @@ class _Region:
     def cut(
         self, component: Component, solved: dict[Shape, Sides], stream: Collection[fx.Node] = ()
     ) -> tuple[list[fx.Node], set[fx.Node]]:
-        """The cheapest members that separate whole gradients from divided readers, and those that keep whole ones.
+        """Return the cheapest members that separate whole gradients from divided readers, and those with whole ones.
 
         The `stream` is to do so. Equal components share the answer.
         """

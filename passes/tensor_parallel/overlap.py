@@ -72,7 +72,7 @@ class _Rewriting:
         self._propagation = propagation
 
     def rewrite(self, left: Counter[str]) -> int:
-        """How many f were joined with their readers; count the reasons why others were `left`."""
+        """Return how many f were joined with their readers; count the reasons why others were `left`."""
         hidden = 0
         for node in list(self.graph.nodes):
             if node.target is collectives.copy_to_tensor:

@@ -82,9 +82,9 @@ class StoredScale:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """rank_00003.json: the `files` of rank 3, rank_00003_000.safetensors and so on.
+    """The contents of rank_00003.json: the `files` of rank 3, rank_00003_000.safetensors and so on.
 
-    One rank of each pipeline stage also stores the values of its `optimizer` and `schedulers` that are no tensors.
+    One rank of each pipeline stage also stores the values of its `optimizer` and `schedulers` that are not tensors.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Record:
-    """checkpoint.json: the whole checkpoint. `ranks` has the SHA-256 of each rank's JSON file.
+    """The contents of checkpoint.json, for the whole checkpoint. `ranks` has the SHA-256 of each rank's JSON file.
 
     `seed` and `call` determine dropout, `schedulers` has those of each pipeline rank, and `data` (tagged) is the
     user's.

@@ -171,7 +171,7 @@ class Parallel(nn.Module):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this rank is in the mesh; ``.data`` is the replica whose batches it takes."""
+        """The place of this rank in the mesh; ``.data`` is the replica whose batches it takes."""
         return self._connection.rank.coordinates
 
     @property

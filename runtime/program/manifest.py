@@ -58,11 +58,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class StageInterface:
-    """What stage `index` takes and gives; its function is ``stage_<index>(rank, p, *receives, *inputs)``.
-
-    `sends` of stage k are `receives` of stage k + 1; the last stage sends nothing and returns the loss. A
-    stage function returns one tensor, or a tuple where it sends several.
-    """
+    """The arguments and results of stage `index`; its function is ``stage_<index>(rank, p, *receives, *inputs)``."""
 
     index: int
     receives: tuple[Boundary, ...]
@@ -73,11 +69,7 @@ class StageInterface:
 
 @dataclass(frozen=True)
 class Output:
-    """How the call's result is rebuilt round the loss: `kind` "tensor", "tuple", "dict" or "dataclass".
-
-    `type` is "module:qualname" of a dataclass or dict class, `loss` its field name (or tuple index as text),
-    `fields` all field names.
-    """
+    """The structure of a call's result around the loss: `kind` "tensor", "tuple", "dict" or "dataclass"."""
 
     kind: str
     loss: str = ""

@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor lives on the tensor axis: replicated (`dim` None), or divided along `dim`.
+    """The division of a tensor on the tensor axis: replicated (`dim` None), or divided along `dim`.
 
     The segments' rows add up to the dimension's global size plus `padding` zero rows that exist in memory only
     (an odd vocabulary).
