@@ -26,6 +26,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.verification.report import Report
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[3]
 MODEL = """
@@ -258,7 +259,7 @@ def test_a_full_disk_is_said(folder: Path) -> None:
     assert (found.returncode, found.stderr) == (1, "autoptd inspect: [Errno 28] No space left on device\n")
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("options", [[], slow(["--json"])])
 def test_a_reader_may_leave_early(folder: Path, options: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)

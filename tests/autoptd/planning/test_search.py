@@ -33,6 +33,7 @@ from autoptd.runtime.program.schedule import make_schedule
 from autoptd.simulate.step import Training, simulate_times
 from samples.gpt import GPT, GPTConfig
 from tests import models
+from tests.marks import slow_but
 from tests.models import MIDDLE
 
 EXAMPLES = read_examples(GPT(GPTConfig(512, 128, 1, 4, 64)), None, None, 1)
@@ -499,7 +500,7 @@ class Uneven(GPT):
         return nn.functional.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("how", ["settings", "slice", "number", "alike"])
+@pytest.mark.parametrize("how", slow_but(["number", "alike"], ["settings", "slice", "number", "alike"]))
 def test_layers_that_forward_uses_unlike_are_all_measured(how: str) -> None:
     with torch.device("meta"):
         model = Uneven(GPTConfig(512, 128, 8, 4, 64), how)
