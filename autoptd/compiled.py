@@ -24,7 +24,7 @@ from autoptd.reports.overview import Overview
 from autoptd.reports.page import write_page
 from autoptd.reports.summary import summarize
 from autoptd.runtime.engine.batch import find_shape
-from autoptd.runtime.engine.bound_shape import ShapeProgram
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
 from autoptd.runtime.health.malloc import disable_malloc_trim
@@ -326,10 +326,10 @@ class CompiledProgram:
 
     def _read_rank(
         self, pipeline_rank: int, weights: Mapping[str, Tensor], backend: str | None
-    ) -> ShapeProgram:
+    ) -> ShapeFunctions:
         text = read_program(self.texts[pipeline_rank], text_filename(self.manifest, pipeline_rank))
         stages = text.stages if backend is None else compile_stages(text, backend)
-        return ShapeProgram(self.manifest, stages, text.constants or _no_constants, self.schedule, weights)
+        return ShapeFunctions(self.manifest, stages, text.constants or _no_constants, self.schedule, weights)
 
     def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Stored:
         tensors = read_weights(weights, self.buffers)

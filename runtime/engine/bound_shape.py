@@ -18,8 +18,8 @@ from autoptd.runtime.weights.slices import Constants, refresh_constants
 
 
 @dataclass(frozen=True)
-class ShapeProgram:
-    """A rank's program for one input shape, and the whole tensors that its constants are computed from.
+class ShapeFunctions:
+    """The functions of a rank for one input shape, and the whole tensors that its constants are computed from.
 
     `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` is all ranks'.
     """
@@ -32,7 +32,7 @@ class ShapeProgram:
 
 
 class BoundShape:
-    """A `ShapeProgram` bound to the connection that all shapes of a parallel model share.
+    """A `ShapeFunctions` bound to the connection that all shapes of a parallel model share.
 
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its
     length. `sums` are made by `share_steps`, once it is known what the optimizer steps.
@@ -40,7 +40,7 @@ class BoundShape:
 
     sums: GradientSums
 
-    def __init__(self, program: ShapeProgram, connection: Connection, slices: Mapping[str, Tensor]) -> None:
+    def __init__(self, program: ShapeFunctions, connection: Connection, slices: Mapping[str, Tensor]) -> None:
         self.manifest = program.manifest
         self.slices = slices
         self.executor = Executor(program.manifest, connection, program.functions, program.schedule)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoptd.runtime.checkpoint.saving import Schedulers
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.batch import find_loss
-from autoptd.runtime.engine.bound_shape import BoundShape, ShapeProgram
+from autoptd.runtime.engine.bound_shape import BoundShape, ShapeFunctions
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.engine.last_step import LastStep
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
@@ -60,7 +60,7 @@ class Parallel(nn.Module):
         schedule: Schedule,
         weights: Mapping[str, Tensor],
         drawn: bool = False,
-        further: Sequence[ShapeProgram] = (),
+        further: Sequence[ShapeFunctions] = (),
     ) -> None:
         """Take this rank's slices of the whole `weights` (by the user's names) and bind the program to them.
 
@@ -71,7 +71,7 @@ class Parallel(nn.Module):
         super().__init__()
         self._manifest, self._connection, rank = manifest, connection, connection.rank
         slices = take_slices(manifest, rank, constants, weights, drawn)
-        first = ShapeProgram(manifest, functions, constants, schedule, weights)
+        first = ShapeFunctions(manifest, functions, constants, schedule, weights)
         shapes = [BoundShape(first, connection, {})]
         for program in further:
             own, known = program.manifest, manifest.parameters
