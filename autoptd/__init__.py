@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from autoptd.calibration.fit import calibrate
     from autoptd.check.program import ProgramError
     from autoptd.compiled import CompiledProgram
-    from autoptd.compiler import compile, load
+    from autoptd.compiler import compile
     from autoptd.difference import diff
+    from autoptd.loading import load
     from autoptd.passes.cost.cluster import Cluster
     from autoptd.planning.plan import Plan
     from autoptd.planning.search import plan
@@ -32,7 +33,7 @@ _HOMES = {
     "SafetensorsFolder": "autoptd.weights.safetensors_folder",
     "Simulation": "autoptd.simulate.step",
     "compile": "autoptd.compiler",
-    "load": "autoptd.compiler",
+    "load": "autoptd.loading",
     "simulate_schedule": "autoptd.simulate.schedule",
 }
 

@@ -1,21 +1,20 @@
-"""compile: capture, the pipeline of passes, emission, proof. The one file that knows the whole."""
+"""`autoptd.compile`: capture, the pipeline of passes, emission and proof. The one file that knows the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.broadcast_dropout import mark_expanded
-from autoptd.capture.example_inputs import read_arguments
 from autoptd.capture.export import capture
-from autoptd.check.program import check_program
 from autoptd.compiled import CompiledProgram
+from autoptd.description import describe_program, write_title
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import (
     check_examples,
@@ -23,12 +22,9 @@ from autoptd.input_shapes import (
     guess_batch,
     keep_whole,
     list_examples,
-    naming_program,
     naming_shape,
     rename_own,
 )
-from autoptd.loss.class_ranges import describe_rows
-from autoptd.loss.labels import describe_labels
 from autoptd.loss.mean_warnings import describe_means
 from autoptd.memory_fit import choose_fitting, fit_program
 from autoptd.options import (
@@ -44,25 +40,19 @@ from autoptd.options import (
 from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
-from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
-from autoptd.passes.stages.cut import Found, boundaries, cut_at, find_cut
+from autoptd.passes.stages.cut import Found, cut_at, find_cut
 from autoptd.passes.stages.fused_order import Uncut, passes_from_the_cut
+from autoptd.planning.plan import Plan
 from autoptd.planning.search import plan
 from autoptd.progress import Watch
 from autoptd.runtime.launch import end_with_launcher
-from autoptd.runtime.program.manifest import Manifest, Proved, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Schedule, make_schedule
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.slices import hash_values
-from autoptd.runtime.weights.submodules import name_layers
 from autoptd.simulate.stage_times import count_flops
-from autoptd.text.folder import load_folder
 from autoptd.text.pass_dump import keep_text
-from autoptd.text.reader import shape_folder, trace_program
 from autoptd.text.writer import emit_texts
 from autoptd.versions import read_versions, warn_untested
 from autoptd.weights.deferred_init import read_initial
@@ -119,32 +109,52 @@ def compile(
 
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
     """
-    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
-    fixed: Any = {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
     end_with_launcher()  # compiling takes its time, and comes before bind
     check_known(compile, unknown)
     check_seed(seed)
     check_planned(mesh, world_size, global_batch, cluster, num_microbatches)
+    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
+    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
+    given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster}
     if isinstance(mesh, str) and mesh == "auto":
-        free: Any = {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
-        size: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
-        plans = plan(model, **size, **given, **fixed, **free)
-        found = (compile(model, **{**given, **fixed, **own, **one.options}) for one in plans if one.simulated)
-        return choose_fitting(found, Cluster.load(size["cluster"]))
+        plans = plan(model, world_size=world_size, global_batch=global_batch, cluster=cluster, **given)  # type: ignore[arg-type]
+        return choose_fitting(_follow(plans, model, given | own), Cluster.load(own["cluster"]))
+    return _compile_for(model, mesh, num_microbatches=num_microbatches, **given, **own)
+
+
+def _follow(plans: Sequence[Plan], model: nn.Module, given: Mapping[str, Any]) -> Iterator[CompiledProgram]:
+    """Compile the `model` by each of the simulated `plans`, the best first, with the other arguments `given`."""
+    return (_compile_for(model, **{**given, **one.options}) for one in plans if one.simulated)
+
+
+def _compile_for(
+    model: nn.Module,
+    mesh: object,
+    *,
+    example_inputs: Any,
+    microbatch_size: int | None,
+    schedule: str | None,
+    recompute: str | int | None,
+    fuse: bool,
+    layout: str,
+    rules: Mapping[Any, str] | None,
+    **job: Any,
+) -> CompiledProgram:
+    """Compile the `model` for one mesh; the arguments are those of `compile`."""
     settled = "interleaved_1f1b" if schedule is None else schedule
     options = Options("none" if recompute is None else recompute, fuse, layout, rules)
     check_modes(schedule=settled, recompute=options.recompute, layout=layout)
-    check_flags(fuse=fuse, scatter_gather=scatter_gather)
-    counts: Any = {"num_microbatches": num_microbatches, "num_model_chunks": num_model_chunks}
+    check_flags(fuse=fuse, scatter_gather=job["scatter_gather"])
+    counts = {name: job[name] for name in ("num_microbatches", "num_model_chunks")}
     check_free_counts(microbatch_size=microbatch_size, **counts)
-    job = _Job(model, read_mesh(mesh), loss_fn, settled, options, scatter_gather, **counts, **own)
-    return _compile(job, list_examples(example_inputs), microbatch_size)
+    whole = _Job(model, read_mesh(mesh), schedule=settled, options=options, **job)
+    return _compile(whole, list_examples(example_inputs), microbatch_size)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What the user gave, settled: the same for all input shapes."""
+    """The arguments of one compilation, settled: the same for all input shapes."""
 
     model: nn.Module
     mesh: Mesh
@@ -160,13 +170,13 @@ class _Job:
 
     @property
     def count(self) -> int:
-        """Microbatches a step."""
+        """Microbatches per step."""
         return self.num_microbatches or 8 * self.mesh.pipeline
 
     def divide(
         self, example: Any, microbatch_size: int | None, watch: Watch, first: Program | None = None
     ) -> Program:
-        """Capture the model at the shape of `example`, and divide it over the tensor ranks; `first`: as that one."""
+        """Capture the model at the shape of `example` and divide it over the tensor ranks, as `first` was."""
         watch.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
         captured = capture(self.model, mesh=self.mesh, **given)
@@ -181,14 +191,14 @@ class _Job:
     def finish(
         self, cut: Program, divided: Program, actions: Schedule, watch: Watch, shape: int = 0
     ) -> CompiledProgram:
-        """Rewrite the stages of a `cut` program, which was `divided` before; emit them, and check what was emitted."""
+        """Rewrite the stages of a `cut` program, emit and check their texts; `divided` is the uncut program."""
         keep_text(cut, "cut stages")
         passes = passes_from_the_cut(self.options.recompute, self.options.fuse)
         program = run_passes(passes, cut, watch, keep_text)
         watch.say("emit and check")
         parameters = divided.stages[0].parameters
         manifest = replace(
-            _describe(program, parameters, self.model, self.loss_fn),
+            describe_program(program, parameters, self.model, self.loss_fn),
             schedule=self.schedule,
             num_microbatches=self.count,
             scatter_gather=self.scatter_gather,
@@ -199,12 +209,30 @@ class _Job:
         if shape == 0 and manifest.num_microbatches * manifest.mesh.data > 1:
             for text in describe_means(program, divided):
                 warn_caller(text)
-        return _emit(program, manifest, actions, self.model, self.loss_fn, self.options)
+        title = write_title(type(self.model).__name__, parameters)
+        flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
+        texts = emit_texts(program, manifest, actions, title=title, flops=flops)
+        result = CompiledProgram(
+            program.stages,
+            program.log,
+            texts,
+            manifest,
+            program.buffers,
+            title,
+            self.model,
+            self.loss_fn,
+            program.symbols,
+            self.options,
+        )
+        if uncovered := result.check():
+            entry = f"check does not cover {len(uncovered)} operators, so verify: {uncovered[0]}"
+            result = replace(result, log=(*result.log, entry))
+        return result
 
 
 @paused_collector()
 def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) -> CompiledProgram:
-    """Walk the corridor with each of `examples`; where the first is divided and cut, the others are too."""
+    """Compile for each of `examples`; the others are divided and cut where the first one is."""
     check_examples(job.model, examples, job.loss_fn, microbatch_size)
     described = None if job.cluster is None else Cluster.load(job.cluster)
     with Watch("compile") as watch:
@@ -251,7 +279,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
 
 
 def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> CompiledProgram:
-    """The program of all shapes: values that one was proved of are those of all."""
+    """Join the programs of all shapes; buffer values that one of them relies on hold for all."""
     proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
     manifest = replace(
         first.manifest, proved=tuple(proved[name] for name in sorted(proved)), num_shapes=1 + len(further)
@@ -259,141 +287,8 @@ def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> Compile
     return replace(first, manifest=manifest, further=tuple(further))
 
 
-def _describe(
-    program: Program,
-    parameters: Mapping[str, Parameter],
-    model: nn.Module,
-    loss_fn: Callable[..., torch.Tensor] | None,
-) -> Manifest:
-    """The manifest, as far as the cut program says it: of one microbatch under the plainest schedule."""
-    return Manifest(
-        mesh=program.mesh,
-        schedule="gpipe",
-        num_model_chunks=len(program.stages) // program.mesh.pipeline,
-        num_microbatches=1,
-        microbatch_size=_microbatch_size(program),
-        scatter_gather=True,
-        seed=0,
-        inputs=describe_rows(program, describe_labels(program)),
-        stages=_interfaces(program),
-        parameters=parameters,
-        aliases=program.aliases,
-        output=program.output,
-        fixed=program.fixed,
-        layers=name_layers(model),
-        training=model.training,
-        transient=_transient(parameters, model),
-        model_flops=program.model_flops,
-        arguments=read_arguments(model, loss_fn),
-        uninitialized=program.uninitialized,
-        proved=_proofs(program, parameters),
-        scales_loss=any(_is_float16(node) for stage in program.stages for node in stage.graph.nodes),
-    )
-
-
-def _emit(
-    program: Program,
-    manifest: Manifest,
-    schedule: Schedule,
-    model: nn.Module,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    options: Options,
-) -> CompiledProgram:
-    """Write the texts, and prove what they say."""
-    title = _title(type(model).__name__, manifest.parameters)
-    flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
-    texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
-    result = CompiledProgram(
-        program.stages,
-        program.log,
-        texts,
-        manifest,
-        program.buffers,
-        title,
-        model,
-        loss_fn,
-        program.symbols,
-        options,
-    )
-    uncovered = result.check()
-    if not uncovered:
-        return result
-    entry = f"check does not cover {len(uncovered)} operators, so verify: {uncovered[0]}"
-    return replace(result, log=(*result.log, entry))
-
-
-def load(folder: str | Path) -> CompiledProgram:
-    """Load the program that `CompiledProgram.save` wrote, with edits: stages are traced anew from the texts.
-
-    Runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
-    trace; `ProgramError` if the program contradicts itself.
-    """
-    end_with_launcher()
-    name = Path(folder).resolve().name
-    first = _load(Path(folder), name)
-    numbers = range(1, first.manifest.num_shapes)
-    further = tuple(_load(Path(folder) / shape_folder(number), name) for number in numbers)
-    result = replace(first, further=further)
-    result.check_shapes()
-    return result
-
-
-def _load(folder: Path, name: str) -> CompiledProgram:
-    """The program of one input shape, checked by itself."""
-    texts, manifest, buffers = load_folder(folder)
-    program = trace_program(texts, manifest, buffers=buffers)
-    title = _title(name, manifest.parameters)
-    result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, title)
-    with naming_program(manifest):
-        check_program(manifest, program.stages, result.schedule)
-    return result
-
-
 def _default_chunks(uncut: Uncut, schedule: str, num_microbatches: int) -> int:
-    """Stages per pipeline rank: 2 where the schedule and the model allow it."""
+    """Return the stages per pipeline rank: 2 where the schedule and the model allow it."""
     pipeline = uncut.program.mesh.pipeline
     interleaves = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0 and pipeline > 1
     return 2 if interleaves and uncut.units >= 2 * pipeline else 1
-
-
-def _microbatch_size(program: Program) -> int:
-    """Sequences per microbatch: the batch dimension of the inputs that have one."""
-    return min((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None), default=1)
-
-
-def _interfaces(program: Program) -> tuple[StageInterface, ...]:
-    """What each stage takes and gives, read off the graphs: it sends what the next receives."""
-    received = boundaries(program)
-    return tuple(
-        StageInterface(
-            index,
-            received[index],
-            received[index + 1] if index + 1 < len(received) else (),
-            tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input"),
-            tuple(stage.parameters),
-        )
-        for index, stage in enumerate(program.stages)
-    )
-
-
-def _transient(parameters: Mapping[str, Parameter], model: nn.Module) -> tuple[str, ...]:
-    """Buffers that the user's ``state_dict`` does not have."""
-    saved = model.state_dict().keys()
-    return tuple(sorted(name for name, p in parameters.items() if p.kind == "buffer" and name not in saved))
-
-
-def _is_float16(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is torch.float16
-
-
-def _proofs(program: Program, parameters: Mapping[str, Parameter]) -> tuple[Proved, ...]:
-    """The buffers that the program was proved of, each with the hash of its values."""
-    buffers = ((name, program.buffers[name], parameters[name].dtype) for name in sorted(program.proved))
-    return tuple(Proved(name, hash_values(values, dtype)) for name, values, dtype in buffers)
-
-
-def _title(name: str, parameters: Mapping[str, Parameter]) -> str:
-    """A name, and the parameters of the whole model, tied ones once."""
-    count = sum(torch.Size(p.shape).numel() for p in parameters.values() if p.kind == "parameter")
-    return f"{name}, {count:,} parameters"

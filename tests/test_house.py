@@ -72,13 +72,16 @@ IMPORTS = {
         "calibration": "compiled compiler simulate",
         "capture": "pass_list",
         "check": "options",
-        "cli": "calibration capture check compiled compiler planning reports simulate text verification",
+        "cli": "calibration capture check compiled compiler "
+               "loading planning reports simulate text verification",
         "compiled": "capture check gc_pause input_shapes options reports simulate text verification weights",
-        "compiler": "capture check compiled gc_pause input_shapes loss memory_fit "
+        "compiler": "capture compiled description gc_pause input_shapes loss memory_fit "
                     "options pass_list planning progress simulate text versions weights",
+        "description": "capture loss",
         "difference": "compiled planning",
         "gc_pause": "",
         "input_shapes": "capture check",
+        "loading": "check compiled description input_shapes text",
         "loss": "",
         "memory_fit": "compiled",
         "options": "",

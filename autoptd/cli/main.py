@@ -25,7 +25,8 @@ from autoptd.cli.tables import (
     print_simulation,
 )
 from autoptd.compiled import CompiledProgram
-from autoptd.compiler import compile, load
+from autoptd.compiler import compile
+from autoptd.loading import load
 from autoptd.passes.recompute import MODES
 from autoptd.planning.plan import Plan
 from autoptd.planning.search import plan

@@ -17,9 +17,9 @@ from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold
 from autoptd.passes.stages.partition import Cut, cut_sequence
 from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 
-# How `cut_sequence` is asked for each candidate: the ceiling of stages, and the effort. The even cut of the dynamic
-# programme; ranks balanced with stages about as even; with stages that may be anything, as beside a heavy head.
-SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.4), (1.15, 0.4), (None, 0.4))
+# The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic
+# programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head.
+SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.1), (None, 0.1))
 STRIDES = (1, 2, 4, 8, 16, 32)  # places that a cut is moved by
 WALKED = 100_000  # actions that are simulated to move the cuts, however many moves are tried at once
 
