@@ -33,7 +33,7 @@ from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import Found, fit_cut
 from autoptd.passes.stages.fused_order import Uncut
 from autoptd.passes.tensor_parallel.axes import IndivisibleError
-from autoptd.planning.layer_costs import CostRow
+from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.shortened_model import shorten_model
 from autoptd.progress import Watch
 from autoptd.runtime.program.manifest import Manifest
@@ -122,7 +122,7 @@ class Estimator:
         self._captured: dict[int | None, tuple[Program, int]] = {}
         self._arranged: dict[tuple[int | None, bool], Program] = {}
         self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
-        self._rows: dict[tuple[int, int | None, str | int], CostRow] = {}
+        self._rows: dict[tuple[int, int | None, str | int], LayerCosts] = {}
         self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
 
     def searching(self) -> Estimator:
@@ -139,7 +139,7 @@ class Estimator:
         examples = read_examples(self._model, self._given["example_inputs"], self._given["loss_fn"], None)
         return min((i.shape[i.batch_dim] for i in examples.inputs if i.batch_dim is not None), default=1)
 
-    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
+    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
         """Measure the calls; raise ValueError if the model does not divide by `tensor`, or cannot be recomputed so."""
         key = tensor, microbatch_size, recompute
         if key not in self._rows:
@@ -243,7 +243,9 @@ class Estimator:
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 
-    def _divide_stages(self, candidate: Candidate) -> tuple[CostRow, tuple[Manifest, Sequence[StageTimes]]]:
+    def _divide_stages(
+        self, candidate: Candidate
+    ) -> tuple[LayerCosts, tuple[Manifest, Sequence[StageTimes]]]:
         row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
         if candidate not in self._stages:
             mesh, v = candidate.mesh, candidate.num_model_chunks
@@ -251,13 +253,13 @@ class Estimator:
             self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, cut)
         return row, self._stages[candidate]
 
-    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> CostRow:
+    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
         divided, repeats = self._divide(tensor, microbatch_size)
         with Watch("plan") as watch:
             watch.say("finish uncut")
             uncut = Uncut(divided, recompute, self._fuse)
         precision = Precision.of(divided.stages, self._dtype)
-        return CostRow(
+        return LayerCosts(
             uncut, repeats, self.cluster, self._world_size, precision, overlap=self.training.overlap_tensor
         )
 

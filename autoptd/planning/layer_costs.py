@@ -29,7 +29,7 @@ from autoptd.simulate.memory import Owned, count_owned, freeze_others, state_byt
 from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, add_up, divide_work, time_stage
 
 
-class CostRow:
+class LayerCosts:
     """The costs of an uncut program, divided for t tensor ranks, with `repeats` more of its second layer.
 
     All stages have the speed of the slowest tensor group of `world_size` devices. With `overlap`, gradients of weights

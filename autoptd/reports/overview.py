@@ -54,7 +54,7 @@ class Communication:
 
     `tensor_forward`, `tensor_backward` are all-reduces, and `pipeline_forward`, `pipeline_backward` messages, of one
     microbatch; `tensor_repeated` are those of `tensor_backward` that recomputation repeats. `loss` says that the loss
-    reduces three numbers a token beside. Once a step: the replicas sum `gradient_bytes` on the rank that has most,
+    reduces three numbers a token besides. Once a step: the replicas sum `gradient_bytes` on the rank that has most,
     and the tensor ranks the gradients of `partial`.
     """
 
@@ -159,7 +159,7 @@ def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) ->
         ),
         flops=sum(forward_work(node).flops for node in stage.graph.nodes),
         sent_bytes=sum(_crossing(boundary, manifest) for boundary in crossing),
-        unscattered_bytes=sum(map(_bytes, crossing)),
+        unscattered_bytes=sum(b.bytes for b in crossing),
     )
 
 
@@ -171,15 +171,11 @@ def find_path(node: fx.Node) -> str:
     return str(info(node).path or next((name.rpartition(".")[0] for name in names), ""))
 
 
-def _bytes(boundary: Boundary) -> int:
-    return prod(boundary.shape) * boundary.dtype.itemsize
-
-
 def _crossing(boundary: Boundary, manifest: Manifest) -> int:
     """Return the bytes of a boundary value that one tensor rank sends."""
     tensor = manifest.mesh.tensor
     scattered = is_scattered(boundary, tensor, manifest.scatter_gather)
-    return _bytes(boundary) // (tensor if scattered else 1)
+    return boundary.bytes // (tensor if scattered else 1)
 
 
 def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communication:

@@ -8,6 +8,7 @@ from math import prod
 
 from autoptd.passes.cost.cluster import ITEM_BYTES
 from autoptd.passes.cost.durations import Precision
+from autoptd.passes.cost.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import arguments_of
 from autoptd.passes.ir.program import Stage
@@ -17,8 +18,6 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Action, Kind, last_gradients
 from autoptd.simulate.stage_times import StageTimes
-
-MOMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -84,18 +83,16 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
 def gradient_bytes(precision: Precision, wide: bool = True) -> float:
     """Return the bytes of one element's gradient: at least float32 if `wide`, as in our runtime."""
     item = ITEM_BYTES[precision.dtype]
-    return max(MOMENT_BYTES, item) if wide else item
+    return max(FLOAT32_BYTES, item) if wide else item
 
 
 def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
     """Return the bytes held throughout a step; `shards` replicas divide the optimizer's states (ZeRO-1), or none (0).
 
-    Adam has two moments of each element. It steps a float32 copy of half-precision weights, and a copy of weights whose
-    states are divided, even among one replica.
+    Adam steps a copy of weights whose states are divided, even among one replica (see `adam_bytes`).
     """
     item = ITEM_BYTES[precision.dtype]
-    moment = max(MOMENT_BYTES, item)
-    states = (3 if item < moment or shards else 2) * moment
+    states = adam_bytes(item, copied=shards > 0)
     return {
         "parameters": owned.elements * item + owned.fixed,
         "gradients": owned.trained * gradient_bytes(precision, wide),
@@ -119,7 +116,7 @@ def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = T
     return (
         owned.trained
         / max(shards, 1)
-        * (MOMENT_BYTES if gradient_bytes(precision, wide) < MOMENT_BYTES else 0)
+        * (FLOAT32_BYTES if gradient_bytes(precision, wide) < FLOAT32_BYTES else 0)
     )
 
 
@@ -130,7 +127,7 @@ def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool 
     gradients are converted to float32 first, and new weights to half precision at the end.
     """
     item, gradient = ITEM_BYTES[precision.dtype], gradient_bytes(precision, wide)
-    moment = max(MOMENT_BYTES, item)
+    moment = max(FLOAT32_BYTES, item)
     each = gradient + 7 * moment
     if gradient < moment:
         each += gradient + moment

@@ -85,9 +85,7 @@ def _whole_ticks(
         if not number or not math.isfinite(seconds) or seconds < 0:
             raise ValueError(f"{keyword}={seconds!r}: expected a finite time of 0 seconds or more")
     if forward_seconds == backward_seconds == 0:
-        raise ValueError(
-            "forward_seconds and backward_seconds are both 0: there is no computation to be idle beside"
-        )
+        raise ValueError("forward_seconds and backward_seconds are both 0: expected some computation")
     forward, backward = Fraction(forward_seconds) / v, Fraction(backward_seconds) / v
     transfer = Fraction(transfer_seconds)
     per_second = math.lcm(forward.denominator, backward.denominator, transfer.denominator)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 
 import torch
 from torch import fx
@@ -274,8 +273,8 @@ def _bytes(
     sizes = [0.0, 0.0]
     for boundary in boundaries:
         if kind is Kind.FORWARD or boundary.requires_grad:
-            size = prod(boundary.shape) * boundary.dtype.itemsize * precision.scale
-            sizes[is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)] += size
+            scattered = is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)
+            sizes[scattered] += boundary.bytes * precision.scale
     return sizes[0], sizes[1]
 
 

@@ -262,13 +262,13 @@ def _finish(
         replicas = cluster.slowest(zip(*groups, strict=True))
         end = timeline[rank][-1].end
         end += cluster.all_reduce_seconds(own.partial * each, cluster.slowest(groups))
-        beside = 0.0
+        overlapped = 0.0
         ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
         for stage in sorted(ended, key=ended.__getitem__):
-            beside = max(beside, ended[stage])
-            beside += summed * cluster.all_reduce_seconds(own.after[stage] * each, replicas)
+            overlapped = max(overlapped, ended[stage])
+            overlapped += summed * cluster.all_reduce_seconds(own.after[stage] * each, replicas)
         left = sum(own.tied.values()) if overlap else own.trained
-        end = max(end, beside) + summed * cluster.all_reduce_seconds(left * each, replicas)
+        end = max(end, overlapped) + summed * cluster.all_reduce_seconds(left * each, replicas)
         ends.append(end)
         gathers.append(shared * cluster.all_reduce_seconds(own.trained * each, replicas))
     for rank, own in enumerate(owned):

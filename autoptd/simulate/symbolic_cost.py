@@ -34,7 +34,7 @@ class Amounts:
 
     `forward`, `backward` and `recomputed` are FLOPs of products, the accounting of SC21 (its appendix): causal
     attention in full, and of a fused attention's backward the scores that it computes again left out; they are in
-    `scores_again`. `elementwise` are FLOPs beside products, which the paper drops. `moved` are bytes read and written,
+    `scores_again`. `elementwise` are FLOPs besides products, which the paper drops. `moved` are bytes read and written,
     `communicated` bytes that a ring sends over the tensor group, `saved` bytes of activations kept for the backward,
     `parameters` the elements that the rank holds.
     """
@@ -292,7 +292,7 @@ def _write_table(cost: Cost) -> Iterator[str]:
     yield f"parameters of the model: {_write(cost, cost.parameters)}"
     yield f"FLOPs of a step, products on all ranks: {_write(cost, cost.flops)}"
     for name, amount in cost.dropped.items():
-        yield f"beside them, {ROWS[name].removeprefix('FLOPs ')}: {_write(cost, amount)}"
+        yield f"besides, {ROWS[name].removeprefix('FLOPs ')}: {_write(cost, amount)}"
     yield ""
     yield "of one tensor rank and one microbatch:"
     columns = {

@@ -93,16 +93,16 @@ class Device:
         """
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
         time = work.launches * self.launch_seconds
-        beside = work.elementwise * ELEMENT_FLOPS / self.vector_flops
+        elementwise = work.elementwise * ELEMENT_FLOPS / self.vector_flops
         if not work.products:
-            return float(time + max(moved / rate, beside))
+            return float(time + max(moved / rate, elementwise))
         computed = [(product, _narrower(product, dtype, scale)) for product in work.products]
         computing = [self._product_seconds(*product) for product in computed]
         traffic = [_product_bytes(*product) for product in computed]
         if sum(traffic) > moved * 1.01:
             return float(time + max(sum(computing), moved / rate))
         own = sum(max(seconds, size / rate) for seconds, size in zip(computing, traffic, strict=True))
-        return float(time + own + max((moved - sum(traffic)) / rate, beside))
+        return float(time + own + max((moved - sum(traffic)) / rate, elementwise))
 
     def _product_seconds(self, product: Product, dtype: str) -> float:
         rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
@@ -217,9 +217,9 @@ class Cluster:
         without `overlap`. `scale` as in `Device.seconds`.
         """
         seconds = self.all_reduce_seconds(work.reduced * scale, ranks)
-        if work.beside is None or not overlap or self.device.multiprocessors == 1:
+        if work.overlapped is None or not overlap or self.device.multiprocessors == 1:
             return seconds
-        return max(0.0, seconds - self.device.seconds(work.beside, dtype, scale))
+        return max(0.0, seconds - self.device.seconds(work.overlapped, dtype, scale))
 
     def all_gather_seconds(self, count: float, ranks: Sequence[int]) -> float:
         """Return the seconds to all-gather or reduce-scatter `count` bytes by a ring: n - 1 steps of 1/n each."""

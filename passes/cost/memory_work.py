@@ -120,7 +120,7 @@ def _differentiate_view(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 
 
 def _kept(node: fx.Node) -> list[fx.Node]:
-    """What the backward reads beside the gradient."""
+    """Return the values that the backward reads besides the gradient."""
     differentiable = [source for source in tensor_arguments(node) if has_gradients(source.meta["val"])]
     if node.target in _KEEPS_RESULT:
         return [node]

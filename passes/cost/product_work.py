@@ -228,7 +228,7 @@ def _linears(node: fx.Node, value: Value) -> Iterable[_Linear]:
 def _differentiate_several(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """The gradients of x are added up by the products that make them."""
     x: Any = node.args[1]
-    size, work, beside = value.bytes(x), Work(), Work()
+    size, work, overlapped = value.bytes(x), Work(), Work()
     for index, part in enumerate(_linears(node, value)):
         made = part.product
         if x in wanted:
@@ -237,16 +237,18 @@ def _differentiate_several(node: fx.Node, value: Value, wanted: Sequence[fx.Node
             work += Work((turned,), read=read, written=size, launches=1)
         if part.weight in wanted:
             turned = Product(made.batch, made.inner, made.columns, made.rows)
-            beside += Work((turned,), read=part.bytes + size, written=value.bytes(part.weight), launches=1)
+            overlapped += Work(
+                (turned,), read=part.bytes + size, written=value.bytes(part.weight), launches=1
+            )
         if part.bias in wanted and part.bias is not None:
-            beside += Work(
+            overlapped += Work(
                 elementwise=part.count, read=part.bytes, written=value.bytes(part.bias), launches=1
             )
-    return _hide(work, beside, size if x in wanted else 0)
+    return _hide(work, overlapped, size if x in wanted else 0)
 
 
 def _differentiate_copied(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The gradient of x, its all-reduce in place, and beside it those of weight and bias."""
+    """Return the gradient of x, its all-reduce in place, and the overlapped gradients of weight and bias."""
     x: Any = node.args[1]
     own = [source for source in wanted if source is x]
     others = [source for source in wanted if source is not x]
@@ -258,11 +260,11 @@ def _differentiate_copied(node: fx.Node, value: Value, wanted: Sequence[fx.Node]
     return _hide(work, differentiate_product(node, value, others), value.bytes(x) if own else 0)
 
 
-def _hide(work: Work, beside: Work, reduced: Number) -> Work:
-    """An all-reduce after `work`, and `beside` it while it runs."""
+def _hide(work: Work, overlapped: Work, reduced: Number) -> Work:
+    """Return `work`, an all-reduce after it, and the work `overlapped` with that."""
     if not reduced:
-        return work + beside
-    return replace(work + beside + Work(reduced=reduced, launches=1), beside=beside)
+        return work + overlapped
+    return replace(work + overlapped + Work(reduced=reduced, launches=1), overlapped=overlapped)
 
 
 def attend(node: fx.Node, value: Value) -> Work:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+FLOAT32_BYTES = 4
 Number = Any  # an int or a sympy expression
 Shape = tuple[Number, ...]
 Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for several results
@@ -39,9 +40,9 @@ class Product:
 class Work:
     """The work of one direction of one operator, on one rank and one microbatch.
 
-    `elementwise` are FLOPs beside the products, one per element; `read` and `written` bytes of memory; `reduced`
-    the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts. `beside` is what
-    of all that is computed while the all-reduce runs; None where the device waits for it.
+    `elementwise` are FLOPs besides the products, one per element; `read` and `written` bytes of memory; `reduced`
+    the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts. `overlapped` is
+    the part of the work that is computed while the all-reduce runs; None if the device waits for it.
     """
 
     products: tuple[Product, ...] = ()
@@ -50,7 +51,7 @@ class Work:
     written: Number = 0
     reduced: Number = 0
     launches: int = 0
-    beside: Work | None = None
+    overlapped: Work | None = None
 
     @property
     def flops(self) -> Number:
@@ -70,11 +71,20 @@ class Work:
             self.written + other.written,
             self.reduced + other.reduced,
             self.launches + other.launches,
-            self.beside + other.beside if self.beside and other.beside else self.beside or other.beside,
+            sum(filter(None, (self.overlapped, other.overlapped)), Work()) or None,
         )
 
     def __bool__(self) -> bool:
         return self.launches > 0 or self.reduced != 0
+
+
+def adam_bytes(item: float, *, copied: bool = False) -> float:
+    """Return the bytes of Adam's state for a weight of `item` bytes: two moments, at least float32.
+
+    Adam steps a copy of a weight that is narrower than its moments, or that is `copied` anyway.
+    """
+    moment = max(FLOAT32_BYTES, item)
+    return (3 if copied or item < moment else 2) * moment
 
 
 def local_sizes(node: fx.Node) -> Any:

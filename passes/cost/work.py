@@ -103,8 +103,8 @@ def _in_half(work: Work, node: fx.Node) -> Work:
     half = HALVES.get((value if isinstance(value, torch.Tensor) else value[0]).dtype)
     if half is None:
         return work
-    beside = work.beside and _in_half(work.beside, node)
-    return replace(work, products=tuple(replace(p, dtype=half) for p in work.products), beside=beside)
+    overlapped = work.overlapped and _in_half(work.overlapped, node)
+    return replace(work, products=tuple(replace(p, dtype=half) for p in work.products), overlapped=overlapped)
 
 
 def _accumulate(node: fx.Node, value: Value, times: int) -> Work:

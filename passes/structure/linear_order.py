@@ -11,13 +11,12 @@ import torch
 from torch import UntypedStorage, fx
 
 from autoptd.passes.cost.durations import Durations
+from autoptd.passes.cost.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import values_taken, walk
 from autoptd.passes.ir.program import Stage, tensor_bytes
-
-FLOAT32_BYTES = 4
 
 
 class RowBytes(NamedTuple):
@@ -168,10 +167,8 @@ class Row:
         value = node.meta["val"]
         if node not in self.trained:
             return tensor_bytes(value)
-        # With Adam: weight, gradient, two moments and, of a weight in half precision, its float32 copy.
-        item = value.element_size()
-        wide = max(FLOAT32_BYTES, item)
-        return int(value.numel() * (item + 3 * wide + (wide if item < wide else 0)))
+        item = value.element_size()  # of the weight; its gradient is at least float32
+        return int(value.numel() * (item + max(FLOAT32_BYTES, item) + adam_bytes(item)))
 
 
 def _order(graph: fx.Graph) -> list[fx.Node]:

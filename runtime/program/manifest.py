@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ class Boundary:
     dtype: torch.dtype
     requires_grad: bool
     divided: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that one tensor rank holds."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

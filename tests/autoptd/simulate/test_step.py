@@ -145,7 +145,9 @@ def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it(
     trained = find_trained(stage)
     works = [backward_work(n, trained) for n in stage.graph.nodes if n.target in collectives.COPIED]
     sums = [SELENE.all_reduce_seconds(work.reduced, range(2)) for work in works]
-    meanwhile = [SELENE.device.seconds(work.beside, "bf16") for work in works if work.beside is not None]
+    meanwhile = [
+        SELENE.device.seconds(work.overlapped, "bf16") for work in works if work.overlapped is not None
+    ]
     assert len(works) == len(meanwhile) == 2 * LAYERS + 1
     hidden = 2 * sum(map(min, sums, meanwhile))
     assert 0 < hidden < after.breakdown["tensor"]

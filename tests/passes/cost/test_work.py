@@ -181,10 +181,10 @@ def test_an_all_reduce_beside_the_gradients_of_weights() -> None:
     assert Counter(work.products) == Counter(apart.products)
     assert (work.elementwise, work.reduced) == (apart.elementwise, size)
     assert (apart.moved - work.moved, apart.launches - work.launches) == (2 * size, 1)
-    assert work.beside is not None
-    assert [p.flops for p in work.beside.products] == [p.flops for p in work.products[1:]]
-    assert work.beside.elementwise == made.numel()
-    assert apart.beside is None
+    assert work.overlapped is not None
+    assert [p.flops for p in work.overlapped.products] == [p.flops for p in work.products[1:]]
+    assert work.overlapped.elementwise == made.numel()
+    assert apart.overlapped is None
 
 
 def test_several_linears_of_one_input_add_their_gradients_in_their_products() -> None:
@@ -200,6 +200,6 @@ def test_several_linears_of_one_input_add_their_gradients_in_their_products() ->
     assert forward[0] == forward[1] + forward[2]
     assert Counter(backward[0].products) == Counter(backward[1].products + backward[2].products)
     assert backward[0].reduced == backward[1].reduced == X.numel() * 2
-    assert backward[0].beside is not None
-    assert len(backward[0].beside.products) == 2
+    assert backward[0].overlapped is not None
+    assert len(backward[0].overlapped.products) == 2
     assert backward[0].read == backward[1].read + backward[2].read + X.numel() * 2  # the sum so far
