@@ -91,7 +91,7 @@ def plan(
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
     if how not in RECOMPUTE:
         raise ValueError(
-            f"recompute={recompute!r}: plans know {', '.join(map(repr, RECOMPUTE))}, or None for any"
+            f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any of these"
         )
     check_counts(world_size=world_size, global_batch=global_batch)
     check_free_counts(
@@ -329,8 +329,8 @@ class Search:
         ways += ['recompute="full"'] * (self._space.recompute not in (None, RECOMPUTE[-1]))
         ways += ["zero=1 (parallel.shard_optimizer)"] * (not self._estimator.training.zero)
         return (
-            f"the model fits in the memory of no plan: {candidate} needs least, and its pipeline rank {worst} holds "
-            f"{max(memory):,} bytes, {max(memory) - limit:,} more than a device's {limit:,}; use {', or '.join(ways)}"
+            f"no plan fits in memory: {candidate} needs least, and its pipeline rank {worst} holds {max(memory):,} "
+            f"bytes, {max(memory) - limit:,} more than a device's {limit:,}; use {', or '.join(ways)}"
         )
 
     def _explain_none(self) -> str:

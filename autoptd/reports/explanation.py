@@ -26,10 +26,10 @@ from autoptd.runtime.program.schedule import Schedule
 from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, time_stage, time_stages
 from autoptd.simulate.step import Simulation, Training, action_times
 
-UNKNOWN = "as what they would do is estimated from the model, which a loaded program does not know"
+UNKNOWN = "the estimate needs the model, which a loaded program does not have"
 REORDERED = (
-    "as estimates are of ranks in the default order, tensor innermost, and this mesh has another: see them of a "
-    "program for mesh=(tensor, pipeline, data)"
+    "estimates are for ranks in the default order, tensor innermost, and this mesh has another order: explain a "
+    "program that is compiled for mesh=(tensor, pipeline, data)"
 )
 
 
@@ -37,9 +37,9 @@ REORDERED = (
 class Change:
     """The estimate of a step with another setting: `step_seconds`, and bytes of the fullest rank.
 
-    `seconds_per_sequence` is relative to the program's own, estimated too: below 1 is faster. `error` is that of the
-    program's own estimate, which knows no limit of memory, and `memory_error` that of its bytes; a change that is
-    `within_error` may be of the other sign. `refused` says why it cannot be.
+    `seconds_per_sequence` is relative to the estimate of the program itself: below 1 is faster. `error` and
+    `memory_error` are the errors of that estimate, which knows no memory limit; a change `within_error` may have the
+    other sign. `refused` is the reason why there is no estimate.
     """
 
     what: str
@@ -57,7 +57,7 @@ class Change:
 
     def __str__(self) -> str:
         if self.refused:
-            return f"{self.what}: cannot be, {self.refused}"
+            return f"{self.what}: not estimated, because {self.refused}"
         faster = 1 - self.seconds_per_sequence
         difference = f"{abs(faster):.1%} {'less' if faster > 0 else 'more'} time a sequence"
         if self.within_error:

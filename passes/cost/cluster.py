@@ -152,7 +152,7 @@ class Cluster:
         except OSError as error:
             raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"cluster file {path} is no TOML: {error}") from None
+            raise ValueError(f"cluster file {path} is not valid TOML: {error}") from None
         return _read_cluster(table, str(path))
 
     def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:

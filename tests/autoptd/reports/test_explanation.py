@@ -135,7 +135,7 @@ def test_a_loaded_program_says_that_estimates_need_the_model(tmp_path: Path) -> 
     compile_gpt((1, 2, 1)).save(tmp_path / "saved")
     loaded = autoptd.load(tmp_path / "saved")
     explained = str(loaded.explain())
-    assert "with other settings: cannot be, as what they would do is estimated from the model" in explained
+    assert "with other settings: not estimated, because the estimate needs the model" in explained
     assert re.search(r"critical is pipeline rank \d \((wte|h\.\d)[.\w]* to ", explained)
     assert autoptd.diff(loaded, compile_gpt((1, 2, 1))).rows["recompute"] == (None, "none")
 
@@ -147,7 +147,9 @@ def test_impossible_changes_name_the_reason() -> None:
 
 def test_estimates_of_ranks_in_another_order_are_refused() -> None:
     explained = compile_gpt(Mesh(1, 2, 2, (0, 2, 1, 3))).explain()
-    assert "with other settings: cannot be, as estimates are of ranks in the default order" in str(explained)
+    assert "with other settings: not estimated, because estimates are for ranks in the default order" in str(
+        explained
+    )
 
 
 def test_a_change_smaller_than_the_error_says_so() -> None:

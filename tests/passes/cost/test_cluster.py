@@ -60,7 +60,7 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
         ("= 108", "= 108.5", "device.multiprocessors = 108.5: expected a whole number above 0"),
         ("bf16 =", "bfloat16 =", "device.peak_flops has 'bfloat16': expected dtypes among fp64, fp32"),
         ('"A100-SXM4-80GB"', "100", "device.name = 100: expected a text"),
-        ("name =", "name", "is no TOML"),
+        ("name =", "name", "is not valid TOML"),
     ],
 )
 def test_a_file_that_cannot_be(tmp_path: Path, old: str, new: str, message: str) -> None:
