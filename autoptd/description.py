@@ -40,6 +40,7 @@ def describe_program(
         aliases=program.aliases,
         output=program.output,
         fixed=program.fixed,
+        rules=program.rules,
         layers=name_layers(model),
         training=model.training,
         transient=_transient(parameters, model),

@@ -16,18 +16,19 @@ from math import ceil
 import torch
 from torch import fx
 
-from autoptd.passes.cost.product_work import find_factors
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.names import find_containers, short_path
 from autoptd.passes.ir.node_info import change_info, info
-from autoptd.passes.ir.nodes import operator_name, values_taken, walk
+from autoptd.passes.ir.nodes import values_taken, walk
+from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.passes.structure.layers import Layer, find_stacks
 from autoptd.runtime import aten, collectives
 
 MODES = ("none", "selective", "full", "optimal")
-SOFTMAXES = ("aten.softmax", "aten._softmax", "kernels.scaled_softmax")
 FUSED = aten.scaled_dot_product_attention.default
 
 Parts = Sequence[Sequence[fx.Node]]  # the layers, or the attention, of a group
@@ -143,7 +144,7 @@ def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
     cores = []
     taken: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and operator_name(node.target) in SOFTMAXES:
+        if has_trait(node, Trait.SOFTMAX):
             before = _walk(node, lambda n: n.all_input_nodes)
             behind = _walk(node, lambda n: list(n.users))
             starts, ends = filter(_is_product, before), filter(_is_product, behind)

@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import autoptd
-from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
+from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime.program.placement import Placement, Segment
 from tests.marks import slow, slow_but
 

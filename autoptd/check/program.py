@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import place, prove_tensor_parallel
 from autoptd.options import AXES, check_counts, check_modes, check_seed
 from autoptd.passes.ir.node_info import info, require_info
 from autoptd.passes.ir.program import Stage
+from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Action, compute_order, peak_in_flight

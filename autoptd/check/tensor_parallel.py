@@ -1,6 +1,6 @@
 """The proof that t tensor ranks compute what one device would: every sum summed once, forward and backward.
 
-Forward, each value has a `Share` (`share_rules`). Backward, a whole value's gradient is either whole, the
+Forward, each value has a `Share` (see `proof`). Backward, a whole value's gradient is either whole, the
 same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
 so whole operators hand on what they get; f (`collectives.copy_to_tensor`, alone or with the linears that read it)
 makes a partial gradient whole. The two never mix at one value, and a partial one may end only in a parameter that
@@ -10,23 +10,25 @@ is marked ``partial_gradient``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import fx
 
-from autoptd.check.share_rules import share_after
-from autoptd.check.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
+from autoptd.check.proof import share_after
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, has_gradients
 from autoptd.passes.ir.program import Stage
-from autoptd.runtime import aten, collectives, kernels
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
+from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.text_rule import read_rules
+from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Boundary, Manifest
 
 Gradient = Literal["whole", "partial"]
 COPYING = (collectives.copy_to_tensor, *collectives.COPIED)  # f
-SUMMING = (collectives.reduce_from_tensor, kernels.cross_entropy)  # whole results of divided arguments
 
 
 def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[str, ...]:
@@ -38,10 +40,11 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     tensor = manifest.mesh.tensor
     if tensor == 1:
         return ()
+    rules = read_rules(dict(manifest.rules))
     walks: list[StageWalk] = []
     arriving: list[Arriving] = []
     for index, stage in enumerate(stages):
-        walk = StageWalk(index, stage)
+        walk = StageWalk(index, stage, rules)
         walk.forward(arriving, manifest.stages[index].sends, tensor)
         arriving = [Arriving(walk.shares[n], n in walk.differentiable) for n in walk.outputs]
         walks.append(walk)
@@ -92,6 +95,7 @@ class StageWalk:
 
     index: int
     stage: Stage
+    rules: Mapping[str, OperatorRules]
     shares: dict[fx.Node, Found] = field(default_factory=dict)
     differentiable: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
@@ -105,7 +109,7 @@ class StageWalk:
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
                 try:
-                    self.shares[node] = share_after(node, self.shares)
+                    self.shares[node] = share_after(node, self.shares, self.rules)
                 except ShareError as error:
                     raise ShareError(f"stage {self.index}: {place(node)} {error}") from None
                 self._note_uncovered(node)
@@ -233,7 +237,7 @@ class StageWalk:
                     "rank has its whole gradient, and would be multiplied by their number: correct the mark "
                     "in the manifest"
                 )
-        elif node.target in SUMMING:
+        elif has_trait(node, Trait.SUMS_RANKS):
             if gradient == "partial":
                 self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
         elif node.target in COPYING or _is_copied_part(node):

@@ -21,10 +21,12 @@ from autoptd.loss.labels import (
     read_loss,
     strip,
 )
-from autoptd.passes.cost import product_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import aten_name, walk
+from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.passes.tensor_parallel.symbols import symbol
 
 SOFTMAX = frozenset(["softmax", "log_softmax"])
@@ -66,7 +68,8 @@ def is_sum(program: Program) -> bool:
 
     def parts(node: fx.Node) -> list[fx.Node]:
         """Return the arguments that `node` grows with."""
-        if read_loss(node) or node.target in product_work.FORWARDS or aten_name(node.target) in SOFTMAX:
+        multiplies = find_factors(node) or has_trait(node, Trait.FUSED_ATTENTION)
+        if read_loss(node) or multiplies or aten_name(node.target) in SOFTMAX:
             return []
         # An argument without a batch dimension is the same for every sample.
         return [x for x in node.all_input_nodes if x in trained and has_batch(x) >= has_batch(node)]

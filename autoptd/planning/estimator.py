@@ -30,9 +30,9 @@ from autoptd.passes.cost.schedule_times import (
     walking_order,
 )
 from autoptd.passes.ir.program import Program
+from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.stages.cut import Found, fit_cut
 from autoptd.passes.stages.fused_order import Uncut
-from autoptd.passes.tensor_parallel.axes import IndivisibleError
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.shortened_model import shorten_model
 from autoptd.progress import Watch

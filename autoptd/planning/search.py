@@ -19,7 +19,7 @@ from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import list_examples
 from autoptd.options import check_counts, check_flags, check_free_counts, check_known, check_modes
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.tensor_parallel.axes import IndivisibleError
+from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.planning.estimator import Candidate, Estimate, Estimator
 from autoptd.planning.plan import Plan, explain_rank, make_plan
 from autoptd.planning.space import RECOMPUTE, Space

@@ -8,7 +8,7 @@ from math import prod
 
 from autoptd.passes.cost.cluster import ITEM_BYTES
 from autoptd.passes.cost.durations import Precision
-from autoptd.passes.cost.quantities import FLOAT32_BYTES, adam_bytes
+from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import arguments_of
 from autoptd.passes.ir.program import Stage

@@ -15,12 +15,12 @@ import sympy
 from torch import fx
 
 from autoptd.options import check_counts
-from autoptd.passes.cost.quantities import Number, Sizes, local_sizes
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, SymbolicShapes, recomputed_groups
+from autoptd.passes.operators.quantities import Number, Sizes, local_sizes
 from autoptd.passes.tensor_parallel.symbols import symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest

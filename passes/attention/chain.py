@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.attention.products import Product, Result, Step, call_name, read_product, read_result
+from autoptd.passes.attention.products import Product, Result, Step, call_name, read_result, read_scores
 from autoptd.passes.ir.nodes import called, operator_name, shape_of
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.precision import HALF
@@ -54,7 +54,7 @@ def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain
     reader = softmax
     while not stop:
         others = [user for user in scores.users if user is not reader]
-        product = None if others else read_product(scores)
+        product = None if others else read_scores(scores)
         if product is not None:
             break
         step = None if others else _read_step(scores, number, learned)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, operator_name, shape_of
+from autoptd.passes.ir.products import read_einsum, read_product
 from autoptd.runtime import aten
 
 
@@ -56,32 +57,27 @@ class Result:
 
 
 def call_name(node: fx.Node) -> str:
-    """Return the name of the operator that a node calls, "" if it calls none."""
     return operator_name(node.target) if node.op == "call_function" else ""
 
 
-def read_product(node: fx.Node) -> Product | None:
+def read_scores(node: fx.Node) -> Product | None:
     """Read scores as a product over the last dimension of queries and keys."""
-    name = call_name(node)
-    if name in ("aten.matmul", "aten.bmm"):
-        first, second = node.args[:2]
-        steps: tuple[Step, ...] = ()
-    elif name == "aten.baddbmm":
-        bias, first, second = node.args[:3]
+    if node.target is aten.einsum.default:
+        return _read_einsum(node)
+    product = read_product(node)
+    if product is None or not all(isinstance(factor, fx.Node) for factor in product.factors):
+        return None
+    steps: tuple[Step, ...] = ()
+    if node.target is aten.baddbmm.default:
         frame, beta = shape_of(node), argument(node, 3, "beta", 1)
         steps = (Step(node, "scale", frame, float(argument(node, 4, "alpha", 1))),)
-        if beta not in (0, 1) or not isinstance(bias, fx.Node) or steps[0].factor <= 0:
+        if beta not in (0, 1) or not isinstance(product.bias, fx.Node) or steps[0].factor <= 0:
             return None
         if beta:  # with 0, `bias` does not count, not even a nan in it
-            steps += (Step(node, "add", frame, mask=bias),)
-    elif name == "aten.einsum":
-        return _read_einsum(node)
-    else:
-        return None
-    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
-        return None
-    ranks = {len(shape_of(first)), len(shape_of(second)), len(shape_of(node))}
-    return Product(node, Factor(first), swap(second), steps) if len(ranks) == 1 and ranks.pop() > 2 else None
+            steps += (Step(node, "add", frame, mask=product.bias),)
+    ranks = {len(shape_of(product.x)), len(shape_of(product.weight)), len(shape_of(node))}
+    batched = len(ranks) == 1 and ranks.pop() > 2
+    return Product(node, Factor(product.x), swap(product.weight), steps) if batched else None
 
 
 def swap(node: fx.Node) -> Factor:
@@ -113,16 +109,12 @@ def _read_einsum(node: fx.Node) -> Product | None:
     return Product(node, queries, keys)
 
 
-def _parse(node: fx.Node) -> tuple[list[str], str, Sequence[fx.Node]] | None:
+def _parse(node: fx.Node) -> tuple[Sequence[str], str, Sequence[fx.Node]] | None:
     """Return the letters of two operands and the result, if none is repeated or left out."""
-    equation = str(node.args[0]).replace(" ", "")
-    operands: Any = node.args[1]
-    groups, _, out = equation.partition("->")
-    letters = groups.split(",")
-    plain = len(operands) == len(letters) == 2 and len(out) > 2 and "." not in equation
-    if not plain or any(len(set(group)) != len(group) for group in (*letters, out)):
-        return None
-    return letters, out, operands
+    einsum = read_einsum(node)
+    out = einsum.result or ""
+    plain = einsum.is_plain and len(einsum.operands) == len(einsum.groups) == 2 and len(out) > 2
+    return (einsum.groups, out, einsum.operands) if plain else None
 
 
 def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
@@ -133,12 +125,15 @@ def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
 
 def read_result(node: fx.Node, weights: fx.Node) -> Result | None:
     """Read the product of the weights with values over the keys."""
-    name = call_name(node)
-    if name in ("aten.matmul", "aten.bmm"):
+    if node.target in (aten.matmul.default, aten.bmm.default):
         values: Any = node.args[1]
-        alike = values is not weights and len(shape_of(values)) == len(shape_of(weights)) > 2
-        return Result(node, Factor(values)) if node.args[0] is weights and alike else None
-    parsed = _parse(node) if name == "aten.einsum" else None
+        fits = (
+            node.args[0] is weights
+            and values is not weights
+            and len(shape_of(values)) == len(shape_of(weights)) > 2
+        )
+        return Result(node, Factor(values)) if fits else None
+    parsed = _parse(node) if node.target is aten.einsum.default else None
     if parsed is None:
         return None
     groups, out, operands = parsed

@@ -7,17 +7,19 @@ see differences on a GPU, where the loss of float32 logits keeps these and not t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, fx
 
-from autoptd.passes.cost.quantities import Number, Sizes, tensor_arguments
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import values_taken, wants_gradient
 from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes
+from autoptd.passes.operators.quantities import Number, Sizes, tensor_arguments
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.precision import widen
@@ -70,7 +72,7 @@ class Ledger:
 
         args: Any = fx.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
-        run: Any = STAND_INS.get(node.target, node.target)
+        run: Any = _attend if has_trait(node, Trait.FUSED_ATTENTION) else node.target
         if node.target is kernels.cross_entropy and keeps_softmax(args[1]) and not self._is_torchs_loss(node):
             self._replaced.add(args[1].untyped_storage())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -194,13 +196,3 @@ class _FusedAttention(torch.autograd.Function):
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
     result: Tensor = _FusedAttention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
     return result
-
-
-def _attend_groups(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-    return _attend(q, k, v)
-
-
-STAND_INS: Mapping[Any, Any] = {
-    aten.scaled_dot_product_attention.default: _attend,
-    kernels.grouped_attention: _attend_groups,
-}

@@ -1,51 +1,57 @@
-"""State what an operator computes, moves and communicates on one rank: the one statement of its cost.
+"""The work of a call on one rank: what it computes, moves and communicates.
 
-The rules (`product_work`, `memory_work`) hold for any kind of number. They read the sizes of tensors from a `Sizes`:
-one rank's integers, or expressions in the field's letters; decisions in a rule use the integers. The time that the
-work takes depends on the device.
+The rules of `autoptd.passes.operators` hold for any kind of number. They read the sizes of tensors from a `Sizes`: one
+rank's integers, or expressions in the field's letters; their decisions depend on the integers alone. How long the work
+takes is a matter of the device.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
-from autoptd.passes.cost import memory_work, product_work
-from autoptd.passes.cost.quantities import Product, Sizes, Value, Work, local_sizes, tensor_arguments
 from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.program import Stage
-from autoptd.runtime import aten, collectives
+from autoptd.passes.operators.quantities import (
+    Product,
+    Sizes,
+    Value,
+    Work,
+    compute,
+    differentiable_arguments,
+    differentiate,
+    local_sizes,
+    tensor_arguments,
+)
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.runtime import aten
 
 __all__ = ["Product", "Work", "backward_work", "forward_work", "is_free"]
 
-FORWARDS = {**product_work.FORWARDS, **memory_work.FORWARDS}
-BACKWARDS = {**product_work.BACKWARDS, **memory_work.BACKWARDS}
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
-    """Return the work of one node's forward. Views cost nothing."""
+    """Return the work of the forward of one node of a stage's graph. Views cost nothing."""
     if node.op != "call_function" or is_free(node):
         return Work()
-    rule: Any = (
-        memory_work.compute if _is_rearranged(node) else FORWARDS.get(node.target, memory_work.compute)
-    )
-    return _in_half(rule(node, Value(sizes)), node)
+    return _in_half((rules_of(node).work or compute)(node, Value(sizes)), node)
 
 
 def backward_work(
     node: fx.Node, trained: Container[fx.Node] | None = None, sizes: Sizes = local_sizes
 ) -> Work:
-    """Return the work of one node's backward: gradients of its arguments from those of its results.
+    """Return the work of the backward of one node: gradients of its arguments from those of its results.
 
-    It includes the sum of the gradients of a value with several readers, and adding a parameter's gradient to those of
-    earlier microbatches. Views cost nothing unless a gradient must be put together. `trained` are the values that have
-    a gradient (see `find_trained`); by default all that may have one.
+    Included is that the gradients of a value with several readers are summed, and that a parameter's gradient is
+    added to those of the microbatches before. Views cost nothing but where a gradient must be put together.
+
+    Args:
+        trained: the values that have a gradient (see `find_trained`); by default all that may have one.
     """
 
     def has_gradient(node: fx.Node) -> bool:
@@ -55,9 +61,14 @@ def backward_work(
     if node.op != "call_function" or not has_gradient(node) or not wanted:
         return Work()
     value = Value(sizes)
-    other = memory_work.no_work if is_free(node) else memory_work.differentiate
-    rule: Any = other if _is_rearranged(node) else BACKWARDS.get(node.target, other)
-    work = _in_half(rule(node, value, wanted), node)
+    rules = rules_of(node)
+    if rules.backward is not None:
+        work = _in_half(rules.backward(node, value, wanted), node)
+    elif is_free(node):
+        work = Work()
+    else:
+        kept = {"arguments": differentiable_arguments(node), "result": [node], "nothing": []}[rules.keeps]
+        work = _in_half(differentiate(node, value, wanted, kept), node)
     for source in wanted:
         if source.op == "get_attr":
             work += _accumulate(source, value, 1)
@@ -68,7 +79,7 @@ def backward_work(
 
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
-    """Describe what rewriting stages saves in a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
+    """What rewriting stages saves of a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
     old, new = (
         sum((forward_work(node) for stage in stages for node in stage.graph.nodes), Work())
         for stages in (before, after)
@@ -77,16 +88,9 @@ def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
     return f"{old.launches:,} -> {new.launches:,} launches, {' -> '.join(moved)} bytes moved a microbatch"
 
 
-def _is_rearranged(node: fx.Node) -> bool:
-    """Whether an einsum is no product of two tensors: a transpose, a sum, a diagonal, or several products."""
-    return node.target is aten.einsum.default and not product_work.find_factors(node)
-
-
 def is_free(node: fx.Node) -> bool:
-    """Return whether the forward only views its argument's memory differently. Contiguous copies are not free."""
-    if node.target is operator.getitem or node.target is collectives.take_own:
-        return True
-    if node.target is collectives.copy_to_tensor:
+    """Whether the forward only looks at its argument's memory in another way. Contiguous copies are not free."""
+    if has_trait(node, Trait.FREE):
         return True
     if not getattr(node.target, "is_view", False) or node.target is aten.contiguous.default:
         return False

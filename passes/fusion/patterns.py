@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, shape_of
+from autoptd.passes.ir.nodes import shape_of
+from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.runtime import aten
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
@@ -102,7 +103,7 @@ def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool
         shaped = Call(node.target, (inner.x, *node.args[1:]), node)
         return Biased(shaped, inner.bias, (*inner.members, node))
     linear = read_linear(node) if of_linear else None
-    if linear is None:
+    if linear is None or linear.bias is None:
         return _split_add(node)
     target = aten.mm.default if linear.transposed else aten.linear.default
     return Biased(Call(target, (linear.x, linear.weight), node), linear.bias, (node,))
@@ -118,26 +119,14 @@ def _split_add(node: fx.Node) -> Biased | None:
     return None
 
 
-@dataclass(frozen=True)
-class Linear:
-    """``linear(x, weight, bias)``, its weight [out, in], or [in, out] if `transposed`."""
-
-    node: fx.Node
-    x: fx.Node
-    weight: fx.Node
-    bias: fx.Node
-    transposed: bool
-
-
-def read_linear(node: Any) -> Linear | None:
-    """Read a product with a bias, of the result's dtype."""
+def read_linear(node: Any) -> MatrixProduct | None:
+    """Read a linear, or ``addmm``, with a bias of the result's dtype."""
     if not is_call(node, aten.linear.default, aten.addmm.default) or node.kwargs:
         return None
-    transposed = node.target is aten.addmm.default
-    bias, x, weight = node.args if transposed else (argument(node, 2, "bias"), *node.args[:2])
-    if not is_vector(bias, shape_of(node)[-1]) or bias.meta["val"].dtype != node.meta["val"].dtype:
+    product = read_product(node)
+    if product is None or not is_vector(product.bias, shape_of(node)[-1]):
         return None
-    return Linear(node, x, weight, bias, transposed)
+    return product if product.parameters[1].meta["val"].dtype == node.meta["val"].dtype else None
 
 
 def last_dim(node: fx.Node, dims: Any) -> bool:

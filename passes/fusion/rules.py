@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.cost.product_work import find_factors
 from autoptd.passes.cost.work import describe_saving
 from autoptd.passes.fusion.activations import match_activation
 from autoptd.passes.fusion.losses import match_half_loss, match_whole_loss
@@ -45,6 +44,7 @@ from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import operator_word, rename_nodes
 from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import operator_name, shape_of
+from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, kernels
 

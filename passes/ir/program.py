@@ -53,7 +53,8 @@ class Program:
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
     holds for these values only. `symbols` name the model's dimensions. `uninitialized` says why no one knows how the
     weights begin, where they have none. `autocast`: what was on around `compile`. `model_flops` as in the manifest.
-    `fixed` are the arguments of a call that are no tensors.
+    `fixed` are the arguments of a call that are no tensors. `rules` are the user's sharding rules: the name of an
+    operator, and its text.
     """
 
     mesh: Mesh
@@ -69,6 +70,7 @@ class Program:
     model_flops: int = 0
     autocast: Autocast | None = None
     fixed: tuple[Fixed, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
 
     def replace_stages(
         self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()

@@ -1,8 +1,7 @@
-"""Find the operators that copy memory which a better layout would leave in place, by their strides."""
+"""Bytes that the operators of a graph copy although a better layout would leave them in place, by strides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, fx
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import operator_name
-from autoptd.passes.ir.program import tensor_bytes
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait, rules_of
 from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 
@@ -30,18 +29,18 @@ def count_launches(graph: fx.Graph, mesh: Mesh) -> int:
 
 
 def find_copies(graph: fx.Graph, strides: Strides) -> dict[fx.Node, int]:
-    """Return the operators that copy before (or instead of) computing, with the bytes that each writes.
+    """The operators that copy before (or instead of) computing, with the bytes that each writes.
 
-    These are a ``reshape`` that is not a view, a ``contiguous`` of another order, operands of a product whose batch
-    dimensions do not merge, and arguments that a normalisation or a softmax must first make contiguous. Concatenations
-    move data in any layout, and integers (token numbers) are a few bytes: neither counts.
+    A ``reshape`` that is no view, a ``contiguous`` of another order, operands of a product whose batch dimensions do
+    not merge, what a normalisation or a softmax must first make contiguous. Concatenations move data in any layout,
+    and integers (token numbers) are a few bytes: neither counts.
     """
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
         value = strides.visit(node)
-        rule = COPIES.get(operator_name(node.target)) if node.op == "call_function" else None
+        rule = rules_of(node).copies
         if rule is not None:
             copied = rule([strides.values.get(n) for n in node.args if isinstance(n, fx.Node)], value)
             if copied:
@@ -58,7 +57,7 @@ class Strides(Propagation):
         self._outputs: dict[tuple[Any, ...], Tensor] = {}
 
     def visit(self, node: fx.Node) -> Any:
-        """Compute the node's value for its readers, or take the captured one if meta tensors cannot."""
+        """The node's value, kept for those that read it; what capture saw where meta tensors do not do."""
         if node in self.values:
             return self.values[node]
         value = node.meta["val"]
@@ -67,7 +66,7 @@ class Strides(Propagation):
                 value = self.run(node)
             except RuntimeError:  # no meta kernel, or a shape that depends on data
                 value = node.meta["val"]
-            if COPIES.get(operator_name(node.target)) is _attention:
+            if has_trait(node, Trait.FUSED_ATTENTION):
                 value = self._attention_output(node, value)
         self.values[node] = value
         return value
@@ -86,86 +85,3 @@ class Strides(Propagation):
         if key not in self._outputs:
             self._outputs[key] = torch.empty_like(query)
         return self._outputs[key]
-
-
-Rule = Callable[[Sequence[Any], Any], int]
-
-
-def is_view(x: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether `x` can be viewed as `shape` without a copy."""
-    if x.is_contiguous():
-        return True
-    try:
-        x.view(tuple(shape))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _bytes(x: Tensor) -> int:
-    return tensor_bytes(x) if x.is_floating_point() else 0
-
-
-def _reshape(given: Sequence[Any], value: Any) -> int:
-    return 0 if is_view(given[0], value.shape) else _bytes(given[0])
-
-
-def _contiguous(given: Sequence[Any], value: Any) -> int:
-    return 0 if given[0].is_contiguous() else _bytes(given[0])
-
-
-def _rows(given: Sequence[Any], value: Any) -> int:
-    """``linear``: all but the last dimension become rows of one matrix."""
-    x = given[0]
-    return 0 if is_view(x, (-1, x.shape[-1])) and _is_matrix(x) else _bytes(x)
-
-
-def _product(given: Sequence[Any], value: Any) -> int:
-    """``matmul``, ``bmm``: the dimensions before the last two become one batch."""
-    x, y = given[:2]
-    if x.dim() > 2 >= y.dim():
-        return _rows(given, value) + _operand(y, ())
-    batch = value.shape[: -2 if x.dim() > 1 and y.dim() > 1 else -1]
-    return sum(_operand(operand, batch) for operand in (x, y))
-
-
-def _matrices(given: Sequence[Any], value: Any) -> int:
-    """``addmm``: the bias first, then two matrices."""
-    return sum(_operand(x, x.shape[:-2]) for x in given[-2:])
-
-
-def _operand(x: Tensor, batch: Sequence[int]) -> int:
-    if x.dim() < 2:
-        return 0
-    whole = x.expand(*batch, *x.shape[-2:])
-    merges = len(batch) < 2 or is_view(whole, (-1, *x.shape[-2:]))
-    return 0 if merges and _is_matrix(x) else _bytes(whole)
-
-
-def _is_matrix(x: Tensor) -> bool:
-    """Can the last two dimensions be handed to a matrix product as they lie?"""
-    if x.dim() < 2:
-        return x.stride(-1) == 1
-    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
-    if columns == 1 or rows == 1:
-        return column == 1 or row == 1 or columns == rows
-    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
-
-
-def _attention(given: Sequence[Any], value: Any) -> int:
-    return sum(_bytes(x) for x in given[:3] if x.stride(-1) != 1)
-
-
-COPIES: Mapping[str, Rule] = {
-    **dict.fromkeys(["aten.reshape", "aten.view", "aten._unsafe_view"], _reshape),
-    **dict.fromkeys(["aten.flatten", "aten.unflatten"], _reshape),
-    **dict.fromkeys(
-        ["aten.contiguous", "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.log_softmax"],
-        _contiguous,
-    ),
-    **dict.fromkeys(["aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"], _contiguous),
-    **dict.fromkeys(["aten.linear", "kernels.split_linear", "kernels.linear_gelu"], _rows),
-    **dict.fromkeys(["aten.matmul", "aten.bmm"], _product),
-    **dict.fromkeys(["aten.addmm", "aten.mm", "aten.baddbmm"], _matrices),
-    **dict.fromkeys(["aten.scaled_dot_product_attention", "kernels.grouped_attention"], _attention),
-}

@@ -13,12 +13,11 @@ from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import argument, operator_name, shape_of
+from autoptd.passes.ir.nodes import aten_name, shape_of
+from autoptd.passes.ir.products import read_product
+from autoptd.passes.ir.views import read_cut
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.mesh import Mesh
-
-_PRODUCTS = ("aten.matmul", "aten.bmm", "aten.baddbmm")
-_SPLITS = ("aten.split", "aten.split_with_sizes", "aten.chunk")
 
 
 def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
@@ -44,15 +43,13 @@ def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 def _is_product(node: fx.Node) -> bool:
     """Does it multiply two batches of matrices?"""
-    if node.op != "call_function" or operator_name(node.target) not in _PRODUCTS:
-        return False
-    factors = [n for n in node.args if isinstance(n, fx.Node) and n.meta["val"] is not None]
-    return all(len(shape_of(n)) > 2 for n in factors[:2])
+    product = read_product(node)
+    return product is not None and all(len(shape_of(factor)) > 2 for factor in product.factors)
 
 
 def _chain(split: fx.Node) -> list[fx.Node]:
     """The linear that `split` takes apart, and the reshape of its rows behind it if any; [] where it is none."""
-    if split.op != "call_function" or operator_name(split.target) not in _SPLITS:
+    if aten_name(split.target) not in ("split", "split_with_sizes", "chunk"):
         return []
     source: Any = split.args[0]
     chain = [source] if len(source.users) == 1 else []
@@ -60,10 +57,9 @@ def _chain(split: fx.Node) -> list[fx.Node]:
         source = source.args[0]
         same = source.op == "call_function" and shape_of(source)[-1] == shape_of(chain[0])[-1]
         chain = [source, *chain] if same and len(source.users) == 1 else []
-    rank = len(shape_of(split.args[0]))  # type: ignore[arg-type]
-    parts = split.meta["val"]
-    last = int(argument(split, 2, "dim", 0)) % rank == rank - 1
-    if not chain or not last or len({part.shape for part in parts}) > 1 or len(parts) < 2:
+    cut = read_cut(split)
+    last = cut.dim == len(shape_of(split.args[0])) - 1  # type: ignore[arg-type]
+    if not chain or not last or len(set(cut.lengths)) > 1 or len(cut.lengths) < 2:
         return []
     plain = not source.kwargs and (
         source.target is aten.linear.default
@@ -90,12 +86,10 @@ def _unpack(
 ) -> fx.Node:
     linear, *reshaped = chain
     sections = len(split.meta["val"])
-    if linear.target is aten.addmm.default:
-        bias, x, weight = linear.args[:3]
-        arguments: tuple[Any, ...] = (x, weight, bias, sections, True)
-    else:
-        x, weight, *given = linear.args
-        arguments = (x, weight, given[0] if given else None, sections)
+    product = read_product(linear)
+    assert product is not None
+    options = (True,) if product.transposed else ()
+    arguments: Any = (product.x, product.weight, product.bias, sections, *options)
     node = graph.create_node(
         "call_function", kernels.split_linear, fx.map_arg(arguments, values.__getitem__), {}, linear.name
     )

@@ -1,9 +1,9 @@
 """The sequence-first layout: activations go from [b, s, h] to [s, b, h] between the embedding and the loss (SC21 §4.2).
 
 The exchange of batch and sequence is pushed through the graph, operator by operator, until it cancels: token numbers
-are transposed (a few bytes), every operator is written on what its arguments became (see `rules`), transposes
-to heads and back absorb the exchange, and the loss sees rows and labels in the same order. Where an operator cannot
-take it, the exchange is undone in front of it and what that copies is counted.
+are transposed (a few bytes), every operator is written on its new arguments (by its record's `order`), transposes to
+heads and back absorb the exchange, and the loss sees rows and labels in the same order. Where an operator cannot take
+it, the exchange is undone in front of it and the bytes that this copies are counted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import operator_name
 from autoptd.passes.ir.program import Program
-from autoptd.passes.layout.batch_sequence import BATCH, SEQUENCE, Form, plain_form
 from autoptd.passes.layout.copies import Strides, count_copied_bytes
 from autoptd.passes.layout.packed_projections import unpack_projections
-from autoptd.passes.layout.rules import RULES, elementwise
-from autoptd.passes.layout.writer import Found, LayoutWriter
+from autoptd.passes.operators.dim_order import BATCH, SEQUENCE, DimOrder, plain_order
+from autoptd.passes.operators.layout_writer import Found, LayoutWriter
+from autoptd.passes.operators.pointwise import elementwise_order
+from autoptd.passes.operators.table import rules_of
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.sharding import find_batch
 from autoptd.runtime import aten
@@ -48,9 +48,9 @@ def rewrite_layout(program: Program) -> Program:
     several = any(min(shape) > 1 for shape in tokens.values())
     source = unpack_projections(stage.graph, program.mesh) if several else stage.graph
     strides = Strides(program.mesh)
-    writer = LayoutWriter(source, strides, tokens)
+    writer = LayoutWriter(source, strides.visit, tokens)
     graph = _run(writer)
-    if not writer.moved:
+    if not writer.exchanged:
         return _leave(program, "no activation is [b, s, h]")
     before, after = (count_copied_bytes(g, strides) for g in (stage.graph, graph))
     undone = "".join(f"; undone for {count} {name}" for name, count in writer.undone.most_common(3))
@@ -91,35 +91,35 @@ def _enter(writer: LayoutWriter, node: fx.Node) -> None:
     """Take over an input or a parameter."""
     new = writer.graph.node_copy(node)
     new.meta = dict(node.meta)
-    writer.strides.visit(new)
+    writer.find_value(new)
     if node.op == "placeholder" and str(node.target) in writer.tokens:
         batch, sequence = writer.tokens[str(node.target)]
-        writer.forms[node] = Form((((BATCH, batch),), ((SEQUENCE, sequence),)), moved=True)
+        writer.orders[node] = DimOrder((((BATCH, batch),), ((SEQUENCE, sequence),)), transposed=True)
         writer.made["user", node] = new
         return
     writer.values[node] = new
     if isinstance(node.meta["val"], torch.Tensor):
-        writer.forms[node] = plain_form(node.meta["val"].shape)
+        writer.orders[node] = plain_order(node.meta["val"].shape)
 
 
 def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
-    rule = RULES.get(operator_name(node.target))
+    rule = rules_of(node).order
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     if rule is None and pointwise and isinstance(node.meta["val"], torch.Tensor):
-        rule = elementwise
+        rule = elementwise_order
     written = rule(writer, node) if rule is not None else None
     if written is None:
         written = writer.undo(node, node.args), _plain(node.meta["val"])
     new, found = written
-    writer.values[node], writer.forms[node] = new, found
-    forms: Any = found if isinstance(found, tuple) else (found,)
+    writer.values[node], writer.orders[node] = new, found
+    orders: Any = found if isinstance(found, tuple) else (found,)
     before, after = (v if isinstance(found, tuple) else (v,) for v in (node.meta["val"], new.meta["val"]))
-    for form, old, val in zip(forms, before, after, strict=True):
-        assert form.shape == list(old.shape), f"{node}: {form.dims} is not {list(old.shape)}"
-        assert form.arrange(form.shape) == list(val.shape), f"{node}: {form} is not {list(val.shape)}"
-        writer.moved += form.moved and val.is_floating_point()
+    for order, old, val in zip(orders, before, after, strict=True):
+        assert order.shape == list(old.shape), f"{node}: {order.dims} is not {list(old.shape)}"
+        assert order.arrange(order.shape) == list(val.shape), f"{node}: {order} is not {list(val.shape)}"
+        writer.exchanged += order.transposed and val.is_floating_point()
 
 
 def _plain(val: Any) -> Found:
     several = isinstance(val, (tuple, list))
-    return tuple(plain_form(v.shape) for v in val) if several else plain_form(val.shape)
+    return tuple(plain_order(v.shape) for v in val) if several else plain_order(val.shape)

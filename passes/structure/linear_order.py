@@ -11,7 +11,7 @@ import torch
 from torch import UntypedStorage, fx
 
 from autoptd.passes.cost.durations import Durations
-from autoptd.passes.cost.quantities import FLOAT32_BYTES, adam_bytes
+from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.node_info import describe, info

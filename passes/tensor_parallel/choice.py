@@ -8,7 +8,7 @@ tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import gcd, prod
@@ -17,18 +17,14 @@ import torch
 from torch import fx
 
 from autoptd.passes.cost.work import forward_work
-from autoptd.passes.ir.nodes import called, operator_name, shape_of, where
-from autoptd.passes.tensor_parallel import axes as ax
-from autoptd.passes.tensor_parallel.axes import Axes, Axis
-from autoptd.passes.tensor_parallel.axis_map import AxisMap
+from autoptd.passes.ir.nodes import aten_name, called, operator_name, shape_of, where
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
-PADDED = {"aten.embedding", "aten.cross_entropy_loss"}  # contractions that know their true size
-PADDING_SAFE = PADDED | {
-    "aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.t", "aten.transpose", "aten.view", "aten.reshape",
-    "aten._unsafe_view", "aten.to", "aten._to_copy", "aten.mul", "aten.div", "aten.add", "aten.tanh", "aten.clone",
-    "aten.contiguous", "aten.numpy_T", "aten.flatten",
-}  # fmt: skip
 
 
 @dataclass
@@ -74,11 +70,6 @@ def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
     return divided
 
 
-def divided_leaf(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
-    """Return whether any leaf of `axes` is divided."""
-    return any(leaf in divided for axis in axes for leaf in ax.leaves(axis))
-
-
 def _candidate(axis: Axis, tensor: int, padded: set[Axis]) -> bool:
     return not axis.blocked and axis.size > 1 and (axis.size % tensor == 0 or axis in padded)
 
@@ -88,7 +79,7 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     wanted = {
         leaf
         for node, axis in axis_map.contractions.items()
-        if operator_name(node.target) in PADDED
+        if has_trait(node, Trait.KNOWS_SIZE)
         for leaf in [ax.find(axis)]
         if leaf.kind == "leaf" and leaf.size % axis_map.tensor
     }
@@ -97,8 +88,8 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     for node in graph.nodes:
         touched = {leaf for axes in axis_map.all_of(node) for axis in axes for leaf in ax.leaves(axis)}
         touched.update(ax.find(a) for a in [axis_map.contractions.get(node)] if a is not None)
-        unsafe = node.op == "call_function" and operator_name(node.target) not in PADDING_SAFE
-        summed = node in axis_map.contractions and operator_name(node.target) not in PADDED
+        unsafe = node.op == "call_function" and not has_trait(node, Trait.PADDING_SAFE)
+        summed = node in axis_map.contractions and not has_trait(node, Trait.KNOWS_SIZE)
         if summed:
             wanted.discard(ax.find(axis_map.contractions[node]))
         for axes in axis_map.all_of(node):
@@ -106,7 +97,7 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
             wanted -= merged
         if unsafe:
             wanted -= touched
-        if node.op == "call_function" and operator_name(node.target) == "aten.div":
+        if node.op == "call_function" and aten_name(node.target) == "div":
             divisor = [n for n in node.args[1:] if isinstance(n, fx.Node)]
             wanted -= {leaf for n in divisor for axis in axis_map.of(n) for leaf in ax.leaves(axis)}  # 0 / 0
     return wanted
@@ -313,13 +304,13 @@ def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
         headless = not own and (ax.find(axis).size > 1 or len(shape_of(node)) < 4)
         blocked = any(leaf.blocked for f in own for leaf in ax.leaves(f))
         # Of several leading dimensions this may be chunks of a sequence, and the heads another.
-        unsure = len(shape_of(node)) > 4 and not divided_leaf(own, divided)
+        unsure = len(shape_of(node)) > 4 and not ax.is_divided(own, divided)
         if not (blocked or headless or unsure):
             found.append((node, own, prod(f.size for f in own)))
     common = gcd(*(heads for _, _, heads in found))
     for node, own, heads in found:
         groups = own[0].size if own else 1
-        if divided_leaf(own, divided) or groups % axis_map.tensor == 0:  # it is not their number
+        if ax.is_divided(own, divided) or groups % axis_map.tensor == 0:  # it is not their number
             continue
         name, usable = f"{heads} heads", common
         kind: type[ValueError] = ax.IndivisibleError
@@ -337,7 +328,7 @@ def _find_rival(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int],
     for node in graph.nodes:
         for axes in axis_map.all_of(node):
             met = {leaf for axis in axes for leaf in ax.leaves(axis)}
-            if not met.isdisjoint(own) and divided_leaf(axes, divided):
+            if not met.isdisjoint(own) and ax.is_divided(axes, divided):
                 name = node.target if node.op == "get_attr" else called(node)
                 return f"its heads meet a dimension in {name} that is divided, which saves more"
     return ""
@@ -348,7 +339,7 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     lines: dict[str, list[str]] = defaultdict(list)
     batch = _batch_leaves(axis_map)
     for node, axis in axis_map.heads:
-        if not divided_leaf([axis, *axis_map.of(node)], divided):
+        if not ax.is_divided([axis, *axis_map.of(node)], divided):
             # Every attention has a batch dimension, which is no reason.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
             reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
@@ -362,12 +353,12 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
             cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {axis_map.tensor} ranks"
             name = operator_name(node.target)
             lines[f"attention replicated ({name}, {cost}) because {min(reasons)}"].append(where(node))
-    for (node, tensor), dim in axis_map.severed.items():
+    for (node, tensor), dim in axis_map.kv_heads.items():
         heads = ax.factors(axis_map.of(tensor)[dim])[0].size
         lines[f"{heads} key-value heads replicated over tensor={axis_map.tensor}"].append(where(node))
     for node in graph.nodes:
         matrix = node.op == "get_attr" and axis_map.is_weight(node) and len(axis_map.of(node)) > 1
-        if matrix and not divided_leaf(axis_map.of(node), divided):
+        if matrix and not ax.is_divided(axis_map.of(node), divided):
             value = node.meta["val"]
             size = prod(value.shape) * value.element_size()
             lines[f"weight of shape {list(value.shape)} ({size:,} bytes) replicated"].append(str(node.target))

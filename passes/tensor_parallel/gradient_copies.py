@@ -20,12 +20,12 @@ from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Stage, tensor_bytes
-from autoptd.runtime import collectives, kernels
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
+from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import Parameter
 
 PARAMETER_DISCOUNT = 64  # a parameter's gradient is summed once per step, an activation's once per microbatch
-# Replicated results with whole gradients.
-WHOLE_BACKWARD = (collectives.reduce_from_tensor, kernels.cross_entropy)
 
 Component = list[fx.Node]
 # Price, source?, forced?, sink?, readers inside.
@@ -94,7 +94,7 @@ class _Region:
         self.forced = {
             n
             for n in self.divided
-            if not _is_local(n) and n in self.differentiable and n.target not in WHOLE_BACKWARD
+            if not _is_local(n) and n in self.differentiable and not has_trait(n, Trait.SUMS_RANKS)
         }
         self.partial = self._find_partial()
 
@@ -136,7 +136,7 @@ class _Region:
             for n in self.order
             if n in self.differentiable
             and not _is_local(n)
-            and (n not in self.divided or n in self.forced or n.target in WHOLE_BACKWARD)
+            and (n not in self.divided or n in self.forced or has_trait(n, Trait.SUMS_RANKS))
             and self.partial_readers(n)
         ]
         network = nx.Graph()
@@ -153,7 +153,7 @@ class _Region:
 
         Not what is computed of those whose gradient may not be whole: its own may not, either.
         """
-        if not any(n.target in WHOLE_BACKWARD for n in component):
+        if not any(has_trait(n, Trait.SUMS_RANKS) for n in component):
             return set()
         calls = {n for n in component if n.op == "call_function" and len(self.partial_readers(n)) > 1}
         bound = set(self.forced)

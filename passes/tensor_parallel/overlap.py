@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -22,23 +22,9 @@ from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.node_info import NodeInfo, change_info, describe, info
 from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, collectives, kernels
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A linear that reads f: its weight is [in, out] where `transposed`; `kind` is what else it does."""
-
-    node: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-    transposed: bool
-    kind: str = "linear"  # or "gelu", "split"
-
-    @property
-    def parameters(self) -> list[fx.Node]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 def overlap_reductions(program: Program) -> Program:
@@ -84,7 +70,7 @@ class _Rewriting:
                     hidden += 1
         return hidden
 
-    def _read(self, f: fx.Node) -> tuple[list[Reader], str]:
+    def _read(self, f: fx.Node) -> tuple[list[MatrixProduct], str]:
         """The readers of f, in graph order; or why it stays."""
         users = sorted(f.users)
         views = [user for user in users if is_call(user, *RESHAPES)]
@@ -94,8 +80,8 @@ class _Rewriting:
             users = sorted(user for view in views for user in view.users)
         found = []
         for user in users:
-            reader = next((r for rule in RULES if (r := rule(user)) is not None), None)
-            if reader is None or user.args[int(user.target is aten.addmm.default)] not in (f, *views):
+            reader = _read_linear(user)
+            if reader is None or reader.x not in (f, *views):
                 return [], f"read by {user.op if user.op == 'output' else called(user)}"
             if not all(map(_is_of_parameters, reader.parameters)):
                 return [], f"read by {called(user)}, whose weight depends on the batch"
@@ -103,18 +89,18 @@ class _Rewriting:
         if not any(reader.weight in self._trained for reader in found):
             return [], "with weights that are frozen"
         if len(found) > 1 and (
-            len({r.transposed for r in found}) > 1 or any(r.kind == "split" for r in found)
+            len({r.transposed for r in found}) > 1 or any(r.sections is not None for r in found)
         ):
             return [], f"read by linears of several kinds, {called(found[0].node)}"
         if len({info(reader.node).recompute for reader in found}) > 1:
             return [], "read inside and outside of what is recomputed"
         return found, ""
 
-    def _join(self, f: fx.Node, readers: Sequence[Reader]) -> None:
+    def _join(self, f: fx.Node, readers: Sequence[MatrixProduct]) -> None:
         """Write the operator where the first reader is, behind what its arguments need."""
         x: Any = f.args[1]
         first = readers[0].node
-        source: Any = first.args[int(first.target is aten.addmm.default)]
+        source = readers[0].x
         if source is not f:  # a view, whose like the other readers have too
             source.update_arg(0, x)
             x = source
@@ -128,7 +114,7 @@ class _Rewriting:
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _join_several(self, rank: Any, x: fx.Node, readers: Sequence[Reader]) -> None:
+    def _join_several(self, rank: Any, x: fx.Node, readers: Sequence[MatrixProduct]) -> None:
         first = readers[0].node
         weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
         options: dict[str, Any] = {"transposed": True} if readers[0].transposed else {}
@@ -144,7 +130,7 @@ class _Rewriting:
             for i, r in enumerate(readers)
         ]
         for reader, part in zip(readers, parts, strict=True):
-            if reader.kind == "gelu":
+            if reader.node.target is kernels.linear_gelu:
                 change_info(part, name=f"{reader.node.name}_linear")
                 part = self._write(
                     reader.node, aten.gelu.default, (part,), _approximation(reader), info(reader.node)
@@ -184,21 +170,21 @@ class _Rewriting:
 
 
 def _single(
-    rank: Any, x: fx.Node, reader: Reader
+    rank: Any, x: fx.Node, reader: MatrixProduct
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The operator for one reader, and its arguments."""
     options: dict[str, Any] = {"transposed": True} if reader.transposed else {}
-    if reader.kind == "split":
-        sections = argument(reader.node, 3, "sections")
-        return collectives.copied_split_linear, (rank, x, reader.weight, reader.bias, sections), options
-    if reader.kind == "gelu":
+    if reader.sections is not None:
+        args = (rank, x, reader.weight, reader.bias, reader.sections)
+        return collectives.copied_split_linear, args, options
+    if reader.node.target is kernels.linear_gelu:
         options = _approximation(reader) | options
         return collectives.copied_linear_gelu, (rank, x, reader.weight, reader.bias), options
     given = [] if reader.bias is None else [reader.bias]
     return collectives.copied_linear, (rank, x, reader.weight, *given), options
 
 
-def _approximation(reader: Reader) -> dict[str, Any]:
+def _approximation(reader: MatrixProduct) -> dict[str, Any]:
     """Of a GELU, as a keyword, where it is not the default."""
     chosen = argument(reader.node, 3, "approximate", "none")
     return {} if chosen == "none" else {"approximate": chosen}
@@ -212,50 +198,12 @@ def _is_of_parameters(node: fx.Node) -> bool:
     )
 
 
-# What reads f, as a product of it with a weight.
-
-
-def _read_linear(node: fx.Node) -> Reader | None:
-    if not is_call(node, aten.linear.default):
+def _read_linear(node: fx.Node) -> MatrixProduct | None:
+    """The product that a call computes, if its weight is a matrix and its bias a vector, in the dtype of the result."""
+    product = read_product(node)
+    scaled = node.target is aten.addmm.default and (node.kwargs or len(node.args) != 3)
+    if product is None or scaled or len(shape_of(product.x)) < 2:
         return None
-    return _check(Reader(node, node.args[1], argument(node, 2, "bias"), False))  # type: ignore[arg-type]
-
-
-def _read_matmul(node: fx.Node) -> Reader | None:
-    if not is_call(node, aten.mm.default, aten.matmul.default) or len(shape_of(node.args[0])) < 2:  # type: ignore[arg-type]
-        return None
-    return _check(Reader(node, node.args[1], None, True))  # type: ignore[arg-type]
-
-
-def _read_addmm(node: fx.Node) -> Reader | None:
-    if not is_call(node, aten.addmm.default) or node.kwargs or len(node.args) != 3:
-        return None
-    return _check(Reader(node, node.args[2], node.args[0], True))  # type: ignore[arg-type]
-
-
-def _read_kernel(node: fx.Node) -> Reader | None:
-    if is_call(node, kernels.linear_gelu):
-        kind = "gelu"
-    elif is_call(node, kernels.split_linear):
-        kind = "split"
-    else:
-        return None
-    weight: Any
-    bias: Any
-    weight, bias = node.args[1:3]
-    return _check(Reader(node, weight, bias, bool(argument(node, 4, "transposed", False)), kind))
-
-
-def _check(reader: Reader) -> Reader | None:
-    """The reader, if its weight is a matrix and its bias a vector, in the dtype of the result."""
-    dtype = reader.node.meta["val"].dtype
-    fits = all(isinstance(p, fx.Node) and p.meta["val"].dtype == dtype for p in reader.parameters)
-    return reader if fits and [len(shape_of(p)) for p in reader.parameters] in ([2], [2, 1]) else None
-
-
-RULES: tuple[Callable[[fx.Node], Reader | None], ...] = (
-    _read_linear,
-    _read_matmul,
-    _read_addmm,
-    _read_kernel,
-)
+    dtype, parameters = node.meta["val"].dtype, product.parameters
+    fits = all(isinstance(p, fx.Node) and p.meta["val"].dtype == dtype for p in parameters)
+    return product if fits and [len(shape_of(p)) for p in parameters] in ([2], [2, 1]) else None

@@ -16,15 +16,16 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.program import Program
-from autoptd.passes.tensor_parallel import axes as ax
-from autoptd.passes.tensor_parallel.analysis import find_axes, user_rules
-from autoptd.passes.tensor_parallel.axes import Axis
-from autoptd.passes.tensor_parallel.axis_map import AxisMap, Rule
+from autoptd.passes.normal_form.constants import filled
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axis
+from autoptd.passes.operators.axis_map import ATTENTION, OF_ACTIVATIONS, RUNS, AxisMap
+from autoptd.passes.operators.localizer import Localizer
+from autoptd.passes.operators.table import rules_of
+from autoptd.passes.operators.text_rule import name_rules, read_rules
+from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
-from autoptd.passes.tensor_parallel.contraction_rules import ATTENTION, OF_ACTIVATIONS, RUNS
 from autoptd.passes.tensor_parallel.gradient_copies import place_copies
-from autoptd.passes.tensor_parallel.local_rules import lower_operator
-from autoptd.passes.tensor_parallel.localize import Lowering
 from autoptd.passes.tensor_parallel.symbols import name_dimensions
 from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Input
@@ -38,18 +39,20 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     """
     (stage,) = program.stages
     tensor = program.mesh.tensor
-    table = user_rules(rules)
+    table = read_rules(rules)
     axis_map = find_axes(stage.graph, stage.parameters, tensor=tensor, rules=table)
     _check_used(table, axis_map.operators)
-    severed = replicated_heads(axis_map) if tensor > 1 else frozenset[fx.Node]()
-    if severed:
-        axis_map = find_axes(stage.graph, stage.parameters, tensor=tensor, rules=table, sever=severed)
+    replicated = replicated_heads(axis_map) if tensor > 1 else frozenset[fx.Node]()
+    if replicated:
+        axis_map = find_axes(
+            stage.graph, stage.parameters, tensor=tensor, rules=table, replicated_kv=replicated
+        )
     inputs, batch = find_batch(program.inputs, axis_map)
     divided, notes = choose_axes(stage.graph, axis_map)
     program = replace(program, inputs=inputs)
-    lowering = Lowering(program, axis_map, divided, batch)
-    graph = lowering.run(lower_operator)
-    parameters, copies = place_copies(graph, lowering.parameters, program.mesh.pipeline)
+    localizer = Localizer(program, axis_map, divided, batch, filled(stage.constants))
+    graph = localizer.run(lambda localizer, node: rules_of(node).local(localizer, node))
+    parameters, copies = place_copies(graph, localizer.parameters, program.mesh.pipeline)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
     entry = (
         f"shard_tensors tensor={tensor}: {len(divided)} axes divided, "
@@ -60,11 +63,12 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
             f"; no rule divides {', '.join(sorted(axis_map.repeated))}: every tensor rank does them whole"
         )
     whole = replace(stage, graph=graph, parameters=parameters)
-    symbols = name_dimensions(program, axis_map, divided, lowering.named)
-    return replace(program, stages=(whole,), symbols=symbols, log=(*program.log, entry, *notes))
+    symbols = name_dimensions(program, axis_map, divided, localizer.named)
+    named, log = tuple(name_rules(rules or {}).items()), (*program.log, entry, *notes)
+    return replace(program, stages=(whole,), symbols=symbols, log=log, rules=named)
 
 
-def _check_used(rules: Mapping[str, Rule], operators: set[str]) -> None:
+def _check_used(rules: Mapping[str, Any], operators: set[str]) -> None:
     """Raise ValueError for a user's rule of an operator that the model does not call."""
     for name in rules:
         if name not in operators:

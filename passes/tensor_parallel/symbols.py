@@ -21,9 +21,9 @@ from torch import fx
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.program import Program
-from autoptd.passes.tensor_parallel import axes as ax
-from autoptd.passes.tensor_parallel.axes import Axes, Axis
-from autoptd.passes.tensor_parallel.axis_map import AxisMap
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators.axis_map import AxisMap
 
 PACKED = (
     "takes it apart",
@@ -214,7 +214,7 @@ class _Roles:
         )
 
     def _name_attention(self) -> None:
-        for (_, source), dim in self._axis_map.severed.items():
+        for (_, source), dim in self._axis_map.kv_heads.items():
             heads = self._axis_map.of(source)[dim]
             self._name("g", ax.factors(heads)[0])
             self._name("a", heads)  # where they were repeated for the queries

@@ -107,7 +107,7 @@ class Manifest:
     of the autocast that was on around compile, whose casts the programs have. `model_flops` are those of one
     microbatch's products in the plain model, forward and backward: on any mesh the same. Of a model compiled for
     several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`; `proved` is
-    of all.
+    of all. `rules` are the user's sharding rules, by which check proves custom operators.
     """
 
     mesh: Mesh
@@ -134,6 +134,7 @@ class Manifest:
     model_flops: int = 0
     shape: int = 0
     num_shapes: int = 1
+    rules: tuple[tuple[str, str], ...] = ()
 
     @property
     def weighing_labels(self) -> Input | None:

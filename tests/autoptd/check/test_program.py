@@ -15,12 +15,12 @@ from torch import fx, nn
 
 import autoptd
 from autoptd.check.program import ProgramError, check_program
-from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
 from autoptd.gc_pause import paused_collector
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Program, Stage, copy_graph
+from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh

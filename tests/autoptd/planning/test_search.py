@@ -21,13 +21,15 @@ from autoptd.cli.tables import print_plans
 from autoptd.passes.cost.schedule_times import walking_order
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Program
-from autoptd.passes.tensor_parallel.axes import IndivisibleError
-from autoptd.passes.tensor_parallel.axis_map import AxisMap
-from autoptd.passes.tensor_parallel.axis_rules import RULES
+from autoptd.passes.operators.axes import IndivisibleError
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.record import OperatorRules
+from autoptd.passes.operators.table import OPERATORS
 from autoptd.planning.estimator import Candidate, Estimator
 from autoptd.planning.search import Search
 from autoptd.planning.shortened_model import shorten_model
 from autoptd.planning.space import Space
+from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import make_schedule
 from autoptd.simulate.step import Training, simulate_times
@@ -541,7 +543,7 @@ def test_tensor_ranks_that_do_not_divide_are_refused_by_a_few_layers(monkeypatch
     with pytest.raises(ValueError, match=r"4 heads do not divide over tensor=8 at h\.0\.attn \(gpt\.py"):
         estimator.measure(8, 1, "none")
     assert estimator.measure(2, 1, "none").layers == 8
-    monkeypatch.setitem(RULES, "aten.gelu", refuse)
+    monkeypatch.setitem(OPERATORS, aten.gelu, OperatorRules(axes=refuse))
     with pytest.raises(ValueError, match=r"no sharding rule for it at h\.0\.mlp"):
         estimator.measure(4, 1, "none")
     assert captured == [4]

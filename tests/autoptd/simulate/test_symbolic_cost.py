@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoptd
-from autoptd.passes.cost.quantities import Work
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoptd.passes.layout import writer
+from autoptd.passes.layout import sequence_first
 from autoptd.passes.layout.sequence_first import rewrite_layout
 from tests.passes.layout.test_sequence_first import error, is_moved, is_same, prepare, run
 
@@ -200,7 +200,7 @@ STEPS: list[Step] = [
 @pytest.fixture(autouse=True)
 def always_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Move at any price: what would be left alone must be right too."""
-    monkeypatch.setattr(writer, "count_copied_bytes", lambda graph, strides: 0)
+    monkeypatch.setattr(sequence_first, "count_copied_bytes", lambda graph, strides: 0)
 
 
 def check(steps: list[Step], batch: int, length: int) -> bool:

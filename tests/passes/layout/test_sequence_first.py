@@ -21,6 +21,7 @@ from autoptd.passes.layout.copies import Strides, count_copied_bytes, find_copie
 from autoptd.passes.layout.sequence_first import rewrite_layout
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
+from autoptd.passes.operators.table import OPERATORS
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.mesh import Mesh
@@ -601,5 +602,6 @@ def test_equal_layers_are_propagated_once(monkeypatch: pytest.MonkeyPatch) -> No
         if node.target is dropout:
             node.target = counted
     monkeypatch.setattr(kernels, "dropout", counted)
+    monkeypatch.setitem(OPERATORS, counted, OPERATORS[dropout])
     rewrite_layout(program)
     assert len(calls) == 2  # of [b, s, h] and of [s, b, h]

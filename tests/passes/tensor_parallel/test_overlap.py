@@ -14,11 +14,11 @@ from torch.nn import functional
 
 import autoptd
 from autoptd.check.program import check_program
-from autoptd.check.shares import ShareError
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.passes.operators.shares import ShareError
 from autoptd.passes.tensor_parallel.overlap import overlap_reductions
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.schedule import make_schedule

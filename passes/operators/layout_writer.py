@@ -1,9 +1,9 @@
-"""Map each value of the old graph to the new one, for layout rules to read and write."""
+"""The values of a graph in the sequence-first layout, which layout rules read and write."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,44 +12,47 @@ from torch import fx
 
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import called
-from autoptd.passes.layout.batch_sequence import Form
-from autoptd.passes.layout.copies import Strides
+from autoptd.passes.operators.dim_order import DimOrder
 from autoptd.runtime import aten
 
-Found = Form | tuple[Form, ...]  # of an operator with several results, one form each
+Found = DimOrder | tuple[DimOrder, ...]  # one for each of several results
+Written = tuple[fx.Node, Any] | None  # the new node and its order, or the orders of its results
 
 
 class LayoutWriter:
-    """The rewrite of one graph: for each of its nodes, the value that stands for it and the form that has.
+    """The rewrite of one graph: for each of its nodes, the value that stands for it and the order of that value.
 
-    `undone` counts the operators that were given the user's order back, `moved` the activations that were exchanged.
+    `find_value` gives a new node's meta tensor, with the strides that real kernels give it. `undone` counts the
+    operators whose arguments got the user's order back, `exchanged` the activations that are held transposed.
     """
 
-    def __init__(self, source: fx.Graph, strides: Strides, tokens: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, source: fx.Graph, find_value: Callable[[fx.Node], Any], tokens: Mapping[str, Sequence[int]]
+    ) -> None:
         self.source = source
         self.tokens = tokens
         self.graph = fx.Graph()
-        self.strides = strides
-        self.forms: dict[fx.Node, Found] = {}
+        self.find_value = find_value
+        self.orders: dict[fx.Node, Found] = {}
         self.undone: Counter[str] = Counter()
-        self.moved = 0
+        self.exchanged = 0
         self.current: fx.Node
         self.values: dict[fx.Node, fx.Node] = {}
         self.made: dict[tuple[Any, ...], fx.Node] = {}
 
     # What rules read
 
-    def form(self, node: Any) -> Form:
-        found = self.forms[node]
-        assert isinstance(found, Form)
+    def order(self, node: Any) -> DimOrder:
+        found = self.orders[node]
+        assert isinstance(found, DimOrder)
         return found
 
-    def is_moved(self, node: Any) -> bool:
-        found = self.forms.get(node)
-        return isinstance(found, Form) and found.moved
+    def is_transposed(self, node: Any) -> bool:
+        found = self.orders.get(node)
+        return isinstance(found, DimOrder) and found.transposed
 
     def value(self, node: Any) -> Any:
-        """Return the new graph's node for a value; a number, or None, as it is."""
+        """What stands for a value, as the new graph holds it; a number, or None, for itself."""
         if not isinstance(node, fx.Node):
             return node
         if node not in self.values:  # token numbers, when they are first read
@@ -59,26 +62,26 @@ class LayoutWriter:
         return self.values[node]
 
     def restore(self, node: Any) -> Any:
-        """Return the new graph's node for a value, in the user's order."""
-        if not isinstance(node, fx.Node) or not self.is_moved(node):
+        """What stands for a value, in the user's order."""
+        if not isinstance(node, fx.Node) or not self.is_transposed(node):
             return self.value(node)
         key = ("user", node)
         if key not in self.made:
-            form, name = self.form(node), f"{node.name}_bs"
-            (at, merged), (batch, sequence) = form.pair or (0, False), form.rows
+            order, name = self.order(node), f"{node.name}_bs"
+            (at, merged), (batch, sequence) = order.pair or (0, False), order.rows
             rows = (sequence, batch) if merged else None
-            self.made[key] = self._exchange(self.value(node), form.arrange(form.shape), at, rows, name)
+            self.made[key] = self._exchange(self.value(node), order.arrange(order.shape), at, rows, name)
         return self.made[key]
 
-    def fit(self, node: Any, out: Form) -> Any:
-        """Return the argument of an operator whose result has the order `out`, broadcast against it."""
-        if not isinstance(node, fx.Node) or node not in self.forms or not out.moved or out.pair is None:
+    def fit(self, node: Any, out: DimOrder) -> Any:
+        """What stands for an argument of an operator whose result has order `out`: broadcast against that."""
+        if not isinstance(node, fx.Node) or node not in self.orders or not out.transposed or out.pair is None:
             return self.restore(node)
-        form, (at, merged) = self.form(node), out.pair
-        at -= len(out.dims) - len(form.dims)
-        if form.moved and form.pair == (at, merged) and (not merged or form.rows == out.rows):
+        order, (at, merged) = self.order(node), out.pair
+        at -= len(out.dims) - len(order.dims)
+        if order.transposed and order.pair == (at, merged) and (not merged or order.rows == out.rows):
             return self.value(node)
-        shape = form.shape
+        shape = order.shape
         end = at if merged else at + 1
         if end < 0 or all(size == 1 for size in shape[max(at, 0) : end + 1]):
             return self.restore(node)
@@ -96,19 +99,19 @@ class LayoutWriter:
     def write(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
     ) -> fx.Node:
-        """Write the operator that is being rewritten, on new arguments."""
+        """The operator that is being rewritten, on new arguments."""
         node = self.current
         new = self.graph.create_node(
             "call_function", target or node.target, args, dict(kwargs or {}), name=node.name
         )
         new.meta = dict(node.meta)
-        new.meta["val"] = self.strides.visit(new)
+        new.meta["val"] = self.find_value(new)
         return new
 
     def undo(self, node: fx.Node, args: tuple[Any, ...], target: Any = None) -> fx.Node:
-        """Write the operator `node` on arguments in the user's order; for an unfamiliar operator, in memory too."""
+        """The operator `node` on arguments in the user's order; of an unfamiliar operator, in memory too."""
         name = called(node)
-        if any(map(self.is_moved, node.all_input_nodes)):
+        if any(map(self.is_transposed, node.all_input_nodes)):
             self.undone[name] += 1
         read = self.restore if name.startswith(("aten.", "kernels.", "_operator.")) else self._restore_memory
         return self.write(fx.map_arg(args, read), fx.map_arg(node.kwargs, read), target)
@@ -121,14 +124,14 @@ class LayoutWriter:
         return value  # type: ignore[no-any-return]
 
     def add(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        """Write a further operator before or after the one that is being rewritten."""
+        """A further operator in front of, or behind, the one that is being rewritten."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, None, info(self.current).place)
-        new.meta["val"] = self.strides.visit(new)
+        new.meta["val"] = self.find_value(new)
         return new
 
     def permute(self, value: fx.Node, order: Sequence[int], name: str) -> fx.Node:
-        """Permute the dimensions of `value`; return it as it is if that changes nothing."""
+        """`value` with its dimensions in another order; itself where that changes nothing."""
         changed = [d for d, source in enumerate(order) if d != source]
         if not changed:
             return value

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
+
+from autoptd.passes.ir.nodes import has_gradients
+from autoptd.runtime.kernels.precision import widen
 
 FLOAT32_BYTES = 4
 Number = Any  # an int or a sympy expression
@@ -121,3 +124,53 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the tensor arguments, each once."""
     sources = ((source, source.meta.get("val")) for source in node.all_input_nodes)
     return [source for source, value in sources if isinstance(value, (torch.Tensor, tuple, list))]
+
+
+def differentiable_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor arguments that may have gradients, each once."""
+    return [source for source in tensor_arguments(node) if has_gradients(source.meta["val"])]
+
+
+def largest(node: fx.Node, operands: Iterable[fx.Node]) -> fx.Node:
+    """Return the node itself, or the operand with more elements than its results: a reduction reads them all."""
+
+    def count(node: fx.Node) -> int:
+        value = node.meta["val"]
+        return sum(v.numel() for v in (value if isinstance(value, (tuple, list)) else [value]))
+
+    return max((node, *operands), key=count)
+
+
+def compute(node: fx.Node, value: Value) -> Work:
+    """Return the work of a memory-bound operator, which reads its arguments and writes its results."""
+    operands = tensor_arguments(node)
+    return Work(
+        elementwise=value.count(largest(node, operands)),
+        read=sum(map(value.bytes, operands)),
+        written=value.bytes(node),
+        launches=1,
+    )
+
+
+def differentiate(node: fx.Node, value: Value, made: Sequence[fx.Node], kept: Iterable[fx.Node]) -> Work:
+    """Return the work of a memory-bound backward, which reads the results' gradients and what was `kept`.
+
+    It writes the gradients of the arguments in `made`; where there are none, nothing is done.
+    """
+    if not made:
+        return Work()
+    return Work(
+        elementwise=value.count(largest(node, made)),
+        read=value.bytes(node) + sum(map(value.bytes, kept)),
+        written=sum(map(value.bytes, made)),
+        launches=1,
+    )
+
+
+def no_work(node: fx.Node, value: Value, *_: Any) -> Work:
+    return Work()
+
+
+def statistics(node: fx.Node, value: Value) -> Number:
+    """Return the bytes of one wide number per row of the result."""
+    return value.rows(node) * widen(node.meta["val"].dtype).itemsize

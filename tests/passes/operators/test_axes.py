@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoptd.passes.tensor_parallel import axes as ax
-from autoptd.passes.tensor_parallel.axes import Axis
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axis
 
 
 def sizes(axes: list[Axis] | None) -> list[int]:

@@ -1,28 +1,30 @@
-"""The axes of every value in a one-stage graph, and the verbs with which rules relate them (see `axes`)."""
+"""The axes of every value in a one-stage graph, and the verbs with which axis rules relate them (see `axes`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import called
-from autoptd.passes.tensor_parallel import axes as ax
-from autoptd.passes.tensor_parallel.axes import Axes, Axis
+from autoptd.passes.ir.nodes import called, shape_of
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.runtime.program.placement import Parameter
 
-Rule = Callable[["AxisMap", fx.Node], Any]
-"""Gives the axes of a node's result, or a tuple of them for several results."""
+# Reasons that tell a sequence from a batch (see `sharding.find_batch`).
+ATTENTION = "is attention over it"
+OF_ACTIVATIONS = "multiplies two activations over it"
+RUNS = "runs over it"
 
 
 class AxisMap:
     """The axes of every value in a one-stage graph.
 
     `axes[node]` has one `Axis` per dimension, `results[node]` a tuple of those for several results;
-    `contractions[node]` is the axis a node sums over; `heads` pairs each attention with its heads dimension;
-    for attentions in `sever` the heads of keys and values are not tied to the queries' (they are replicated, and each
-    tensor rank takes its own): `severed` has the dimension for each (attention, its argument).
+    `contractions[node]` is the axis that a node sums over; `heads` pairs each attention with its heads dimension.
+    The attentions in `replicated_kv` have keys and values with too few heads to divide: every tensor rank computes
+    all of these and takes its own. `kv_heads` has their heads dimension, by attention and argument.
     """
 
     def __init__(
@@ -30,18 +32,16 @@ class AxisMap:
         parameters: Mapping[str, Parameter],
         *,
         tensor: int,
-        rules: Mapping[str, Rule],
-        sever: frozenset[fx.Node] = frozenset(),
+        replicated_kv: frozenset[fx.Node] = frozenset(),
     ) -> None:
         self.parameters = parameters
         self.tensor = tensor
-        self.rules = rules
-        self.sever = sever
+        self.replicated_kv = replicated_kv
         self.axes: dict[fx.Node, Axes] = {}
         self.results: dict[fx.Node, tuple[Axes, ...]] = {}
         self.contractions: dict[fx.Node, Axis] = {}
         self.heads: list[tuple[fx.Node, Axis]] = []
-        self.severed: dict[tuple[fx.Node, fx.Node], int] = {}
+        self.kv_heads: dict[tuple[fx.Node, fx.Node], int] = {}
         self.rank: fx.Node | None = None
         self.inputs: list[fx.Node] = []
         self.operators: set[str] = set()
@@ -93,9 +93,9 @@ class AxisMap:
                     result[:0] = [axis] * (back > len(result))
                     continue
                 is_heads = back == 1 and len(own) >= 2
-                if is_heads and node in self.sever and position <= 2 and tensor in self.learned:
+                if is_heads and node in self.replicated_kv and position <= 2 and tensor in self.learned:
                     ax.block(axis, "the key and value heads are replicated")
-                    self.severed[node, tensor] = len(own) - 1
+                    self.kv_heads[node, tensor] = len(own) - 1
                 elif back > len(result):
                     result.insert(0, axis)
                 else:
@@ -117,3 +117,34 @@ class AxisMap:
                 ax.block(axis, f"{called(node)} groups it")
             else:
                 ax.unify(pair[0], axis)
+
+
+def broadcast(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """Unify the tensor arguments dimension by dimension; a dimension of size 1 spreads over the others."""
+    result = [Axis(1)] * len(shape_of(node))
+    for source in node.all_input_nodes:
+        for back, axis in enumerate(reversed(axis_map.axes.get(source, ())), 1):
+            if ax.vanishes(axis):
+                continue
+            if ax.vanishes(result[-back]):
+                result[-back] = axis
+            elif ax.find(axis).size == 1:
+                continue
+            elif ax.find(result[-back]).size == 1:
+                result[-back] = axis
+            else:
+                ax.unify(result[-back], axis)
+    return tuple(result)
+
+
+def opaque(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Block all dimensions that come in or go out: nothing is known, and every rank computes them whole."""
+    reason = f"no rule divides {called(node)}"
+    for source in node.all_input_nodes:
+        for own in axis_map.all_of(source):
+            for axis in own:
+                ax.block(axis, reason)
+    value = node.meta["val"]
+    many = isinstance(value, (tuple, list))
+    found = [tuple(Axis(size, blocked=reason) for size in v.shape) for v in (value if many else [value])]
+    return tuple(found) if many else found[0]

@@ -1,8 +1,8 @@
-"""The rewrite of a whole graph to what one tensor rank computes: values, local sizes, parameters' placements."""
+"""The rewrite of a graph to the computation of one tensor rank: values, local sizes, placements of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -12,20 +12,23 @@ from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import change_info, describe, info
+from autoptd.passes.ir.nodes import arguments_of, shape_of, where
 from autoptd.passes.ir.program import Program
-from autoptd.passes.normal_form.constants import filled
-from autoptd.passes.tensor_parallel import axes as ax
-from autoptd.passes.tensor_parallel.axes import Axes, Axis
-from autoptd.passes.tensor_parallel.axis_map import AxisMap
-from autoptd.passes.tensor_parallel.choice import divided_leaf
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import Parameter, Placement, Segment
 
 aten = torch.ops.aten
 
 
-class Lowering:
-    """The rewrite of one graph to one tensor rank's; `value` maps an old node to what now stands for it."""
+class Localizer:
+    """The rewrite of one graph to the graph of one tensor rank; `values` maps each old node to its new one.
+
+    `divided` are the divided axes with their padding, `filled` the names of the constants of one number, and `named`
+    the axes of each new node's results, by its name.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class Lowering:
         axis_map: AxisMap,
         divided: dict[Axis, int],
         batch: set[Axis],
+        filled: Collection[str],
     ) -> None:
         (stage,) = program.stages
         self.old = stage.graph
@@ -40,18 +44,18 @@ class Lowering:
         self.divided = divided
         self.batch = batch
         self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
-        self.filled = filled(stage.constants)
+        self.filled = filled
         self.tensor = program.mesh.tensor
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[str, Parameter] = dict(stage.parameters)
         self.propagation = Propagation(program.mesh)
         self.extents: dict[Axis, int] = {}
-        self.named: dict[str, tuple[Axes, ...]] = {}  # the axes of each new node's results
+        self.named: dict[str, tuple[Axes, ...]] = {}
         self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
 
-    def run(self, lower: Callable[[Lowering, fx.Node], fx.Node]) -> fx.Graph:
-        """Return the new graph, with every call as `lower` writes it."""
+    def run(self, localize: Callable[[Localizer, fx.Node], fx.Node]) -> fx.Graph:
+        """Return the new graph, with every call as `localize` writes it."""
         for node in self.old.nodes:
             if node.op == "output":
                 self.graph.output(self.whole(node.args[0])).meta = dict(node.meta)
@@ -59,7 +63,7 @@ class Lowering:
             if node.op == "get_attr":
                 self._place_parameter(node)
             if node.op == "call_function":
-                self.values[node] = lower(self, node)
+                self.values[node] = localize(self, node)
             else:
                 self.values[node] = self.copy(node)
         return self.graph
@@ -67,8 +71,7 @@ class Lowering:
     # Values
 
     def whole(self, node: Any) -> Any:
-        """Return the new value of `node`; a partial sum is all-reduced first, and its biases are added once, after
-        that."""
+        """What stands for `node`; a partial sum is all-reduced first, and its biases are added once, behind that."""
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]
@@ -88,7 +91,7 @@ class Lowering:
         return self.values[self.axis_map.rank]
 
     def copy(self, node: fx.Node, args: Any = None, kwargs: Any = None, target: Any = None) -> fx.Node:
-        """Copy the node to the new graph, with other arguments or another target."""
+        """The node in the new graph, with other arguments or another target."""
         plain = args is None and kwargs is None
         if plain:
             args = fx.node.map_arg(node.args, self.whole)
@@ -96,7 +99,7 @@ class Lowering:
         new = self.graph.create_node(node.op, target or node.target, args, kwargs or {}, name=node.name)
         new.meta = dict(node.meta)
         axes = self.named[new.name] = self.axis_map.all_of(node)
-        changed = self.tensor > 1 and (not plain or any(divided_leaf(a, self.divided) for a in axes))
+        changed = self.tensor > 1 and (not plain or any(ax.is_divided(a, self.divided) for a in axes))
         if not changed:
             change_info(new, divided=None, partial=False)
         elif node.op == "call_function":
@@ -110,7 +113,7 @@ class Lowering:
     def add(
         self, target: Any, args: tuple[Any, ...], like: fx.Node, *, name: str, partial: bool = False
     ) -> fx.Node:
-        """Add a further node, at the place of `like` in the user's model."""
+        """A further node, placed in the user's model where `like` is."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, self.propagation.run(new), info(like).place, partial=partial)
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
@@ -119,7 +122,7 @@ class Lowering:
     def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
         """Say which dimension is divided: an int or None, a tuple of those for several results."""
         dims = tuple(
-            next((d for d, a in enumerate(own) if divided_leaf([a], self.divided)), None) for own in axes
+            next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None) for own in axes
         )
         several = isinstance(node.meta.get("val"), (tuple, list))
         change_info(new, divided=dims if several else dims[0], partial=False)
@@ -131,7 +134,7 @@ class Lowering:
     # Sizes
 
     def extent(self, axis: Axis) -> int:
-        """Return the axis's size on one rank."""
+        """The axis's size on one rank."""
         axis = ax.find(axis)
         if axis not in self.extents:
             if axis.kind == "leaf":
@@ -142,7 +145,7 @@ class Lowering:
         return self.extents[axis]
 
     def offset(self, axis: Axis, position: int) -> int:
-        """Return where global `position` of the axis, a boundary of its segments, lies on one rank."""
+        """Where global `position` of the axis, a boundary of its segments, lies on one rank."""
         axis = ax.find(axis)
         if position in (0, axis.size):
             return self.extent(axis) if position else 0
@@ -166,7 +169,7 @@ class Lowering:
         return [self.extent(a) for a in axes]
 
     def is_divided(self, axes: Axes) -> bool:
-        return divided_leaf(axes, self.divided)
+        return ax.is_divided(axes, self.divided)
 
     # Parameters
 
@@ -193,3 +196,56 @@ class Lowering:
         assert outer == 1, "choose_axes leaves sums inside an outer factor whole"
         below = [s for part in factor.parts for s in self._segments(part)]
         return [replace(s, inner=s.inner * inner) for s in below]
+
+
+def same_call(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """The same call on local tensors, of an operator that names no size; a contraction gives a partial sum."""
+    axis = localizer.axis_map.contractions.get(node)
+    new = localizer.copy(node)
+    if axis is not None and localizer.is_divided((axis,)):
+        new.meta["val"] = localizer.propagation.run(new)
+        change_info(new, divided=None, partial=True)
+    return new
+
+
+def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
+    """Return the axes that a dropout mask is keyed by: the element's place in one sample's undivided tensor.
+
+    They are `sample`, `divided` and, where they are inside a merged dimension, the unmerged `shape`.
+    """
+    axes = localizer.axis_map.of(node)
+    flat: list[Axis] = []
+    for axis in axes:
+        parts = ax.factors(axis)
+        inside = any(f in localizer.batch for f in parts) or any(
+            localizer.is_divided((f,)) for f in parts[1:]
+        )
+        flat.extend(parts if inside else [ax.find(axis)])
+    shape = [localizer.extent(f) for f in flat]
+    reads_batch = localizer.axis_map.reads_batch(node)
+    ones = str(arguments_of(node)[-1].target) in localizer.filled
+    if localizer.single and (
+        reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
+    ):
+        # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.
+        if all(f.size != 1 for f in flat):
+            flat, shape = [Axis(1), *flat], [1, *shape]
+        sample: int | None = [f.size for f in flat].index(1)
+    else:
+        sample = next((i for i, f in enumerate(flat) if f in localizer.batch), None)
+    if sample is None and reads_batch:
+        raise ValueError(
+            f"dropout at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "
+            "its mask would depend on the microbatch; use microbatch_size=1, or drop before the batch is merged"
+        )
+    divided = next((i for i, f in enumerate(flat) if localizer.is_divided((f,))), None)
+    if divided is not None and flat[divided].kind == "sum":
+        raise ValueError(
+            f"dropout over packed segments at {where(node)} cannot be divided; unpack them first"
+        )
+    found: dict[str, Any] = {"sample": sample}
+    if divided is not None:
+        found["divided"] = divided
+    if len(flat) != len(axes):
+        found["shape"] = shape
+    return found

@@ -9,7 +9,7 @@ MLP width, vocabulary, batch. A *blocked* leaf may not be divided over the tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, pairwise
 from math import prod
 
@@ -66,6 +66,11 @@ def find(axis: Axis) -> Axis:
             axis.parent = axis.parent.parent
         axis = axis.parent
     return axis
+
+
+def is_divided(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
+    """Whether any leaf of these axes is among the `divided` ones."""
+    return any(leaf in divided for axis in axes for leaf in leaves(axis))
 
 
 def vanishes(axis: Axis) -> bool:

@@ -1,8 +1,8 @@
-"""The form of a value under the sequence-first layout: where batch and sequence are, and whether they changed places.
+"""The order of a value under the sequence-first layout: where batch and sequence are, and whether they changed places.
 
-A dimension is a product of atoms, outermost first; what matters is which of them are the batch and the sequence.
-A value in which the sequence follows right behind the batch, [.., b, s, ..] or merged [.., b * s, ..], may be *moved*:
-the new graph holds it as [.., s, b, ..] or [.., s * b, ..]. All others it holds as the user wrote them.
+A dimension is a product of factors, outermost first, of which the batch and the sequence matter. A value in which the
+sequence follows right behind the batch, [.., b, s, ..] or merged [.., b * s, ..], may be *transposed*: the new graph
+holds it as [.., s, b, ..] or [.., s * b, ..]. The new graph holds all other values as the user wrote them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-Atom = tuple[str, int]  # (BATCH, 2), (SEQUENCE, 16), or ("", size) of anything else
-Dim = tuple[Atom, ...]  # outermost first; () has size 1
+Factor = tuple[str, int]  # (BATCH, 2), (SEQUENCE, 16), or ("", size) of anything else
+Dim = tuple[Factor, ...]  # outermost first; () has size 1
 BATCH, SEQUENCE = "b", "s"
 
 
@@ -26,15 +26,15 @@ def plain_dim(size: int) -> Dim:
 
 
 @dataclass(frozen=True)
-class Form:
-    """A value's dimensions as the user orders them; `moved`: the new graph has batch and sequence exchanged."""
+class DimOrder:
+    """A value's dimensions as the user orders them; `transposed`: the new graph has batch and sequence exchanged."""
 
     dims: tuple[Dim, ...]
-    moved: bool = False
+    transposed: bool = False
 
     @cached_property
     def pair(self) -> tuple[int, bool] | None:
-        """Return the batch dimension, right before that of the sequence, and whether the two are merged."""
+        """The dimension of the batch, right before the sequence's, and whether it is merged with that."""
         for at, dim in enumerate(self.dims):
             if dim and dim[0][0] == BATCH:
                 if len(dim) > 1:
@@ -50,33 +50,33 @@ class Form:
         return [size_of(dim) for dim in self.dims]
 
     @property
-    def order(self) -> list[int]:
+    def permutation(self) -> list[int]:
         """For each dimension of the new graph's value, which of the user's it is."""
         result = list(range(len(self.dims)))
-        if self.moved and self.pair is not None and not self.pair[1]:
+        if self.transposed and self.pair is not None and not self.pair[1]:
             at = self.pair[0]
             result[at], result[at + 1] = at + 1, at
         return result
 
     def place(self, dim: int) -> int:
-        """Return the position of the user's dimension `dim` in the new graph."""
-        return self.order.index(dim % len(self.dims))
+        """Where the new graph has the user's dimension `dim`."""
+        return self.permutation.index(dim % len(self.dims))
 
     def arrange(self, sizes: Sequence[int]) -> list[int]:
-        """Return `sizes`, one per dimension in the user's order, in the new graph's order."""
-        return [sizes[dim] for dim in self.order]
+        """`sizes`, one per dimension in the user's order, in the new graph's order."""
+        return [sizes[dim] for dim in self.permutation]
 
     def holds(self, dim: int) -> bool:
-        """Return whether the user's dimension `dim` is the batch or the sequence of a moved value (or both, merged)."""
-        if not self.moved or self.pair is None:
+        """Is the user's dimension `dim` the batch or the sequence of a transposed value (or both, merged)?"""
+        if not self.transposed or self.pair is None:
             return False
         at, merged = self.pair
         return dim % len(self.dims) in ((at,) if merged else (at, at + 1))
 
     @property
     def merged(self) -> bool:
-        """Return whether batch and sequence are one dimension of a moved value."""
-        return self.moved and self.pair is not None and self.pair[1]
+        """Are batch and sequence one dimension of a transposed value?"""
+        return self.transposed and self.pair is not None and self.pair[1]
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -86,32 +86,32 @@ class Form:
         batch, sequence = self.dims[at][:2] if merged else (self.dims[at][0], self.dims[at + 1][0])
         return batch[1], sequence[1]
 
-    def replaced(self, dim: int, by: Dim) -> Form:
-        """Return the same with another dimension `dim`."""
+    def replaced(self, dim: int, by: Dim) -> DimOrder:
+        """The same with another dimension `dim`."""
         dim %= len(self.dims)
         return replace(self, dims=(*self.dims[:dim], by, *self.dims[dim + 1 :]))
 
-    def resized(self, dim: int, size: int) -> Form:
+    def resized(self, dim: int, size: int) -> DimOrder:
         """Dimension `dim` cut or grown to `size`: a batch stays a batch, a sequence a sequence."""
         own = self.dims[dim % len(self.dims)]
         return self.replaced(dim, ((own[0][0], size),) if len(own) == 1 and own[0][0] else plain_dim(size))
 
-    def without(self, dims: Sequence[int]) -> Form:
-        """Return the same without some dimensions."""
+    def without(self, dims: Sequence[int]) -> DimOrder:
+        """The same less some dimensions."""
         return replace(self, dims=tuple(dim for d, dim in enumerate(self.dims) if d not in dims))
 
 
-def plain_form(shape: Sequence[int]) -> Form:
-    """Return the form of a value in the user's order, of which nothing is known."""
-    return Form(tuple(plain_dim(size) for size in shape))
+def plain_order(shape: Sequence[int]) -> DimOrder:
+    """A value of which nothing is known, as the user has it."""
+    return DimOrder(tuple(plain_dim(size) for size in shape))
 
 
 def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Regroup `dims` as a ``view`` as `shape` does: a batch or sequence that it cuts is none any longer."""
-    pending = [atom for dim in dims for atom in dim][::-1]
+    """What a ``view`` as `shape` makes of `dims`: a batch or sequence that it cuts is none any longer."""
+    pending = [factor for dim in dims for factor in dim][::-1]
     result: list[Dim] = []
     for size in shape:
-        taken: list[Atom] = []
+        taken: list[Factor] = []
         left = size
         while pending and (left > 1 or pending[-1][1] == 1) and (left > 1 or not taken):
             name, extent = pending.pop()
@@ -131,10 +131,10 @@ def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
     return tuple(result)
 
 
-def _joined(atoms: Sequence[Atom]) -> Dim:
-    """Neighbours that are neither batch nor sequence as one atom."""
-    result: list[Atom] = []
-    for name, size in atoms:
+def _joined(factors: Sequence[Factor]) -> Dim:
+    """Neighbours that are neither batch nor sequence as one factor."""
+    result: list[Factor] = []
+    for name, size in factors:
         if not name and result and not result[-1][0]:
             result[-1] = ("", result[-1][1] * size)
         elif name or size != 1:
@@ -142,15 +142,15 @@ def _joined(atoms: Sequence[Atom]) -> Dim:
     return tuple(result)
 
 
-def broadcast(forms: Sequence[Form], shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Return the dimensions of an elementwise result; if its arguments disagree, nothing is known."""
+def broadcast(orders: Sequence[DimOrder], shape: Sequence[int]) -> tuple[Dim, ...]:
+    """The dimensions of an elementwise result; where its arguments say different things, nothing is known."""
     result: list[Dim] = []
     for back in range(len(shape), 0, -1):
         size = shape[-back]
         known = {
-            form.dims[-back]
-            for form in forms
-            if len(form.dims) >= back and size_of(form.dims[-back]) == size and _is_named(form.dims[-back])
+            order.dims[-back]
+            for order in orders
+            if len(order.dims) >= back and size_of(order.dims[-back]) == size and _is_named(order.dims[-back])
         }
         result.append(known.pop() if len(known) == 1 else plain_dim(size))
     return tuple(result)

@@ -1,16 +1,16 @@
-"""Forms: where batch and sequence are, through views and broadcasts."""
+"""The order of dimensions: where batch and sequence are, through views and broadcasts."""
 
 from __future__ import annotations
 
 import pytest
 
-from autoptd.passes.layout.batch_sequence import (
+from autoptd.passes.operators.dim_order import (
     BATCH,
     SEQUENCE,
     Dim,
-    Form,
+    DimOrder,
     broadcast,
-    plain_form,
+    plain_order,
     regroup,
     size_of,
 )
@@ -33,19 +33,17 @@ ONE_B: Dim = ((BATCH, 1),)
         ((H,), None),
     ],
 )
-def test_batch_and_sequence_pairs_that_may_be_exchanged(
-    dims: tuple[Dim, ...], pair: tuple[int, bool] | None
-) -> None:
-    assert Form(dims).pair == pair
+def test_what_may_be_exchanged(dims: tuple[Dim, ...], pair: tuple[int, bool] | None) -> None:
+    assert DimOrder(dims).pair == pair
 
 
-def test_order_of_the_moved() -> None:
-    form = Form((H, B, S), moved=True)
-    assert form.order == [0, 2, 1]
-    assert form.arrange(form.shape) == [12, 3, 2]
-    assert [form.place(d) for d in (0, 1, 2, -1)] == [0, 2, 1, 1]
-    assert [form.holds(d) for d in (0, 1, -1)] == [False, True, True]
-    assert Form((B + S, H), moved=True).order == [0, 1]
+def test_permutation_of_the_transposed() -> None:
+    order = DimOrder((H, B, S), transposed=True)
+    assert order.permutation == [0, 2, 1]
+    assert order.arrange(order.shape) == [12, 3, 2]
+    assert [order.place(d) for d in (0, 1, 2, -1)] == [0, 2, 1, 1]
+    assert [order.holds(d) for d in (0, 1, -1)] == [False, True, True]
+    assert DimOrder((B + S, H), transposed=True).permutation == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +67,13 @@ def test_regroup(dims: tuple[Dim, ...], shape: list[int], expected: tuple[Dim, .
 
 
 def test_broadcast() -> None:
-    assert broadcast([Form((B, S, H)), plain_form([1, 3, 12]), plain_form([12])], [2, 3, 12]) == (B, S, H)
-    assert broadcast([Form((B, S)), Form((S,))], [2, 3]) == (B, S)
-    assert broadcast([Form((B, ((SEQUENCE, 2),))), Form((B,))], [2, 2]) == (B, (("", 2),))  # they disagree
+    assert broadcast([DimOrder((B, S, H)), plain_order([1, 3, 12]), plain_order([12])], [2, 3, 12]) == (
+        B,
+        S,
+        H,
+    )
+    assert broadcast([DimOrder((B, S)), DimOrder((S,))], [2, 3]) == (B, S)
+    assert broadcast([DimOrder((B, ((SEQUENCE, 2),))), DimOrder((B,))], [2, 2]) == (
+        B,
+        (("", 2),),
+    )  # they disagree

@@ -1,0 +1,125 @@
+"""Matrix products, read from the calls that compute them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import argument, aten_name, shape_of
+from autoptd.runtime import aten, collectives, kernels
+
+_FACTORS_FIRST = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default)
+_BIAS_FIRST = (aten.addmm.default, aten.baddbmm.default)
+_OURS = (kernels.linear_gelu, kernels.split_linear, *collectives.COPIED)
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """``x @ weight + bias``: the last dimension of `x` is contracted with dimension `contracted` of `weight`.
+
+    `node` computes it; of several products it is the result number `index`. `sections` are the equal parts that the
+    result is split into, stacked in its first dimension.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None = None
+    contracted: int = 0
+    sections: int | None = None
+    index: int | None = None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weight is [in, out]."""
+        return self.contracted == 0
+
+    @property
+    def factors(self) -> tuple[fx.Node, fx.Node]:
+        return self.x, self.weight
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        """The weight, and the bias if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def pick(self, results: Any) -> Any:
+        """The product's own among the `results` of its node, such as ``node.meta["val"]``."""
+        return results if self.index is None else results[self.index]
+
+
+def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
+    """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
+    if node.target in _OURS:
+        return _read_ours(node, bound_arguments(node))
+    found: Any
+    if node.target in _FACTORS_FIRST:
+        found = *node.args[:2], argument(node, 2, "bias")
+    elif node.target in _BIAS_FIRST:
+        found = *node.args[1:3], node.args[0]
+    else:
+        return ()
+    contracted = 1 if node.target is aten.linear.default else max(0, len(shape_of(found[1])) - 2)
+    x, weight, bias = found
+    return (MatrixProduct(node, x, weight, bias, contracted),)
+
+
+def read_product(node: fx.Node) -> MatrixProduct | None:
+    """Return the product that a call computes; None for several, and for other operators."""
+    found = read_products(node)
+    return found[0] if len(found) == 1 and found[0].index is None else None
+
+
+def find_factors(node: fx.Node) -> Sequence[fx.Node]:
+    """Return the two tensors that a product multiplies, of a convolution or an einsum too; none for other calls."""
+    product = read_product(node)
+    if product is not None:
+        return product.factors
+    if node.target is aten.einsum.default:
+        operands = read_einsum(node).operands
+        return operands if len(operands) == 2 else ()
+    factors: Any = node.args[:2] if aten_name(node.target) in ("conv1d", "conv2d", "conv3d") else ()
+    return factors  # type: ignore[no-any-return]
+
+
+def bound_arguments(node: fx.Node) -> Mapping[str, Any]:
+    """The arguments of a call of a Python function, such as a kernel, by their names."""
+    return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+
+
+def _read_ours(node: fx.Node, given: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:
+    contracted = 0 if given.get("transposed", False) else 1
+    if "weights" not in given:
+        bias, sections = given.get("bias"), given.get("sections")
+        return (MatrixProduct(node, given["x"], given["weight"], bias, contracted, sections),)
+    biases = given.get("biases") or [None] * len(given["weights"])
+    return tuple(
+        MatrixProduct(node, given["x"], weight, bias, contracted, index=index)
+        for index, (weight, bias) in enumerate(zip(given["weights"], biases, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class Einsum:
+    """``einsum``: the letters of each operand and of the result (None where the equation leaves it out)."""
+
+    operands: Sequence[fx.Node]
+    groups: Sequence[str]
+    result: str | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the result is written out, and no letter is repeated in an operand or left out by dots."""
+        groups = (*self.groups, self.result or "")
+        return self.result is not None and all("." not in g and len(set(g)) == len(g) for g in groups)
+
+
+def read_einsum(node: fx.Node) -> Einsum:
+    """Return the equation of an einsum and its operands."""
+    groups, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
+    operands: Any = node.args[1]
+    return Einsum(operands, groups.split(","), result if arrow else None)

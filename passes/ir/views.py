@@ -1,0 +1,84 @@
+"""Views and cuts, read from the calls that compute them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import argument, operator_name, shape_of, where
+
+DimMap = tuple[int | None, ...]
+"""For each dimension of a result the dimension of the argument that it is; None for a new one."""
+
+
+def read_dim(node: fx.Node, position: int, rank: int, default: int = 0) -> int:
+    """Return the dimension that a call names, counted from the front of `rank` dimensions."""
+    return int(argument(node, position, "dim", default)) % rank
+
+
+def dim_map(node: fx.Node) -> DimMap:
+    """Return which dimension of its first argument each dimension of a view's result is.
+
+    Of operators that move, drop, add or resize single dimensions; those of the argument that the result lacks are
+    dropped, and one that it has in another size is new. Of several results all are alike.
+    """
+    own, made = shape_of(node.args[0]), node.meta["val"]  # type: ignore[arg-type]
+    shape = tuple((made[0] if isinstance(made, (tuple, list)) else made).shape)
+    rank, name = len(own), operator_name(node.target).removeprefix("aten.")
+    dims: list[int | None] = list(range(rank))
+    arguments: tuple[Any, ...] = node.args
+    if name in ("transpose", "swapaxes", "swapdims"):
+        first, second = (int(d) % rank for d in arguments[1:3])
+        dims[first], dims[second] = second, first
+    elif name in ("t", "numpy_T"):
+        dims.reverse()
+    elif name == "permute":
+        dims = [int(d) % rank for d in arguments[1]]
+    elif name == "unsqueeze":
+        dims.insert(read_dim(node, 1, rank + 1), None)
+    elif name == "squeeze":
+        given = argument(node, 1, "dim", range(rank))
+        named = {d % rank for d in ([given] if isinstance(given, int) else given)}
+        dims = [d for d in range(rank) if d not in named or own[d] != 1]
+    elif name in ("select", "unbind"):
+        del dims[read_dim(node, 1, rank)]
+    elif name in ("pad", "constant_pad_nd"):
+        dims = [None if any(pair) else d for d, pair in enumerate(read_padding(node))]
+    else:  # expand, view_as_complex, view_as_real: they begin with, or end in, the dimensions of the argument
+        lead = len(shape) - rank if "expand" in name or "broadcast" in name else 0
+        dims = [None] * lead + dims[: len(shape)] + [None] * (len(shape) - rank - lead)
+    return tuple(d if d is not None and own[d] == size else None for d, size in zip(dims, shape, strict=True))
+
+
+def read_padding(node: fx.Node) -> list[tuple[int, int]]:
+    """Return the rows that padding adds before and behind each dimension."""
+    given: Any = node.args[1]
+    pairs = [(int(before), int(behind)) for before, behind in zip(given[::2], given[1::2], strict=True)]
+    return [(0, 0)] * (len(shape_of(node)) - len(pairs)) + pairs[::-1]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows of dimension `dim`: from `start` on, with `step`, as many as `lengths` says for each result."""
+
+    dim: int
+    start: int
+    lengths: tuple[int, ...]
+    step: int = 1
+
+
+def read_cut(node: fx.Node) -> Cut:
+    """Return the rows that a slice, a split or the like takes. Raises ValueError for a start that is a tensor."""
+    own, made = shape_of(node.args[0]), node.meta["val"]  # type: ignore[arg-type]
+    if isinstance(made, (tuple, list)):
+        dim = read_dim(node, 2, len(own))
+        return Cut(dim, 0, tuple(int(value.shape[dim]) for value in made))
+    dim, start = read_dim(node, 1, len(own)), argument(node, 2, "start") or 0
+    if isinstance(start, fx.Node):
+        raise ValueError(
+            f"{where(node)}: {node.target} begins where a tensor says: give its start as a number, or use index_select"
+        )
+    step = argument(node, 4, "step", 1) if operator_name(node.target) == "aten.slice" else 1
+    return Cut(dim, max(0, start + own[dim]) if start < 0 else start, (made.shape[dim],), step)

@@ -1,0 +1,257 @@
+"""Attention: fused, grouped, its softmax alone, and rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.node_info import change_info
+from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes
+from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
+from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
+from autoptd.passes.operators.quantities import (
+    Product,
+    Value,
+    Work,
+    differentiable_arguments,
+    differentiate,
+    statistics,
+    tensor_arguments,
+)
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.shares import (
+    Share,
+    ShareError,
+    Shares,
+    aligned,
+    check_key,
+    check_whole,
+    describe,
+    merge,
+    read,
+    refuse_partial,
+    take,
+)
+from autoptd.passes.operators.strides import float_bytes
+from autoptd.runtime import aten, collectives, kernels
+
+# Axes
+
+
+def attention_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """Attention ties batch and heads of q, k, v and the mask, and blocks sequence and head size."""
+    q, k, v = (t for t in node.args[:3] if isinstance(t, fx.Node))
+    mask = argument(node, 3, "attn_mask")
+    sizes = [axis_map.of(t) for t in (q, k, v)]
+    reason = f"{called(node)} {ATTENTION}"
+    (length, size), (keys, key_size), (values, value_size) = (s[-2:] for s in sizes)
+    ax.unify(keys, values)
+    ax.unify(size, key_size)
+    for axis in (length, keys, size, value_size):
+        ax.block(axis, reason)
+    leading = [(t, s[:-2]) for t, s in zip((q, k, v), sizes, strict=True)]
+    if mask is not None:
+        own = axis_map.of(mask)
+        leading.append((mask, own[:-2]))
+        for axis, score in zip(own[-2:], (length, keys), strict=True):
+            if ax.find(axis).size != 1:
+                ax.unify(axis, score)
+    lead = axis_map.align_leading(node, leading)
+    return (*lead, length, value_size)
+
+
+def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """The mask spreads over the scores; queries and keys stay whole."""
+    own = broadcast(axis_map, node)
+    for axis in own[-2:]:
+        ax.block(axis, f"{called(node)} {ATTENTION}")
+    return own
+
+
+# One rank's call
+
+
+def attention_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Attention over this rank's heads; of replicated keys and values each rank takes those of its heads first."""
+    heads = localizer.axis_map.of(node)[-3:-2]
+    replicated = {t: dim for (at, t), dim in localizer.axis_map.kv_heads.items() if at is node}
+    if not replicated or not localizer.is_divided(heads):
+        return same_call(localizer, node)
+    own = {tensor: _take_heads(localizer, node, tensor, dim) for tensor, dim in replicated.items()}
+    args = fx.map_arg(node.args, lambda n: own.get(n) or localizer.whole(n))
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
+    return localizer.copy(node, args=args, kwargs=fx.map_arg(kwargs, localizer.whole))
+
+
+def _take_heads(localizer: Localizer, node: fx.Node, tensor: fx.Node, dim: int) -> fx.Node:
+    """Repeat grouped keys or values to the number of query heads, then take this rank's."""
+    axes = localizer.axis_map.of(tensor)
+    whole = (*axes[:dim], localizer.axis_map.of(node)[-3], *axes[dim + 1 :])
+    value, found, heads = localizer.whole(tensor), shape_of(tensor)[dim], ax.find(whole[dim]).size
+    if found != heads:
+        repeat = (value, heads // found, dim)
+        value = localizer.add(aten.repeat_interleave.self_int, repeat, node, name=f"{tensor.name}_repeated")
+        localizer.named[value.name] = (whole,)
+    own = localizer.add(collectives.take_own, (localizer.rank, value, dim), node, name=f"{tensor.name}_own")
+    change_info(own, divided=dim)
+    localizer.named[own.name] = (whole,)
+    return own
+
+
+def _softmax_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """The softmax's dropout is keyed like any other."""
+    new = same_call(localizer, node)
+    if argument(node, 5, "p", 0.0):
+        new.kwargs = {**new.kwargs, **key_mask(localizer, node)}
+    return new
+
+
+# The proof
+
+
+def attention_placed(node: fx.Node, shares: Shares) -> Share:
+    """Attention is done head by head: heads may be divided, positions and head size not."""
+    tensors = tensor_arguments(node)
+    for tensor in tensors:
+        share = read(tensor, shares)
+        if share.dim is not None and share.dim >= len(shape_of(tensor)) - 2:
+            raise ShareError(
+                f"attends over {describe(tensor, shares)}: expected positions and head size whole on every "
+                "rank"
+            )
+    return merge([(tensor, _spread_heads(tensor, node, shares)) for tensor in tensors], shape_of(node))
+
+
+def _spread_heads(tensor: fx.Node, node: fx.Node, shares: Shares) -> Share:
+    """The share of queries, keys, values or a mask, where each of their heads serves several of the result's."""
+    share = aligned(tensor, shape_of(node), shares)
+    if share.dim is None:
+        return share
+    own = shape_of(tensor)[share.dim - len(shape_of(node)) + len(shape_of(tensor))]
+    times = shape_of(node)[share.dim] // own
+    if times == 1:
+        return share
+    return replace(
+        share, parts=tuple(replace(part, inner=part.inner * times) for part in share.parts), extent=None
+    )
+
+
+def _softmax_placed(node: fx.Node, shares: Shares) -> Share:
+    refuse_partial(node, shares)
+    share = attention_placed(node, shares)
+    if argument(node, 5, "p", 0.0):
+        check_key(share, argument(node, 8, "divided"))
+    return share
+
+
+def _rotary_placed(node: fx.Node, shares: Shares) -> Share:
+    """What is turned may be divided where a rank has the same rows of both halves, and those of the tables."""
+    own, cos, sin = node.all_input_nodes
+    share, shape, turned = read(own, shares), shape_of(own), shape_of(cos)[-1]
+    if share.dim != len(shape) - 1:
+        return share
+    rows = ((0, turned // 2), (turned // 2, turned // 2), (0, turned))
+    first, second, both = (take(own, share, *part) for part in rows)
+    if argument(node, 3, "interleaved", False) or first.runs != second.runs:
+        check_whole(own, share, [share.dim])
+    merge([(own, both), *((n, aligned(n, shape, shares)) for n in (cos, sin))], [*shape[:-1], turned])
+    return share
+
+
+# The sequence-first layout
+
+
+def _keep_order(position: int) -> Callable[[LayoutWriter, fx.Node], Written]:
+    """Write an operator in the user's order whose result has the dimensions of one argument but for the last.
+
+    Attention over [b, heads, s, size] reads [s, b, heads, size] in place, and fused attention writes it so too.
+    """
+
+    def rule(writer: LayoutWriter, node: fx.Node) -> Written:
+        own = replace(writer.order(node.args[position]), transposed=False)
+        new = writer.write(fx.map_arg(node.args, writer.restore), fx.map_arg(node.kwargs, writer.restore))
+        return new, own.resized(-1, shape_of(node)[-1])
+
+    return rule
+
+
+# Costs
+
+
+def _products(node: fx.Node, value: Value) -> Iterable[Product]:
+    """Queries by keys, and the weights by the values, in full."""
+    q, k, v = (value.shape(factor) for factor in node.args[:3])  # type: ignore[arg-type]
+    batch, queries, keys = prod(q[:-2]), q[-2], k[-2]
+    yield Product(batch, queries, keys, q[-1])
+    yield Product(batch, queries, v[-1], keys)
+
+
+def _attend(node: fx.Node, value: Value) -> Work:
+    """The scores stay on the chip; of each row a statistic is kept (Dao et al., "FlashAttention", 2022)."""
+    return Work(
+        tuple(_products(node, value)),
+        read=sum(map(value.bytes, tensor_arguments(node))),
+        written=value.bytes(node) + statistics(node, value),
+        launches=1,
+    )
+
+
+def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The scores again, and four products; before them each row's sum of gradient times result."""
+    scores, context = _products(node, value)
+    batch, queries, keys, size = scores.batch, scores.rows, scores.columns, scores.inner
+    products = (
+        Product(batch, queries, keys, size, repeated=True),
+        Product(batch, queries, keys, context.columns),  # of the weights
+        Product(batch, keys, context.columns, queries),  # of the values
+        Product(batch, queries, size, keys),  # of the queries
+        Product(batch, keys, size, queries),  # of the keys
+    )
+    kept, result = statistics(node, value), value.bytes(node)
+    return Work(
+        products,
+        elementwise=value.count(node),
+        read=sum(map(value.bytes, tensor_arguments(node))) + 3 * result + 2 * kept,
+        written=sum(map(value.bytes, wanted)) + kept,
+        launches=2,
+    )
+
+
+def _rotary_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """Only the tables are kept."""
+    return differentiate(node, value, wanted, differentiable_arguments(node)[1:])
+
+
+def _attention_copies(given: Sequence[Any], value: Any) -> int:
+    return sum(float_bytes(x) for x in given[:3] if x.stride(-1) != 1)
+
+
+_FUSED = OperatorRules(
+    placed=attention_placed,
+    work=_attend,
+    backward=_attend_backward,
+    copies=_attention_copies,
+    traits=Trait.FUSED_ATTENTION,
+)
+RULES: Mapping[Any, OperatorRules] = {
+    aten.scaled_dot_product_attention: replace(
+        _FUSED, axes=attention_axes, local=attention_local, order=_keep_order(0)
+    ),
+    kernels.grouped_attention: _FUSED,
+    kernels.scaled_softmax: OperatorRules(
+        axes=_softmax_axes,
+        local=_softmax_local,
+        placed=_softmax_placed,
+        order=_keep_order(1),
+        keeps="result",
+        traits=Trait.SOFTMAX | Trait.ANY_SHARE,
+    ),
+    kernels.rotary_embedding: OperatorRules(placed=_rotary_placed, backward=_rotary_backward),
+}

@@ -1,0 +1,122 @@
+"""Einsums and convolutions: products of two factors that have no plain matrix for a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import called, shape_of
+from autoptd.passes.ir.products import find_factors, read_einsum
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axis
+from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
+from autoptd.passes.operators.products import factor_gradients
+from autoptd.passes.operators.quantities import (
+    Number,
+    Product,
+    Value,
+    Work,
+    compute,
+    differentiable_arguments,
+    differentiate,
+    tensor_arguments,
+)
+from autoptd.passes.operators.record import OperatorRules
+from autoptd.runtime import aten
+
+
+def einsum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """A product by its equation: equal letters are one axis; with a weight, what is summed is a contraction."""
+    einsum = read_einsum(node)
+    if not einsum.is_plain:
+        return opaque(axis_map, node)
+    named: dict[str, Axis] = {}
+    for operand, letters in zip(einsum.operands, einsum.groups, strict=True):
+        for letter, axis in zip(letters, axis_map.of(operand), strict=True):
+            known = named.setdefault(letter, axis)
+            if ax.find(known).size != ax.find(axis).size:
+                return opaque(axis_map, node)
+            ax.unify(known, axis)
+    result = einsum.result or ""
+    summed = [axis for letter, axis in named.items() if letter not in result]
+    weighted = any(map(axis_map.is_weight, einsum.operands))
+    if len(summed) == 1 and len(einsum.operands) == 2 and weighted:
+        axis_map.sum_over(node, summed[0])
+    else:
+        reason = f"sums over it and {len(summed) - 1} more at once" if weighted else OF_ACTIVATIONS
+        for axis in summed:
+            ax.block(axis, f"{called(node)} {reason}")
+        shared = [letter for letter in result if all(letter in group for group in einsum.groups)]
+        if len(shared) > 1:
+            axis_map.heads.append((node, named[shared[-1]]))
+    return tuple(named[letter] for letter in result)
+
+
+def _einsum(node: fx.Node, value: Value) -> Product:
+    """Letters of both operands and the result are a batch, of one operand its rows or columns, the others summed.
+
+    What is in one operand alone, and not in the result, is summed before.
+    """
+    einsum = read_einsum(node)
+    exact = [
+        list(_letters(group, shape_of(x))) for group, x in zip(einsum.groups, einsum.operands, strict=True)
+    ]
+    sizes: dict[Any, tuple[int, Number]] = {}
+    for letters, x in zip(exact, einsum.operands, strict=True):
+        for letter, extent, number in zip(letters, shape_of(x), value.shape(x), strict=True):
+            sizes[letter] = max(sizes.get(letter, (1, 1)), (extent, number), key=lambda pair: pair[0])
+    kept = set() if einsum.result is None else set(_letters(einsum.result, shape_of(node)))
+    first, others = set(exact[0]), {letter for letters in exact[1:] for letter in letters}
+
+    def size(letters: set[Any]) -> Number:
+        return prod(number for letter, (_, number) in sizes.items() if letter in letters)
+
+    return Product(
+        size(kept & first & others), size(kept - others), size(kept - first), size((first & others) - kept)
+    )
+
+
+def _letters(group: str, shape: Sequence[int]) -> Iterator[Any]:
+    """The letters of an operand; dimensions of "..." are numbered from the right, as they broadcast."""
+    head, _, tail = group.partition("...")
+    rest = range(len(head), len(shape) - len(tail))
+    yield from (*head, *(index - rest.stop for index in rest), *tail)
+
+
+def _pair_work(gemm: Callable[[fx.Node, Value], Product]) -> dict[str, Any]:
+    """The costs of an operator that multiplies its two factors as `gemm` says."""
+
+    def work(node: fx.Node, value: Value) -> Work:
+        if not find_factors(node):
+            return compute(node, value)
+        read = sum(map(value.bytes, tensor_arguments(node)))
+        return Work((gemm(node, value),), read=read, written=value.bytes(node), launches=1)
+
+    def backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+        factors, size = find_factors(node), value.bytes(node)
+        if not factors:
+            return differentiate(node, value, wanted, differentiable_arguments(node))
+        made = sum(factor_gradients(gemm(node, value), factors, size, value, wanted), Work())
+        for bias in wanted:
+            if bias not in factors:
+                made += Work(elementwise=value.count(node), read=size, written=value.bytes(bias), launches=1)
+        return made
+
+    return {"work": work, "backward": backward}
+
+
+def _convolution(node: fx.Node, value: Value) -> Product:
+    """[.., in, places] x [out, in / groups, kernel]: the result's channels, of what the kernel covers, everywhere."""
+    shape, (_, *covered) = value.shape(node), value.shape(find_factors(node)[1])
+    channels = len(shape) - len(covered)
+    places = prod(shape[:channels]) * prod(shape[channels + 1 :])
+    return Product(1, places, shape[channels], prod(covered))
+
+
+RULES: Mapping[Any, OperatorRules] = {
+    aten.einsum: OperatorRules(axes=einsum_axes, **_pair_work(_einsum)),
+    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), OperatorRules(**_pair_work(_convolution))),
+}

@@ -1,0 +1,100 @@
+"""Operators that work element by element, casts and copies among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import shape_of
+from autoptd.passes.operators.axis_map import broadcast
+from autoptd.passes.operators.dim_order import DimOrder
+from autoptd.passes.operators.dim_order import broadcast as broadcast_dims
+from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.shares import add_partial, elementwise, keep_partial, scale_partial
+from autoptd.passes.operators.strides import contiguous_copies
+from autoptd.passes.operators.views import aligned
+from autoptd.runtime import aten
+
+_OTHERS = """
+    abs rsub exp2 log log2 log1p expm1 reciprocal pow square sin cos tan silu gelu relu6 elu leaky_relu mish softplus
+    hardtanh hardswish erf erfc sign floor ceil round clamp clamp_min clamp_max minimum maximum eq ne lt le gt ge
+    logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not alias lift_fresh_copy lift_fresh
+    positive float_power addcmul addcdiv lerp isnan isinf isfinite nan_to_num zeros_like ones_like full_like fill
+    floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid trunc frac polar complex
+    real imag conj _conj _conj_physical resolve_conj asin acos atan sinh cosh asinh acosh atanh sinc sgn erfinv logit
+    special_expit hypot copysign logaddexp logaddexp2 xlogy bitwise_xor hardshrink softshrink heaviside special_erf
+    fmin fmax isclose lgamma digamma ldexp special_ndtr special_xlogy special_i0e special_log_ndtr
+""".split()  # noqa: SIM905  (a list of 100 quoted words is 100 lines)
+
+
+def add_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Two partial sums add up to one: reduce them together, once."""
+    first, second = node.args[0], node.args[1]
+    both = [localizer.values[a] for a in (first, second) if isinstance(a, fx.Node) and len(a.users) == 1]
+    plain = len(node.args) == 2 and not node.kwargs
+    if len(both) == 2 and plain and all(info(v).partial for v in both):
+        total = localizer.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
+        localizer.biases[total] = [bias for part in both for bias in localizer.biases.get(part, ())]
+        return total
+    return same_call(localizer, node)
+
+
+def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Transposed where an argument is; the others are transposed to broadcast against it, a view."""
+    orders = [writer.order(n) for n in node.all_input_nodes if n in writer.orders]
+    out = DimOrder(broadcast_dims(orders, shape_of(node)))
+    out = replace(out, transposed=any(order.transposed and aligned(order, out) for order in orders))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.fit(n, out))
+    return writer.write(args, kwargs), out
+
+
+def _contiguous_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Not written where the value lies in order already."""
+    source = node.args[0]
+    if writer.value(source).meta["val"].is_contiguous():
+        return writer.value(source), writer.order(source)
+    return elementwise_order(writer, node)
+
+
+def _add_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The gradient of an argument is the result's own, where nothing was broadcast or cast."""
+    made = node.meta["val"]
+    others = [s for s in wanted if s.meta["val"].shape != made.shape or s.meta["val"].dtype != made.dtype]
+    return differentiate(node, value, others, ())
+
+
+def _scale_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """A product with a number keeps nothing."""
+    factors = differentiable_arguments(node)
+    return differentiate(node, value, wanted, factors if len(factors) > 1 else ())
+
+
+POINTWISE = OperatorRules(axes=broadcast, placed=elementwise, order=elementwise_order)
+_CAST = replace(
+    POINTWISE, of_partial=keep_partial, keeps="nothing", traits=Trait.PADDING_SAFE | Trait.REARRANGES
+)
+_ADD = replace(POINTWISE, local=add_local, of_partial=add_partial, backward=_add_backward)
+_SCALE = replace(POINTWISE, of_partial=scale_partial, backward=_scale_backward, traits=Trait.PADDING_SAFE)
+_KEEPS_RESULT = replace(POINTWISE, keeps="result")
+_KEEPS_NOTHING = replace(POINTWISE, keeps="nothing")
+
+RULES: Mapping[Any, OperatorRules] = {
+    **{getattr(aten, name): POINTWISE for name in _OTHERS},
+    aten.add: replace(_ADD, traits=Trait.PADDING_SAFE),
+    aten.sub: replace(_ADD, local=same_call),
+    **dict.fromkeys((aten.mul, aten.div), _SCALE),
+    **dict.fromkeys((aten.to, aten._to_copy, aten.clone), _CAST),
+    aten.contiguous: replace(_CAST, order=_contiguous_order, copies=contiguous_copies),
+    **dict.fromkeys((aten.detach, aten.alias), replace(POINTWISE, of_partial=keep_partial)),
+    aten.neg: replace(_CAST, traits=Trait.NONE),
+    **dict.fromkeys((aten.masked_fill, aten.where, aten.rsub), _KEEPS_NOTHING),
+    **dict.fromkeys((aten.exp, aten.sigmoid, aten.relu, aten.sqrt, aten.rsqrt), _KEEPS_RESULT),
+    aten.tanh: replace(_KEEPS_RESULT, traits=Trait.PADDING_SAFE),
+}

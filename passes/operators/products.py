@@ -1,0 +1,342 @@
+"""Matrix products: ``linear``, ``addmm``, ``matmul`` and their like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import Tensor, fx
+
+from autoptd.passes.ir.nodes import called, shape_of, where
+from autoptd.passes.ir.products import MatrixProduct, read_product, read_products
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.attention import attention_local
+from autoptd.passes.operators.axes import Axes
+from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
+from autoptd.passes.operators.dim_order import DimOrder, broadcast, plain_dim, plain_order
+from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.quantities import Number, Product, Value, Work
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.shares import (
+    PARTIAL,
+    UNKNOWN,
+    WHOLE,
+    Found,
+    Share,
+    ShareError,
+    Shares,
+    aligned,
+    merge,
+    read,
+    take,
+)
+from autoptd.passes.operators.strides import float_bytes, is_matrix, is_view
+from autoptd.runtime import aten
+
+# Axes
+
+
+def _read(node: fx.Node) -> MatrixProduct:
+    product = read_product(node)
+    assert product is not None, f"{called(node)} is a product"
+    return product
+
+
+def linear_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """[.., in] x weight -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel when it is divided)."""
+    product = _read(node)
+    x, weight = axis_map.of(product.x), axis_map.of(product.weight)
+    axis_map.contract(node, x[-1], weight[product.contracted])
+    return _with_bias(axis_map, product, (*x[:-1], weight[1 - product.contracted]))
+
+
+def _with_bias(axis_map: AxisMap, product: MatrixProduct, result: Axes) -> Axes:
+    for own, axis in zip(reversed(axis_map.axes.get(product.bias, ())), reversed(result), strict=False):  # type: ignore[arg-type]
+        if ax.find(own).size != 1:
+            ax.unify(own, axis)
+    return result
+
+
+def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """A product with a weight is a ``linear``; one of two activations is attention: heads outside, no contraction."""
+    product = _read(node)
+    x, y = (axis_map.of(factor) for factor in product.factors)
+    if len(y) == 1 or len(x) == 1:
+        return opaque(axis_map, node)
+    weighted = any(map(axis_map.is_weight, product.factors))
+    if len(y) == 2:
+        result = linear_axes(axis_map, node)
+        if not weighted:
+            ax.block(x[-1], f"{called(node)} {OF_ACTIVATIONS}")
+        return result
+    ax.unify(x[-1], y[-2])
+    ax.block(x[-1], f"{called(node)} {'contracts it with many matrices' if weighted else OF_ACTIVATIONS}")
+    lead = axis_map.align_leading(node, [(product.x, x[:-2]), (product.weight, y[:-2])])
+    return _with_bias(axis_map, product, (*lead, x[-2], y[-1]))
+
+
+# One rank's call
+
+
+def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Row-parallel: the bias leaves the product, to be added once, behind the all-reduce."""
+    if not localizer.is_divided((localizer.axis_map.contractions[node],)):
+        return localizer.copy(node)
+    if node.kwargs.keys() & {"alpha", "beta"}:
+        raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
+    product = _read(node)
+    target = aten.mm.default if product.transposed else aten.linear.default
+    factors = (localizer.whole(product.x), localizer.whole(product.weight))
+    new = localizer.add(target, factors, node, name=node.name, partial=True)
+    if product.bias is not None:
+        localizer.biases[new] = [(node, product.bias)]
+    return new
+
+
+# The proof
+
+
+def product_placed(node: fx.Node, shares: Shares) -> Found:
+    """Each product of the call; what is contracted over a divided dimension is a partial sum."""
+    found = tuple(_product_share(product, shares) for product in read_products(node))
+    if found[1:] or isinstance(node.meta["val"], (tuple, list)):
+        return WHOLE if all(share is WHOLE for share in found) else found
+    return found[0]
+
+
+def _product_share(product: MatrixProduct, shares: Shares) -> Share:
+    x, weight = product.factors
+    result = tuple(product.pick(product.node.meta["val"]).shape)
+    left, right = read(x, shares), read(weight, shares)
+    own, last = len(shape_of(weight)), len(result) - 1
+    if own < 2 or (len(shape_of(x)) < 2 < own):
+        return UNKNOWN
+    over_left, over_right = left.dim == len(shape_of(x)) - 1, right.dim == product.contracted
+    if over_left or over_right:
+        _check_contraction((x, left, over_left), (weight, right, over_right))
+        _check_summed(product, left, right)
+        return PARTIAL
+    if right.dim is not None:
+        right = replace(right, dim=last if right.dim >= own - 2 else right.dim + len(result) - own)
+    if left.dim is not None:
+        left = replace(left, dim=left.dim + len(result) - len(shape_of(x)))
+    factors = [(factor, share) for factor, share in ((x, left), (weight, right)) if share is not WHOLE]
+    bias = product.bias
+    terms = [(bias, aligned(bias, result, shares))] if isinstance(bias, fx.Node) else []
+    share = merge([*factors, *terms], result)
+    return share if product.sections is None or share.dim != last else _section(product, share, result)
+
+
+def _section(product: MatrixProduct, share: Share, result: Sequence[int]) -> Share:
+    """The outputs may be divided within each of the sections, alike in all."""
+    count, size, last = result[0], result[-1], len(result) - 1
+    own = replace(share, dim=1 - product.contracted)
+    first, *rest = (take(product.weight, own, section * size, size) for section in range(count))
+    if any(other != first for other in rest):
+        return UNKNOWN
+    return first if first.dim is None else replace(first, dim=last)
+
+
+def _check_summed(product: MatrixProduct, left: Share, right: Share) -> None:
+    """Refuse what would be counted on every tensor rank: a bias, and rows that all ranks hold."""
+    if product.bias is not None:
+        raise ShareError(
+            f"adds the bias {product.bias} to a partial sum, so that it would be counted on every tensor rank: "
+            "add it after collectives.reduce_from_tensor(rank, ...)"
+        )
+    if left.mixed or right.mixed:
+        raise ShareError(
+            "sums over a dimension of which every tensor rank holds some rows whole, in "
+            f"{product.x if left.mixed else product.weight}: the all-reduce would count these t times; multiply the "
+            "whole rows apart, after it"
+        )
+
+
+def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, bool]) -> None:
+    """Refuse a product over a divided dimension whose factors are not divided alike there."""
+    (x, first, over_first), (y, second, over_second) = left, right
+    if over_first and over_second:
+        if first.parts and second.parts and first.runs != second.runs:
+            raise ShareError(
+                f"multiplies {x} and {y} over a dimension that they divide differently, into {first.runs} "
+                f"and {second.runs} (runs, rows of a run, divided): expected the same placement"
+            )
+        return
+    name, share, other = (y, second, x) if over_first else (x, first, y)
+    if share.kind == "whole" or share.dim is not None:
+        raise ShareError(
+            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.kind}: "
+            f"expected both divided; collectives.take_own(rank, {name}, dim) takes this rank's part"
+        )
+
+
+# The sequence-first layout
+
+
+def over_last_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """``linear``, ``layer_norm``: the last dimensions are transformed, each row by itself."""
+    source, *rest = node.args
+    order = writer.order(source)
+    widths: Any = rest[0]
+    width = len(widths) if isinstance(widths, (list, tuple)) else 1
+    if any(order.holds(-back) for back in range(1, width + 1)):
+        return None
+    args = (writer.value(source), *fx.map_arg(tuple(rest), writer.restore))
+    out = order.resized(-1, shape_of(node)[-1]) if width == 1 else order
+    return writer.write(args, fx.map_arg(node.kwargs, writer.restore)), out
+
+
+def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """bias + rows x weight: a bias of one dimension is the same for all rows."""
+    bias, x, weight = node.args[:3]
+    order = writer.order(x)
+    if order.holds(1) or len(writer.order(bias).dims) > 1 or writer.is_transposed(weight):
+        return None
+    args = (writer.restore(bias), writer.value(x), writer.restore(weight))
+    return writer.write(args, node.kwargs), order.resized(1, shape_of(node)[1])
+
+
+def _matmul_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """With a matrix a ``linear``; the product of two batches keeps the user's order, in strided views."""
+    x, y = node.args[:2]
+    order, other = writer.order(x), writer.order(y)
+    if len(other.dims) == 2 and len(order.dims) >= 2 and not order.holds(-1):
+        new = writer.write((writer.value(x), writer.restore(y)))
+        return new, order.resized(-1, shape_of(node)[-1])
+    return _batched_order(writer, node)
+
+
+def _batched_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """``matmul``, ``bmm``, ``baddbmm`` of the last two arguments, in the user's order."""
+    x, y = (writer.order(n) for n in node.args[-2:])
+    new = writer.write(fx.map_arg(node.args, writer.restore), node.kwargs)
+    if len(x.dims) < 3 or len(y.dims) < 3:
+        return new, plain_order(shape_of(node))
+    lead = broadcast([DimOrder(order.dims[:-2]) for order in (x, y)], shape_of(node)[:-2])
+    return new, DimOrder((*lead, x.dims[-2], plain_dim(shape_of(node)[-1])))
+
+
+# Costs
+
+
+def _gemm(product: MatrixProduct, value: Value) -> Product:
+    """Matrices in a batch, or the rows of all leading dimensions times one matrix."""
+    shape, inner = product.pick(value.shape(product.node)), value.shape(product.x)[-1]
+    if product.sections is not None:
+        return Product(shape[0], prod(shape[1:-1]), shape[-1], inner)
+    if len(shape_of(product.weight)) > 2 and len(shape_of(product.x)) > 1:
+        return Product(prod(shape[:-2]), shape[-2], shape[-1], inner)
+    many = len(shape_of(product.weight)) > 1
+    return Product(1, prod(shape[:-1] if many else shape), shape[-1] if many else 1, inner)
+
+
+def multiply(node: fx.Node, value: Value) -> Work:
+    """Each GEMM reads its arguments and writes its result."""
+    return sum((_multiply(product, value) for product in read_products(node)), Work())
+
+
+def _multiply(product: MatrixProduct, value: Value) -> Work:
+    read = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
+    return Work((_gemm(product, value),), read=read, written=_result_bytes(product, value), launches=1)
+
+
+def _result_bytes(product: MatrixProduct, value: Value) -> Number:
+    count, made = prod(product.pick(value.shape(product.node))), product.pick(product.node.meta["val"])
+    return count * made.element_size()
+
+
+def product_gradients(product: MatrixProduct, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work]:
+    """Return the work of the gradient of x, and that of the gradients of weight and bias."""
+    gemm, size = _gemm(product, value), _result_bytes(product, value)
+    of_x, of_weight = factor_gradients(gemm, product.factors, size, value, wanted)
+    if product.bias in wanted and product.bias is not None:
+        count = prod(product.pick(value.shape(product.node)))
+        of_weight += Work(elementwise=count, read=size, written=value.bytes(product.bias), launches=1)
+    return of_x, of_weight
+
+
+def factor_gradients(
+    gemm: Product, factors: Sequence[fx.Node], size: Number, value: Value, wanted: Sequence[fx.Node]
+) -> tuple[Work, Work]:
+    """For each factor the gradient, of `size` bytes, times the other one."""
+    first, second = factors
+    turned = (
+        Product(gemm.batch, gemm.rows, gemm.inner, gemm.columns),
+        Product(gemm.batch, gemm.inner, gemm.columns, gemm.rows),
+    )
+    one, other = (
+        Work((product,), read=size + value.bytes(by), written=value.bytes(of), launches=1)
+        if of in wanted
+        else Work()
+        for product, of, by in zip(turned, (first, second), (second, first), strict=True)
+    )
+    return one, other
+
+
+def multiply_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    return sum(product_gradients(_read(node), value, wanted), Work())
+
+
+def gelu_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work, Work]:
+    """Return the work of a GELU's backward, with the bias's gradient, and of the gradients of x and weight."""
+    product, size = _read(node), value.bytes(node)
+    written = size + sum(value.bytes(source) for source in wanted if source not in product.factors)
+    activation = Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
+    return activation, *product_gradients(replace(product, bias=None), value, wanted)
+
+
+# Copies
+
+
+def row_copies(given: Sequence[Any], value: Any) -> int:
+    """``linear``: all but the last dimension become rows of one matrix."""
+    x = given[0]
+    return 0 if is_view(x, (-1, x.shape[-1])) and is_matrix(x) else float_bytes(x)
+
+
+def _batch_copies(given: Sequence[Any], value: Any) -> int:
+    """``matmul``, ``bmm``: the dimensions before the last two become one batch."""
+    x, y = given[:2]
+    if x.dim() > 2 >= y.dim():
+        return row_copies(given, value) + _operand_copies(y, ())
+    batch = value.shape[: -2 if x.dim() > 1 and y.dim() > 1 else -1]
+    return sum(_operand_copies(operand, batch) for operand in (x, y))
+
+
+def _matrix_copies(given: Sequence[Any], value: Any) -> int:
+    """``addmm``: the bias first, then two matrices."""
+    return sum(_operand_copies(x, x.shape[:-2]) for x in given[-2:])
+
+
+def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
+    if x.dim() < 2:
+        return 0
+    whole = x.expand(*batch, *x.shape[-2:])
+    merges = len(batch) < 2 or is_view(whole, (-1, *x.shape[-2:]))
+    return 0 if merges and is_matrix(x) else float_bytes(whole)
+
+
+_LINEAR = OperatorRules(
+    axes=linear_axes,
+    local=linear_local,
+    placed=product_placed,
+    order=over_last_order,
+    work=multiply,
+    backward=multiply_backward,
+    copies=row_copies,
+    traits=Trait.PADDING_SAFE,
+)
+_MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
+RULES: Mapping[Any, OperatorRules] = {
+    aten.linear: _LINEAR,
+    aten.addmm: replace(_LINEAR, order=_addmm_order, copies=_matrix_copies),
+    aten.mm: replace(_MATMUL, local=same_call, copies=_matrix_copies),
+    aten.matmul: _MATMUL,
+    aten.bmm: replace(_MATMUL, order=_batched_order, traits=Trait.NONE),
+    aten.baddbmm: replace(
+        _MATMUL, local=same_call, order=_batched_order, copies=_matrix_copies, traits=Trait.NONE
+    ),
+}

@@ -1,0 +1,58 @@
+"""The record of one operator: everything that the compiler knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Any, Literal
+
+from torch import fx
+
+from autoptd.passes.operators.axis_map import AxisMap, opaque
+from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.quantities import Value, Work
+from autoptd.passes.operators.shares import Found, Shares, refuse_partial
+
+
+class Trait(Flag):
+    """Facts about an operator that several passes ask for."""
+
+    NONE = 0
+    PADDING_SAFE = auto()  # rows of zeros behind the end of its arguments mean nothing to it
+    KNOWS_SIZE = auto()  # a contraction that knows its true size, and so may be padded
+    REARRANGES = (
+        auto()
+    )  # its result has the elements of its argument, each once, in another shape, order or dtype
+    FREE = auto()  # its forward only looks at its argument in another way, though torch calls it no view
+    SOFTMAX = auto()
+    FUSED_ATTENTION = (
+        auto()
+    )  # keeps its arguments, its result and a statistic, and writes in the order of the queries
+    SUMS_RANKS = auto()  # its result is a sum over the tensor ranks, and has a whole gradient
+    ANY_SHARE = auto()  # `placed` judges whole arguments and partial sums, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRules:
+    """The rules of one operator; each default is right for an operator of which nothing more is known.
+
+    `axes` relates the axes of arguments and results: it unifies equal ones, blocks those that must stay whole, and
+    records a contraction. `local` writes the call on one tensor rank. `placed` is the proof's own rule: the share of
+    the result from those of the arguments, of which at least one is not whole and none a partial sum (`of_partial`
+    has these); None: the proof does not cover it. `order` writes the call for the sequence-first layout; None: on
+    arguments in the user's order. `work` and `backward` are the costs of both directions; None: bound by memory,
+    where the backward reads what the forward `keeps`. `copies` counts the bytes that it copies for bad strides.
+    """
+
+    axes: Callable[[AxisMap, fx.Node], Any] = opaque
+    local: Callable[[Localizer, fx.Node], fx.Node] = same_call
+    placed: Callable[[fx.Node, Shares], Found] | None = None
+    of_partial: Callable[[fx.Node, Shares], Found] = refuse_partial
+    order: Callable[[LayoutWriter, fx.Node], Written] | None = None
+    work: Callable[[fx.Node, Value], Work] | None = None
+    backward: Callable[[fx.Node, Value, Sequence[fx.Node]], Work] | None = None
+    keeps: Literal["arguments", "result", "nothing"] = "arguments"
+    copies: Callable[[Sequence[Any], Any], int] | None = None
+    traits: Trait = Trait.NONE

@@ -1,0 +1,58 @@
+"""The records of all operators, under one key: the overload packet of torch, or our function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+
+from autoptd.passes.operators import (
+    attention,
+    collectives,
+    einsums,
+    factories,
+    kernels,
+    pieces,
+    pointwise,
+    products,
+    reductions,
+    views,
+    vocabulary,
+)
+from autoptd.passes.operators.record import OperatorRules, Trait
+
+OPERATORS: dict[Any, OperatorRules] = {
+    **attention.RULES,
+    **collectives.RULES,
+    **einsums.RULES,
+    **factories.RULES,
+    **kernels.RULES,
+    **pieces.RULES,
+    **pointwise.RULES,
+    **products.RULES,
+    **reductions.RULES,
+    **views.RULES,
+    **vocabulary.RULES,
+}
+UNFAMILIAR = OperatorRules()
+
+
+def rules_of(node: fx.Node) -> OperatorRules:
+    """Return the record of the operator that a node calls; of torch's or the user's without one, the defaults.
+
+    Raises LookupError for a function of ours that has no record.
+    """
+    target: Any = node.target
+    found = OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
+    if found is None and str(getattr(target, "__module__", "")).startswith("autoptd.runtime."):
+        raise LookupError(
+            f"{target.__module__}.{target.__name__} has no record in autoptd/passes/operators: its cost, its layout "
+            "and its place in the proof are unknown; expected a row in RULES of its family"
+        )
+    return found or UNFAMILIAR
+
+
+def has_trait(node: fx.Node, trait: Trait) -> bool:
+    """Whether the operator that a node calls has a trait."""
+    return trait in rules_of(node).traits

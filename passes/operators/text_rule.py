@@ -1,0 +1,185 @@
+"""Rules of operators written as text, such as ``"b s h!, h f -> b s f"``: the ``rules=`` of `autoptd.compile`.
+
+One group of names per tensor argument and result. Equal names are one axis, ``!`` keeps an axis whole, and over a name
+that only arguments have is summed. A text gives the axes, the call on one rank, and the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import arguments_of, operator_name, shape_of, where
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axis
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.record import OperatorRules
+from autoptd.passes.operators.shares import (
+    PARTIAL,
+    UNKNOWN,
+    Found,
+    ShareError,
+    Shares,
+    merge,
+    read,
+)
+
+Names = Sequence[str]
+
+
+@dataclass(frozen=True)
+class TextRule:
+    """The names of the dimensions of an operator's tensors; `whole` are those marked with ``!``."""
+
+    text: str
+    arguments: tuple[Names, ...]
+    results: tuple[Names, ...]
+    whole: frozenset[str]
+
+    @property
+    def kept(self) -> set[str]:
+        """The names that some result has."""
+        return {name for group in self.results for name in group}
+
+    def shapes(self, node: fx.Node, tensors: Sequence[fx.Node]) -> list[tuple[int, ...]]:
+        """Return the shapes of a call's arguments and results. Raises ValueError where the text does not fit them."""
+        value = node.meta["val"]
+        shapes = [tuple(v.shape) for v in (value if isinstance(value, (tuple, list)) else [value])]
+        found = [[*map(shape_of, tensors)], shapes]
+        wanted = [[*map(len, side)] for side in (self.arguments, self.results)]
+        if [[*map(len, side)] for side in found] != wanted:
+            raise ValueError(
+                f"the rule {self.text!r} for {node.target} does not fit the call at {where(node)}: its tensors are "
+                f"{found[0]} -> {found[1]}; write one group of names per tensor, one name per dimension"
+            )
+        return [*found[0], *found[1]]
+
+    def sizes(self, node: fx.Node, tensors: Sequence[fx.Node]) -> dict[str, int]:
+        """Return the size of each name in a call. Raises ValueError where a name has two."""
+        sizes: dict[str, int] = {}
+        for shape, group in zip(self.shapes(node, tensors), (*self.arguments, *self.results), strict=True):
+            for size, name in zip(shape, group, strict=True):
+                known = sizes.setdefault(name, size)
+                if known != size:
+                    raise ValueError(
+                        f"the rule {self.text!r} for {node.target} calls dimensions of sizes {known} and {size} both "
+                        f"{name!r} at {where(node)}; give them different names"
+                    )
+        return sizes
+
+    def axes(self, axis_map: AxisMap, node: fx.Node) -> Any:
+        """Unify the axes of one name, block those that stay whole, and record the one that is summed over."""
+        tensors = [n for n in arguments_of(node) if n is not axis_map.rank]
+        sizes = self.sizes(node, tensors)
+        named: dict[str, Axis] = {}
+        for tensor, group in zip(tensors, self.arguments, strict=True):
+            for axis, name in zip(axis_map.of(tensor), group, strict=True):
+                ax.unify(named.setdefault(name, axis), axis)
+        several = isinstance(node.meta["val"], (tuple, list))
+        summed = [name for name in named if name not in self.kept and ax.find(named[name]).size != 1]
+        partly = [name for name in self.kept if not all(name in group for group in self.results)]
+        for name, axis in named.items():
+            if name in self.whole:
+                ax.block(axis, f"the rule {self.text!r} keeps it whole")
+            if name in partly:
+                ax.block(axis, f"the rule {self.text!r} has it in some results only")
+        if len(summed) == 1 and not several:
+            axis_map.sum_over(node, named[summed[0]])
+        else:
+            for name in summed:
+                ax.block(named[name], f"the rule {self.text!r} sums over several axes")
+        made = tuple(
+            tuple(named.setdefault(name, Axis(sizes[name])) for name in group) for group in self.results
+        )
+        return made if several else made[0]
+
+    def placed(self, node: fx.Node, shares: Shares) -> Found:
+        """A divided name must be divided alike in all arguments that have it; summed over, it gives a partial sum."""
+        tensors = [n for n in arguments_of(node) if n.meta.get("role") != "rank"]
+        try:
+            self.shapes(node, tensors)
+        except ValueError as error:
+            raise ShareError(f"contradicts its rule: {error}") from None
+        given = [read(tensor, shares) for tensor in tensors]
+        if any(share.kind != "whole" and share.dim is None for share in given):
+            return UNKNOWN
+        pairs = list(zip(tensors, self.arguments, given, strict=True))
+        names = {group[share.dim] for _, group, share in pairs if share.dim is not None}
+        for tensor, group, share in pairs:
+            for name in names.intersection(group):
+                self._check(name, tensor, share.dim is not None and group[share.dim] == name)
+        name = min(names)
+        if len(names) > 1:
+            raise ShareError(
+                f"has arguments divided along {' and '.join(sorted(names))} at once: expected one"
+            )
+        divided = [(tensor, replace(share, dim=0)) for tensor, _, share in pairs if share.dim is not None]
+        one = merge(divided, [1])
+        if name not in self.kept:
+            return PARTIAL
+        made = tuple(replace(one, dim=list(group).index(name)) for group in self.results)
+        return made if isinstance(node.meta["val"], (tuple, list)) else made[0]
+
+    def _check(self, name: str, tensor: fx.Node, divided: bool) -> None:
+        """Refuse a divided `name` that must be whole, or that one argument has whole."""
+        rule = f"by its rule {self.text!r}"
+        if name in self.whole:
+            raise ShareError(f"needs {name} of {tensor} whole {rule}, of which each tensor rank holds a part")
+        if not divided:
+            raise ShareError(
+                f"has {name} divided in one argument and not in {tensor} {rule}: expected both divided alike; "
+                f"collectives.take_own(rank, {tensor}, dim) takes this rank's part"
+            )
+        if name in self.kept and not all(name in group for group in self.results):
+            raise ShareError(
+                f"has {name}, which is divided, in some of its results only {rule}: expected it whole"
+            )
+
+
+def read_rule(text: str) -> TextRule:
+    """Return the rule that a text stands for. Raises ValueError where the text is not of that form."""
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise ValueError(
+            f'a sharding rule is written "b s h!, h f -> b s f"; found {text!r}, without one "->"'
+        )
+    marked = [[group.split() for group in side.split(",")] for side in sides]
+    whole = frozenset(name[:-1] for side in marked for group in side for name in group if name.endswith("!"))
+    arguments, results = (tuple([name.rstrip("!") for name in g] for g in side) for side in marked)
+    return TextRule(text, arguments, results, whole)
+
+
+def read_rules(rules: Mapping[Any, str] | None) -> dict[str, OperatorRules]:
+    """Return the records of the user's ``rules=``, by operator name.
+
+    Keys are operators (``torch.ops.mylib.op``) or their names ("mylib.op", "mylib::op"), values texts. Raises
+    TypeError or ValueError for others.
+    """
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(f"rules is {rules!r}; expected a dict from an operator, or its name, to a text")
+    records = {}
+    for name, text in name_rules(rules or {}).items():
+        rule = read_rule(text)
+        records[name] = OperatorRules(axes=rule.axes, placed=rule.placed)
+    return records
+
+
+def name_rules(rules: Mapping[Any, str]) -> dict[str, str]:
+    """Return `rules` with the names of their operators for keys. Raises TypeError for other keys and values."""
+    named = {}
+    for key, text in rules.items():
+        operator = getattr(key, "_opoverload", key)  # of what torch.library.custom_op gives
+        if not isinstance(operator, str) and not hasattr(operator, "__name__"):
+            raise TypeError(
+                f'rules has the key {key!r}; expected an operator, or its name such as "mylib.op"'
+            )
+        if not isinstance(text, str):
+            raise TypeError(
+                f'the rule of {operator} must be a text such as "b s h, h f -> b s f", not {text!r}'
+            )
+        name = operator.replace("::", ".") if isinstance(operator, str) else operator_name(operator)
+        named[name] = text
+    return named

@@ -1,0 +1,253 @@
+"""Views that regroup, move, add or drop whole dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import called, operator_name, shape_of
+from autoptd.passes.ir.views import dim_map, read_padding
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.dim_order import DimOrder, broadcast, regroup
+from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer
+from autoptd.passes.operators.quantities import Value, Work
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.shares import UNKNOWN, Found, Share, Shares, keep_partial, read, spread
+from autoptd.passes.operators.shares import regroup as regroup_share
+from autoptd.passes.operators.strides import float_bytes, is_view
+from autoptd.runtime import aten
+
+# Axes
+
+
+def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """Regroup factors; an axis that cannot be regrouped is blocked."""
+    source, shape = axis_map.of(node.args[0]), shape_of(node)
+    grouped = ax.regroup(source, shape)
+    if grouped is not None:
+        return tuple(grouped)
+    for axis in source:
+        ax.block(axis, f"{called(node)} regroups it as {list(shape)}")
+    return tuple(Axis(size, blocked=f"{called(node)} makes it") for size in shape)
+
+
+def _move_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """Dimensions change places; a new one has the same value at each of its indices."""
+    own, shape = axis_map.of(node.args[0]), shape_of(node)
+    return tuple(
+        Axis(size, copied=size > 1) if d is None else own[d]
+        for d, size in zip(dim_map(node), shape, strict=True)
+    )
+
+
+def _cut_axes(reason: str) -> Callable[[AxisMap, fx.Node], Any]:
+    """Return the rule of an operator that needs the dimensions whole that it drops, for the `reason`."""
+
+    def rule(axis_map: AxisMap, node: fx.Node) -> Any:
+        own, made, dims = axis_map.of(node.args[0]), node.meta["val"], dim_map(node)
+        for d, axis in enumerate(own):
+            if d not in dims:
+                ax.block(axis, f"{called(node)} {reason}")
+        several = isinstance(made, (tuple, list))
+        axes = tuple(
+            Axis(size, blocked=f"{called(node)} makes it") if d is None else own[d]
+            for d, size in zip(dims, (made[0] if several else made).shape, strict=True)
+        )
+        return (axes,) * len(made) if several else axes
+
+    return rule
+
+
+# One rank's call
+
+
+def _reshape_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """A view with the result's local sizes; of a partial sum that nobody else reads, a partial sum."""
+    source = localizer.values[node.args[0]]  # type: ignore[index]
+    sizes = localizer.sizes(localizer.axis_map.of(node))
+    flattens = operator_name(node.target) in ("aten.flatten", "aten.unflatten")
+    target = aten.reshape.default if flattens else node.target
+    alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
+    if info(source).partial and alone and not localizer.biases.get(source):
+        return localizer.add(target, (source, sizes), node, name=node.name, partial=True)
+    if target is node.target and sizes == list(shape_of(node)):
+        return localizer.copy(node)
+    return localizer.copy(node, args=(localizer.whole(node.args[0]), sizes), target=target)
+
+
+def sized_local(position: int) -> Callable[[Localizer, fx.Node], fx.Node]:
+    """Return the rule of an operator whose argument `position` is the shape of the result: ``expand``, ``full``."""
+
+    def rule(localizer: Localizer, node: fx.Node) -> fx.Node:
+        axes = localizer.axis_map.of(node)
+        if not localizer.is_divided(axes):
+            return localizer.copy(node)
+        args = list(fx.map_arg(node.args, localizer.whole))
+        args[position] = localizer.sizes(axes)
+        return localizer.copy(node, args=tuple(args), kwargs=dict(node.kwargs))
+
+    return rule
+
+
+# The proof
+
+
+def reshape_placed(node: fx.Node, shares: Shares) -> Share:
+    own: Any = node.args[0]
+    return regroup_share(read(own, shares), shape_of(own), shape_of(node))
+
+
+def move_placed(node: fx.Node, shares: Shares) -> Found:
+    """The divided dimension goes where the operator moves it."""
+    share = read(node.args[0], shares)
+    if share.dim is None:
+        return spread(node, share)
+    dims = dim_map(node)
+    return spread(node, replace(share, dim=dims.index(share.dim)) if share.dim in dims else UNKNOWN)
+
+
+# The sequence-first layout
+
+
+def aligned(order: DimOrder, out: DimOrder) -> bool:
+    """Whether the argument's pair of batch and sequence is the result's."""
+    if order.pair is None or out.pair is None:
+        return False
+    behind = len(out.dims) - len(order.dims)
+    return (order.pair[0] + behind, order.pair[1]) == out.pair
+
+
+def settled(order: DimOrder) -> DimOrder:
+    return order if order.pair is not None else replace(order, transposed=False)
+
+
+def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Where batch and sequence stay neighbours, the same reshape of the transposed value."""
+    source, shape = node.args[0], list(shape_of(node))
+    order = writer.order(source)
+    out = DimOrder(regroup(order.dims, shape))
+    if order.transposed and order.pair is not None and out.pair is not None:
+        before = prod(order.shape[: order.pair[0]]), order.rows
+        if before == (prod(shape[: out.pair[0]]), out.rows):
+            out = replace(out, transposed=True)
+            args = (writer.value(source), out.arrange(shape))
+            return writer.write(args, target=aten.reshape.default), out
+    return writer.undo(node, (source, shape), aten.reshape.default), out
+
+
+def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Transposed where that may be."""
+    order, dims = writer.order(node.args[0]), [d for d in dim_map(node) if d is not None]
+    out = DimOrder(tuple(order.dims[d] for d in dims))
+    if out.pair is not None and (order.transposed or not out.pair[1]):
+        out = replace(out, transposed=True)
+    permutation = [order.place(dims[d]) for d in out.permutation]
+    return writer.permute(writer.value(node.args[0]), permutation, node.name), out
+
+
+def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    source, dim = node.args[0], dim_map(node).index(None)
+    order = writer.order(source)
+    out = replace(order, dims=(*order.dims[:dim], (), *order.dims[dim:]))
+    if order.transposed and out.pair is None:  # it comes between batch and sequence
+        return writer.undo(node, (source, dim)), replace(out, transposed=False)
+    return writer.write((writer.value(source), dim)), out
+
+
+def _squeeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    order = writer.order(node.args[0])
+    gone = sorted(set(range(len(order.dims))).difference(dim_map(node)))
+    if any(map(order.holds, gone)):
+        return None
+    out = order.without(gone)
+    args = (writer.value(node.args[0]), out.arrange(out.shape))
+    return writer.write(args, target=aten.reshape.default), out
+
+
+def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    source, shape = node.args[0], list(shape_of(node))
+    order = writer.order(source)
+    out = DimOrder(broadcast([order], shape))
+    if order.transposed and aligned(order, out):
+        out = replace(out, transposed=True)
+    return writer.write((writer.fit(source, out), out.arrange(shape))), out
+
+
+def _drop_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """``select`` and ``unbind``: of batch and sequence, one that is left is in the user's order."""
+    source, several = node.args[0], isinstance(node.meta["val"], (tuple, list))
+    order = writer.order(source)
+    (dim,) = set(range(len(order.dims))).difference(dim_map(node))
+    if order.merged and order.holds(dim):
+        return None
+    out = settled(replace(order.without([dim]), transposed=order.transposed and not order.holds(dim)))
+    new = writer.write((writer.value(source), order.place(dim), *node.args[2:]))
+    return new, (out,) * len(node.meta["val"]) if several else out
+
+
+def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Padding is given from the last dimension backwards, a pair of numbers each."""
+    source, order, pairs = node.args[0], writer.order(node.args[0]), read_padding(node)
+    mode: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
+    touched = [d for d, pair in enumerate(pairs) if any(pair)]
+    if (isinstance(mode, str) and mode != "constant") or (order.merged and any(map(order.holds, touched))):
+        return None
+    out = order
+    for d in touched:
+        out = out.resized(d, shape_of(node)[d])
+    flat = [n for d in reversed(order.permutation) for n in pairs[d]] if order.transposed else node.args[1]
+    return writer.write((writer.value(source), flat, *node.args[2:]), node.kwargs), out
+
+
+# Costs
+
+
+def view_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The gradient of a part, or of parts: its argument's, whole, is made of them."""
+    (source,) = wanted
+    return Work(read=value.bytes(node), written=value.bytes(source), launches=1)
+
+
+def _reshape_copies(given: Sequence[Any], value: Any) -> int:
+    return 0 if is_view(given[0], value.shape) else float_bytes(given[0])
+
+
+_MOVE = OperatorRules(axes=_move_axes, placed=move_placed, of_partial=keep_partial)
+_RESHAPE = OperatorRules(
+    axes=_reshape_axes,
+    local=_reshape_local,
+    placed=reshape_placed,
+    of_partial=keep_partial,
+    order=_reshape_order,
+    copies=_reshape_copies,
+    traits=Trait.PADDING_SAFE | Trait.REARRANGES,
+)
+_PERMUTE = replace(_MOVE, order=_permute_order, traits=Trait.REARRANGES)
+_TRANSPOSE = replace(_PERMUTE, traits=Trait.PADDING_SAFE | Trait.REARRANGES)
+_EXPAND = replace(_MOVE, local=sized_local(1), order=_expand_order, backward=view_backward)
+_PAD = OperatorRules(axes=_cut_axes("pads it"), placed=move_placed, order=_pad_order)
+_PAIR = OperatorRules(axes=_cut_axes("makes numbers of it"), placed=move_placed)
+
+RULES: Mapping[Any, OperatorRules] = {
+    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten), _RESHAPE),
+    aten.unflatten: replace(_RESHAPE, traits=Trait.REARRANGES),
+    aten.transpose: _TRANSPOSE,
+    **dict.fromkeys((aten.swapaxes, aten.permute), _PERMUTE),
+    aten.swapdims: replace(_PERMUTE, order=None),
+    **dict.fromkeys((aten.t, aten.numpy_T), replace(_TRANSPOSE, order=None)),
+    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=Trait.REARRANGES),
+    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=Trait.REARRANGES),
+    **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
+    aten.select: replace(_MOVE, axes=_cut_axes("selects from it"), order=_drop_order, backward=view_backward),
+    aten.unbind: replace(_MOVE, axes=_cut_axes("takes it apart"), order=_drop_order, backward=view_backward),
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), _PAD),
+    **dict.fromkeys((aten.view_as_complex, aten.view_as_real), _PAIR),
+}

@@ -1,0 +1,245 @@
+"""Lookups in a vocabulary and losses over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axes import Axes
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.dim_order import DimOrder, plain_dim
+from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer
+from autoptd.passes.operators.quantities import Value, Work, statistics, tensor_arguments
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.shares import (
+    PARTIAL,
+    UNKNOWN,
+    WHOLE,
+    Found,
+    Share,
+    ShareError,
+    Shares,
+    check_vocabulary,
+    describe,
+    read,
+)
+from autoptd.passes.operators.strides import contiguous_copies
+from autoptd.runtime import aten, kernels
+
+# Axes
+
+
+def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """A lookup contracts the vocabulary: one-hot(ids) x weight."""
+    weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
+    axis_map.contractions[node] = weight[0]
+    if not axis_map.reads_batch(node.args[1]):
+        ax.block(weight[0], f"{called(node)} looks up the same rows in every step")
+    return (*ids, weight[1])
+
+
+def _cross_entropy_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """The loss contracts the vocabulary (SC21 §2.3: computed without gathering the logits)."""
+    logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
+    weighted = argument(node, 2, "weight") is not None or argument(node, 5, "label_smoothing", 0.0) != 0.0
+    plain = len(logits) == 2 and len(target) == 1 and argument(node, 3, "reduction", 1) in (1, 2)
+    if not plain or weighted:
+        return _class_loss_axes(axis_map, node)
+    ax.unify(logits[0], target[0])
+    axis_map.contractions[node] = logits[1]
+    return ()
+
+
+def _class_loss_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """A loss of [N, classes, ..] against [N, ..] that needs the classes whole."""
+    logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
+    classes = min(1, len(logits) - 1)
+    rest = (*logits[:classes], *logits[classes + 1 :])
+    for own, axis in zip(target, logits if len(target) == len(logits) else rest, strict=True):
+        ax.unify(own, axis)
+    weight = argument(node, 2, "weight")
+    for axis in (logits[classes], *(axis_map.of(weight) if isinstance(weight, fx.Node) else ())):
+        ax.block(axis, f"{called(node)} is a loss that is not divided")
+    return target if shape_of(node) else ()
+
+
+# One rank's call
+
+
+def _embedding_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Vocabulary-parallel lookup: each rank looks up what its rows hold, the sum is the embedding."""
+    axis = localizer.axis_map.contractions[node]
+    if not localizer.is_divided((axis,)):
+        return localizer.copy(node)
+    padding = argument(node, 2, "padding_idx", -1)
+    known = (ax.find(axis).size, padding) if padding >= 0 else (ax.find(axis).size,)
+    args = (localizer.rank, localizer.whole(node.args[0]), localizer.whole(node.args[1]), *known)
+    return localizer.add(kernels.embedding, args, node, name=node.name, partial=True)
+
+
+def _cross_entropy_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Vocabulary-parallel loss: the logits stay divided."""
+    axis = localizer.axis_map.contractions.get(node)
+    if axis is None or not localizer.is_divided((axis,)):
+        return localizer.copy(node)
+    reduction = {1: "mean", 2: "sum"}[argument(node, 3, "reduction", 1)]
+    logits, target = localizer.whole(node.args[0]), localizer.whole(node.args[1])
+    ignore = argument(node, 4, "ignore_index", -100)
+    args = (localizer.rank, logits, target, ax.find(axis).size, ignore, reduction)
+    return localizer.add(kernels.cross_entropy, args, node, name=node.name)
+
+
+# The proof
+
+
+def _embedding_placed(node: fx.Node, shares: Shares) -> Share:
+    """A plain lookup: columns of the table may be divided, rows not."""
+    share = read(node.args[0], shares)
+    if share.dim == 0:
+        raise ShareError(
+            f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected "
+            "kernels.embedding"
+        )
+    return UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
+
+
+def _lookup_placed(node: fx.Node, shares: Shares) -> Share:
+    """The kernel gives zeros for the rows of other ranks."""
+    share = read(node.args[1], shares)
+    if share.kind == "unknown" or (share.kind == "divided" and share.dim in (0, None)):
+        check_vocabulary(node, share)
+        return PARTIAL
+    raise ShareError(
+        f"looks up rows of {describe(node.args[1], shares)}: expected a table divided along dimension 0; use "
+        "aten.embedding for a whole one"
+    )
+
+
+def _whole_loss_placed(node: fx.Node, shares: Shares) -> Share:
+    if read(node.args[0], shares) is UNKNOWN:
+        return UNKNOWN
+    raise ShareError(
+        f"takes as logits {describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy"
+    )
+
+
+def _loss_placed(node: fx.Node, shares: Shares) -> Found:
+    share = read(node.args[1], shares)
+    if share.kind == "unknown" or (share.kind == "divided" and share.dim in (1, None)):
+        check_vocabulary(node, share)
+        return WHOLE
+    raise ShareError(
+        f"takes as logits {describe(node.args[1], shares)}: expected them divided along dimension 1, the "
+        "vocabulary; use aten.cross_entropy_loss for whole ones"
+    )
+
+
+# The sequence-first layout
+
+
+def _embedding_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    weight, ids, *rest = node.args
+    order = writer.order(ids)
+    out = DimOrder((*order.dims, plain_dim(shape_of(node)[-1])), order.transposed)
+    return writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs), out
+
+
+def _loss_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Rows of logits against labels: any order, the same for both."""
+    logits, target, *rest = node.args
+    order = writer.order(logits)
+    rows = DimOrder(order.dims[:1], order.transposed)
+    one = len(order.dims) == 2 and len(writer.order(target).dims) == 1
+    if not order.merged or order.holds(1) or not one:
+        return None
+    others, kwargs = fx.map_arg((tuple(rest), node.kwargs), writer.restore)
+    new = writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs)
+    return new, rows if shape_of(node) else DimOrder(())
+
+
+# Costs
+
+
+def _embedding_work(node: fx.Node, value: Value) -> Work:
+    """Of the table only the rows looked up; a divided table's are masked once more."""
+    ids = tensor_arguments(node)[1]
+    passes = 2 if node.target is kernels.embedding else 1
+    size = passes * value.bytes(node)
+    return Work(read=size + value.bytes(ids), written=size, launches=passes)
+
+
+def _embedding_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """A whole table of zeros, to whose rows gradients are added."""
+    table, ids = tensor_arguments(node)[:2]
+    passes = 2 if node.target is kernels.embedding else 1
+    size = value.bytes(node)
+    return Work(
+        elementwise=value.count(node),
+        read=(passes + 1) * size + value.bytes(ids),
+        written=value.bytes(table) + passes * size,
+        launches=passes + 1,
+    )
+
+
+def _loss_work(node: fx.Node, value: Value) -> Work:
+    """The vocabulary-parallel loss reads the logits once, and reduces three wide numbers per row."""
+    logits, target = tensor_arguments(node)[:2]
+    size = statistics(logits, value)
+    return Work(
+        elementwise=value.count(logits),
+        read=value.bytes(logits) + value.bytes(target),
+        written=2 * size,
+        reduced=3 * size,
+        launches=1,
+    )
+
+
+def _whole_loss_work(node: fx.Node, value: Value) -> Work:
+    """log_softmax, whose result is kept, and the loss of it."""
+    logits, target = tensor_arguments(node)[:2]
+    size = value.bytes(logits)
+    return Work(elementwise=value.count(logits), read=size + value.bytes(target), written=size, launches=2)
+
+
+def _whole_loss_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The loss's gradient, zero but for the targets, and log_softmax's from it and its result."""
+    logits = tensor_arguments(node)[0]
+    size = value.bytes(logits)
+    return Work(elementwise=value.count(logits), read=2 * size, written=2 * size, launches=2)
+
+
+_PADDED = Trait.PADDING_SAFE | Trait.KNOWS_SIZE
+_LOOKUP = OperatorRules(work=_embedding_work, backward=_embedding_backward)
+_LOSS = OperatorRules(axes=_class_loss_axes, order=_loss_order, copies=contiguous_copies)
+
+RULES: Mapping[Any, OperatorRules] = {
+    aten.embedding: replace(
+        _LOOKUP,
+        axes=_embedding_axes,
+        local=_embedding_local,
+        placed=_embedding_placed,
+        order=_embedding_order,
+        traits=_PADDED,
+    ),
+    kernels.embedding: replace(_LOOKUP, placed=_lookup_placed, traits=Trait.ANY_SHARE),
+    aten.cross_entropy_loss: replace(
+        _LOSS,
+        axes=_cross_entropy_axes,
+        local=_cross_entropy_local,
+        placed=_whole_loss_placed,
+        work=_whole_loss_work,
+        backward=_whole_loss_backward,
+        traits=_PADDED,
+    ),
+    kernels.cross_entropy: OperatorRules(
+        placed=_loss_placed, work=_loss_work, traits=Trait.ANY_SHARE | Trait.SUMS_RANKS
+    ),
+    **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
+    aten.nll_loss2d: replace(_LOSS, order=None, copies=None),
+}
