@@ -30,7 +30,7 @@ def share_after(node: fx.Node, shares: Shares, rules: Mapping[str, OperatorRules
     Raises ShareError where the tensor ranks would compute something else than the undivided program: it says what is
     wrong, not where.
     """
-    record = rules.get(operator_name(node.target)) or _find_rules(node)
+    record = _find_rules(node, rules)
     if Trait.ANY_SHARE in record.traits and record.placed is not None:
         return record.placed(node, shares)
     found = [shares[n] for n in node.all_input_nodes]
@@ -41,10 +41,10 @@ def share_after(node: fx.Node, shares: Shares, rules: Mapping[str, OperatorRules
     return record.placed(node, shares) if record.placed is not None else UNKNOWN
 
 
-def _find_rules(node: fx.Node) -> OperatorRules:
-    if isinstance(node.target, OpOverload) or node.target in OPERATORS:
-        return rules_of(node)
-    return _rules_of_function(node.target)
+def _find_rules(node: fx.Node, rules: Mapping[str, OperatorRules]) -> OperatorRules:
+    if isinstance(node.target, OpOverload):
+        return rules.get(operator_name(node.target)) or rules_of(node)
+    return OPERATORS.get(node.target) or _rules_of_function(node.target)
 
 
 @cache

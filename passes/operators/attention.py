@@ -11,6 +11,7 @@ from torch import fx
 
 from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.strides import float_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
@@ -39,7 +40,6 @@ from autoptd.passes.operators.shares import (
     refuse_partial,
     take,
 )
-from autoptd.passes.operators.strides import float_bytes
 from autoptd.runtime import aten, collectives, kernels
 
 # Axes

@@ -1,4 +1,4 @@
-"""Slices, splits, joins and picks: results with some rows of a dimension, or of several dimensions."""
+"""Slices, splits, joins and scatters: results with some rows of a dimension, or with more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
@@ -15,7 +14,7 @@ from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.dim_order import DimOrder, broadcast, plain_dim, size_of
+from autoptd.passes.operators.dim_order import DimOrder, broadcast, plain_dim
 from autoptd.passes.operators.layout_writer import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -119,41 +118,6 @@ def _repeat_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     dim %= len(own)
     own[dim] = ax.product([own[dim], Axis(shape[dim] // ax.find(own[dim]).size, copied=True)])
     return tuple(own)
-
-
-def _index_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """Rows picked out of one dimension by a tensor of numbers: that dimension is needed whole."""
-    own = axis_map.of(node.args[0])
-    picks = _picks(node)
-    if len(picks) != 1:
-        return opaque(axis_map, node)
-    ((dim, numbers),) = picks.items()
-    if numbers.meta["val"].is_floating_point() or numbers.meta["val"].dtype == torch.bool:
-        return opaque(axis_map, node)
-    ax.block(own[dim], f"{called(node)} picks from it")
-    if not axis_map.reads_batch(numbers):
-        for axis in axis_map.of(numbers):
-            ax.block(axis, f"{called(node)} picks by it")
-    return (*own[:dim], *axis_map.of(numbers), *own[dim + 1 :])
-
-
-def _picks(node: fx.Node) -> dict[int, fx.Node]:
-    """The tensors that an ``index`` picks by, by dimension."""
-    given: Any = node.args[1]
-    return {d: numbers for d, numbers in enumerate(given) if numbers is not None}
-
-
-def _gather_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """One element of a dimension for each element of an index: that dimension is needed whole."""
-    own, index = axis_map.of(node.args[0]), axis_map.of(node.args[2])
-    dim: Any = node.args[1]
-    for d, (axis, picked) in enumerate(zip(own, index, strict=True)):
-        if d != dim % len(own) and ax.find(axis).size == ax.find(picked).size:
-            ax.unify(axis, picked)
-        else:
-            ax.block(axis, f"{called(node)} picks from it")
-            ax.block(picked, f"{called(node)} picks by it")
-    return index
 
 
 def _roll_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
@@ -279,15 +243,6 @@ def _repeat_placed(node: fx.Node, shares: Shares) -> Share:
     return replace(share, parts=parts, extent=None)
 
 
-def _index_placed(node: fx.Node, shares: Shares) -> Found:
-    """Rows picked alike on every rank; the dimensions before the first picked one stay where they are."""
-    picks, share = _picks(node), read(node.args[0], shares)
-    if any(read(numbers, shares) is not WHOLE for numbers in picks.values()):
-        return UNKNOWN
-    moved = len(picks) > 1 or len(shape_of(node)) != len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    return UNKNOWN if share.dim is not None and (share.dim in picks or moved) else share
-
-
 def _getitem_placed(node: fx.Node, shares: Shares) -> Share:
     own, index = node.args[:2]
     found = shares[own]  # type: ignore[index]
@@ -350,19 +305,6 @@ def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.write(([writer.fit(n, known) for n in sources], *args[1:]), kwargs), out
 
 
-def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    source, dim, index = node.args[:3]
-    order, dim = writer.order(source), int(dim)  # type: ignore[arg-type]
-    picks = writer.order(index)
-    sizes = enumerate(zip(order.shape, picks.shape, strict=True))
-    same = all(a == b for d, (a, b) in sizes if order.holds(d))
-    if order.holds(dim) or not same or not order.transposed:
-        return None
-    pairs = zip(order.dims, picks.dims, strict=True)
-    out = replace(order, dims=tuple(a if size_of(a) == size_of(b) else b for a, b in pairs))
-    return writer.write((writer.value(source), order.place(dim), writer.fit(index, order))), out
-
-
 def _getitem_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, index = node.args
     return writer.write((writer.value(source), index)), writer.orders[source][index]  # type: ignore[index]
@@ -392,8 +334,6 @@ RULES: Mapping[Any, OperatorRules] = {
         order=resize_order(2, default=None),
         keeps="nothing",
     ),
-    aten.index: OperatorRules(axes=_index_axes, placed=_index_placed, keeps="nothing"),
-    aten.gather: OperatorRules(axes=_gather_axes, order=_gather_order),
     **dict.fromkeys((aten.roll, aten.flip), OperatorRules(axes=_roll_axes)),
     aten.slice_scatter: OperatorRules(axes=_slice_scatter_axes),
     aten.select_scatter: OperatorRules(axes=_select_scatter_axes),

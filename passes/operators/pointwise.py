@@ -1,4 +1,4 @@
-"""Operators that work element by element, casts and copies among them."""
+"""Operators that work element by element, casts and copies among them, and factories of equal elements."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from torch import fx
 
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import shape_of
-from autoptd.passes.operators.axis_map import broadcast
+from autoptd.passes.ir.strides import contiguous_copies
+from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.dim_order import DimOrder
 from autoptd.passes.operators.dim_order import broadcast as broadcast_dims
 from autoptd.passes.operators.layout_writer import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import add_partial, elementwise, keep_partial, scale_partial
-from autoptd.passes.operators.strides import contiguous_copies
-from autoptd.passes.operators.views import aligned
+from autoptd.passes.operators.shares import (
+    WHOLE,
+    Share,
+    Shares,
+    add_partial,
+    elementwise,
+    keep_partial,
+    scale_partial,
+)
+from autoptd.passes.operators.views import aligned, sized_local
 from autoptd.runtime import aten
 
 _OTHERS = """
@@ -76,6 +85,15 @@ def _scale_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> W
     return differentiate(node, value, wanted, factors if len(factors) > 1 else ())
 
 
+def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """The dimensions are whatever meets them."""
+    return tuple(Axis(size) for size in shape_of(node))
+
+
+def _make_placed(node: fx.Node, shares: Shares) -> Share:
+    return WHOLE
+
+
 POINTWISE = OperatorRules(axes=broadcast, placed=elementwise, order=elementwise_order)
 _CAST = replace(
     POINTWISE, of_partial=keep_partial, keeps="nothing", traits=Trait.PADDING_SAFE | Trait.REARRANGES
@@ -84,6 +102,7 @@ _ADD = replace(POINTWISE, local=add_local, of_partial=add_partial, backward=_add
 _SCALE = replace(POINTWISE, of_partial=scale_partial, backward=_scale_backward, traits=Trait.PADDING_SAFE)
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _KEEPS_NOTHING = replace(POINTWISE, keeps="nothing")
+_LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=_make_placed)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},
@@ -97,4 +116,6 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.masked_fill, aten.where, aten.rsub), _KEEPS_NOTHING),
     **dict.fromkeys((aten.exp, aten.sigmoid, aten.relu, aten.sqrt, aten.rsqrt), _KEEPS_RESULT),
     aten.tanh: replace(_KEEPS_RESULT, traits=Trait.PADDING_SAFE),
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), _LIKE),
+    **dict.fromkeys((aten.zeros, aten.ones, aten.full), OperatorRules(axes=_make_axes, local=sized_local(0))),
 }

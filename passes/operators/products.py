@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import called, shape_of, where
 from autoptd.passes.ir.products import MatrixProduct, read_product, read_products
+from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axes import Axes
@@ -33,7 +34,6 @@ from autoptd.passes.operators.shares import (
     read,
     take,
 )
-from autoptd.passes.operators.strides import float_bytes, is_matrix, is_view
 from autoptd.runtime import aten
 
 # Axes

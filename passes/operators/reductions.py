@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, dim_place, named_dims, reduced_dims, shape_of
+from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
@@ -17,7 +18,6 @@ from autoptd.passes.operators.pieces import replace_dim, resize_order
 from autoptd.passes.operators.products import over_last_order
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.shares import PARTIAL, UNKNOWN, Found, Shares, check_whole, read, spread
-from autoptd.passes.operators.strides import contiguous_copies
 from autoptd.passes.operators.views import settled
 from autoptd.runtime import aten
 

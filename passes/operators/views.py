@@ -11,6 +11,7 @@ from torch import fx
 
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import called, operator_name, shape_of
+from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
@@ -22,7 +23,6 @@ from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.shares import UNKNOWN, Found, Share, Shares, keep_partial, read, spread
 from autoptd.passes.operators.shares import regroup as regroup_share
-from autoptd.passes.operators.strides import float_bytes, is_view
 from autoptd.runtime import aten
 
 # Axes

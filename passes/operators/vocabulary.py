@@ -1,4 +1,4 @@
-"""Lookups in a vocabulary and losses over it."""
+"""Lookups of rows, losses over a vocabulary, and other picks by a tensor of numbers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes
-from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.dim_order import DimOrder, plain_dim
+from autoptd.passes.operators.axis_map import AxisMap, opaque
+from autoptd.passes.operators.dim_order import DimOrder, plain_dim, size_of
 from autoptd.passes.operators.layout_writer import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work, statistics, tensor_arguments
@@ -29,7 +31,6 @@ from autoptd.passes.operators.shares import (
     describe,
     read,
 )
-from autoptd.passes.operators.strides import contiguous_copies
 from autoptd.runtime import aten, kernels
 
 # Axes
@@ -67,6 +68,41 @@ def _class_loss_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
     for axis in (logits[classes], *(axis_map.of(weight) if isinstance(weight, fx.Node) else ())):
         ax.block(axis, f"{called(node)} is a loss that is not divided")
     return target if shape_of(node) else ()
+
+
+def _index_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Rows picked out of one dimension by a tensor of numbers: that dimension is needed whole."""
+    own = axis_map.of(node.args[0])
+    picks = _picks(node)
+    if len(picks) != 1:
+        return opaque(axis_map, node)
+    ((dim, numbers),) = picks.items()
+    if numbers.meta["val"].is_floating_point() or numbers.meta["val"].dtype == torch.bool:
+        return opaque(axis_map, node)
+    ax.block(own[dim], f"{called(node)} picks from it")
+    if not axis_map.reads_batch(numbers):
+        for axis in axis_map.of(numbers):
+            ax.block(axis, f"{called(node)} picks by it")
+    return (*own[:dim], *axis_map.of(numbers), *own[dim + 1 :])
+
+
+def _picks(node: fx.Node) -> dict[int, fx.Node]:
+    """The tensors that an ``index`` picks by, by dimension."""
+    given: Any = node.args[1]
+    return {d: numbers for d, numbers in enumerate(given) if numbers is not None}
+
+
+def _gather_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+    """One element of a dimension for each element of an index: that dimension is needed whole."""
+    own, index = axis_map.of(node.args[0]), axis_map.of(node.args[2])
+    dim: Any = node.args[1]
+    for d, (axis, picked) in enumerate(zip(own, index, strict=True)):
+        if d != dim % len(own) and ax.find(axis).size == ax.find(picked).size:
+            ax.unify(axis, picked)
+        else:
+            ax.block(axis, f"{called(node)} picks from it")
+            ax.block(picked, f"{called(node)} picks by it")
+    return index
 
 
 # One rank's call
@@ -140,6 +176,15 @@ def _loss_placed(node: fx.Node, shares: Shares) -> Found:
     )
 
 
+def _index_placed(node: fx.Node, shares: Shares) -> Found:
+    """Rows picked alike on every rank; the dimensions before the first picked one stay where they are."""
+    picks, share = _picks(node), read(node.args[0], shares)
+    if any(read(numbers, shares) is not WHOLE for numbers in picks.values()):
+        return UNKNOWN
+    moved = len(picks) > 1 or len(shape_of(node)) != len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    return UNKNOWN if share.dim is not None and (share.dim in picks or moved) else share
+
+
 # The sequence-first layout
 
 
@@ -161,6 +206,19 @@ def _loss_order(writer: LayoutWriter, node: fx.Node) -> Written:
     others, kwargs = fx.map_arg((tuple(rest), node.kwargs), writer.restore)
     new = writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs)
     return new, rows if shape_of(node) else DimOrder(())
+
+
+def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    source, dim, index = node.args[:3]
+    order, dim = writer.order(source), int(dim)  # type: ignore[arg-type]
+    picks = writer.order(index)
+    sizes = enumerate(zip(order.shape, picks.shape, strict=True))
+    same = all(a == b for d, (a, b) in sizes if order.holds(d))
+    if order.holds(dim) or not same or not order.transposed:
+        return None
+    pairs = zip(order.dims, picks.dims, strict=True)
+    out = replace(order, dims=tuple(a if size_of(a) == size_of(b) else b for a, b in pairs))
+    return writer.write((writer.value(source), order.place(dim), writer.fit(index, order))), out
 
 
 # Costs
@@ -242,4 +300,6 @@ RULES: Mapping[Any, OperatorRules] = {
     ),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     aten.nll_loss2d: replace(_LOSS, order=None, copies=None),
+    aten.index: OperatorRules(axes=_index_axes, placed=_index_placed, keeps="nothing"),
+    aten.gather: OperatorRules(axes=_gather_axes, order=_gather_order),
 }
