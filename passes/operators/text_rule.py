@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import arguments_of, operator_name, shape_of, where
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
@@ -98,7 +99,7 @@ class TextRule:
 
     def placed(self, node: fx.Node, shares: Shares) -> Found:
         """A divided name must be divided alike in all arguments that have it; summed over, it gives a partial sum."""
-        tensors = [n for n in arguments_of(node) if n.meta.get("role") != "rank"]
+        tensors = [n for n in arguments_of(node) if info(n).role != "rank"]
         try:
             self.shapes(node, tensors)
         except ValueError as error:
