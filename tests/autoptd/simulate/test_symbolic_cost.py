@@ -20,6 +20,7 @@ from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import recomputed_groups
+from autoptd.passes.operators.quantities import Work
 from autoptd.passes.tensor_parallel.symbols import symbol
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
