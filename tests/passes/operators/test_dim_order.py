@@ -33,7 +33,9 @@ ONE_B: Dim = ((BATCH, 1),)
         ((H,), None),
     ],
 )
-def test_what_may_be_exchanged(dims: tuple[Dim, ...], pair: tuple[int, bool] | None) -> None:
+def test_batch_and_sequence_pairs_that_may_be_exchanged(
+    dims: tuple[Dim, ...], pair: tuple[int, bool] | None
+) -> None:
     assert DimOrder(dims).pair == pair
 
 
