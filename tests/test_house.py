@@ -65,7 +65,7 @@ IMPORTS = {
         "operators": "ir",
         "recompute": "cost ir operators structure",
         "stages": "cost fusion ir recompute structure tensor_parallel",
-        "structure": "cost ir",
+        "structure": "cost ir operators",
         "tensor_parallel": "cost fusion ir normal_form operators",
     },
     "autoptd": {
