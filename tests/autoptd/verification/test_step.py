@@ -154,7 +154,7 @@ def test_a_model_of_another_size_is_refused(program: CompiledProgram, weights: s
 
 def test_a_batch_of_another_size_is_refused(program: CompiledProgram) -> None:
     batch = {name: torch.zeros(3, 16, dtype=torch.long) for name in ("idx", "targets")}
-    message = r"batch: idx is torch.int64\[3, 16\], expected torch.int64\[8, 16\]: the sequences of all 1 replicas x 4"
+    message = r"batch: idx is torch.int64\[3, 16\]; expected torch.int64\[8, 16\], the sequences of all 1 replicas x 4"
     with pytest.raises(ValueError, match=message):
         program.verify(batch=batch)
 
@@ -189,7 +189,7 @@ def test_a_drawn_batch_that_the_model_refuses_is_said(how: str, mesh: tuple[int,
     )
     message = (
         r"verify: the plain model looks up a row that does not exist: index .*, at .*test_step.py:\d+: .* "
-        r"The batch holds idx from \d+ to 6\d, targets from \d+ to 6\d; pass batch= with values that it takes"
+        r"The batch holds idx from \d+ to 6\d, targets from \d+ to 6\d; pass batch= with values that it accepts"
     )
     with pytest.raises(ValueError, match=message):
         program.verify()
