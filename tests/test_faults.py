@@ -256,7 +256,7 @@ class Fault:
 NOTHING = "(lambda rank, x: x)("
 LINEAR = "(lambda rank, *given: aten.linear(*given))("
 TWICE = "(lambda rank, x: collectives.reduce_from_tensor(rank, collectives.reduce_from_tensor(rank, x)))("
-NEXT = "(lambda rank, x, dim: x.narrow(dim, (rank.group('tensor').index + 1) % 4, 1))("
+NEXT = "(lambda rank, x, dim: x.narrow(dim, (rank.groups['tensor'].index + 1) % 4, 1))("
 QKV = 'p["blocks.0.attention.qkv'
 SAME = 'p["positions.weight"].reshape(192)[:36]'
 CONTEXT = "blocks0_attention_transpose_3 = aten.permute(blocks0_attention_sdpa"
