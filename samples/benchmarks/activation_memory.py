@@ -162,7 +162,7 @@ def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
         parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         # The weights in half precision that the stages compute with are held beside the float32 ones.
-        narrow = {f"{name}, narrow": weight for name, weight in parallel._narrow.items()}
+        narrow = {f"{name}, narrow": weight for name, weight in parallel._weights.narrow.items()}
         saved = SavedTensors({**held, **narrow})
         with saved:
             parallel(**batch)

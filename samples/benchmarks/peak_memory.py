@@ -153,7 +153,7 @@ def count_live(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of parameters, narrow copies of them, buffers, what the optimizer steps, and its states."""
     kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     kept += [x for group in optimizer.param_groups for x in group["params"]]
-    kept += [*parallel.parameters(), *parallel.buffers(), *parallel._narrow.values()]
+    kept += [*parallel.parameters(), *parallel.buffers(), *parallel._weights.narrow.values()]
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return sum(held.values())
 
