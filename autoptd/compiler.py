@@ -43,7 +43,7 @@ from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
 from autoptd.passes.stages.cut import Found, cut_at, find_cut
-from autoptd.passes.stages.fused_order import Uncut, passes_from_the_cut
+from autoptd.passes.stages.fused_order import FusedOrder, passes_from_the_cut
 from autoptd.planning.plan import Plan
 from autoptd.planning.search import plan
 from autoptd.progress import Watch
@@ -239,7 +239,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
         divided = job.divide(examples[0], microbatch_size, watch)
         with leave_autocast():
             watch.say("finish uncut")
-            uncut = Uncut(divided, job.options.recompute, job.options.fuse)
+            uncut = FusedOrder(divided, job.options.recompute, job.options.fuse)
             chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
             # Refuses before the cut is solved.
             actions = make_schedule(job.schedule, job.mesh.pipeline, job.count, chunks)
@@ -287,7 +287,7 @@ def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> Compile
     return replace(first, manifest=manifest, further=tuple(further))
 
 
-def _default_chunks(uncut: Uncut, schedule: str, num_microbatches: int) -> int:
+def _default_chunks(uncut: FusedOrder, schedule: str, num_microbatches: int) -> int:
     """Return the stages per pipeline rank: 2 where the schedule and the model allow it."""
     pipeline = uncut.program.mesh.pipeline
     interleaves = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0 and pipeline > 1

@@ -32,7 +32,7 @@ from autoptd.passes.cost.schedule_times import (
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.stages.cut import Found, fit_cut
-from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.shortened_model import shorten_model
 from autoptd.progress import Watch
@@ -257,7 +257,7 @@ class Estimator:
         divided, repeats = self._divide(tensor, microbatch_size)
         with Watch("plan") as watch:
             watch.say("finish uncut")
-            uncut = Uncut(divided, recompute, self._fuse)
+            uncut = FusedOrder(divided, recompute, self._fuse)
         precision = Precision.of(divided.stages, self._dtype)
         return LayerCosts(
             uncut, repeats, self.cluster, self._world_size, precision, overlap=self.training.overlap_tensor

@@ -19,7 +19,7 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import recomputed_groups, tensor_bytes
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import Found, make_boundary, name_held
-from autoptd.passes.stages.fused_order import Uncut, make_times
+from autoptd.passes.stages.fused_order import FusedOrder, make_times
 from autoptd.passes.stages.partition import count_pieces, cut_sequence
 from autoptd.passes.stages.search import ItemTimes, choose_cut
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
@@ -38,7 +38,7 @@ class LayerCosts:
 
     def __init__(
         self,
-        uncut: Uncut,
+        uncut: FusedOrder,
         repeats: int,
         cluster: Cluster,
         world_size: int,
@@ -48,8 +48,8 @@ class LayerCosts:
     ) -> None:
         self._program, self._uncut, self._row = uncut.program, uncut, uncut.row
         self._cluster, self.precision = cluster, precision
-        # Of each item of one microbatch: seconds by direction and kind (see `Uncut.divide` and `Seconds`), what a cut
-        # before it costs either side, and the amounts of `_measure`.
+        # Of each item of one microbatch: seconds by direction and kind (see `FusedOrder.divide` and `Seconds`), what a
+        # cut before it costs either side, and the amounts of `_measure`.
         cluster.device.peak(precision.dtype)  # refuses what the device has not
         tensor = self._program.mesh.tensor
         ranks = cluster.slowest(Mesh(tensor, 1, world_size // tensor).groups("tensor", pipeline=0))
@@ -71,7 +71,7 @@ class LayerCosts:
         self._items: dict[bool, ItemTimes] = {}
         self._cuts: dict[tuple[int, int, bool, tuple[str, int] | None], Sequence[int]] = {}
 
-    def _measure(self, uncut: Uncut) -> np.ndarray:
+    def _measure(self, uncut: FusedOrder) -> np.ndarray:
         """Measure each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
 
         The fourth amount are the bytes that a stage which begins there, in a recomputed group, keeps in addition: the
@@ -160,7 +160,7 @@ class LayerCosts:
     def units(self) -> int:
         """The largest number of stages that the model can be cut into."""
         times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1))
-        return count_pieces(fold(times.costs, times.tolls, None, 1, 1))
+        return count_pieces(fold(times.costs, times.boundary_costs, None, 1, 1))
 
     def cut(self, mesh: Mesh, chunks: int, search: tuple[str, int] | None = None) -> Sequence[int]:
         """Return the cut with the fastest slowest stage.
@@ -173,7 +173,7 @@ class LayerCosts:
         if key not in self._cuts:
             size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
             if search is None:
-                cut = cut_sequence(times.costs, times.tolls, **size, effort=0.0)
+                cut = cut_sequence(times.costs, times.boundary_costs, **size, effort=0.0)
             else:
                 size |= {"schedule": search[0], "num_microbatches": search[1]}
                 cut = choose_cut(times, None, **size, memory_limit=None).cut
@@ -191,7 +191,7 @@ class LayerCosts:
         """Return the cut into stages of at most `limit` bytes a rank, by their `memory`."""
         times = self._item_times(mesh)
         size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
-        cut = cut_sequence(times.costs, times.tolls, memory, **size, memory_limit=limit, effort=0.0)
+        cut = cut_sequence(times.costs, times.boundary_costs, memory, **size, memory_limit=limit, effort=0.0)
         return Found(cut.positions, "", not cut.overflow, memory.of_ranks(cut.positions))
 
     def divide(

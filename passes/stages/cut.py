@@ -19,13 +19,13 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import walk, wants_gradient
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.stages.cost_sequence import Memory
-from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.search import Choice, choose_cut
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.program.manifest import Boundary
 from autoptd.runtime.program.schedule import make_schedule
 
-CUTS = 8  # that are tried for one that fits
+MAX_CUT_ATTEMPTS = 8
 Made = TypeVar("Made")
 
 
@@ -36,9 +36,9 @@ def cut_stages(
 
     A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
     reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
-    ``requires_grad``. It is cut for what `recompute_activations` and `fuse_operators` are to do after it (see `Uncut`).
+    ``requires_grad``. The costs are those after `recompute_activations` and `fuse_operators` (see `FusedOrder`).
     """
-    found = find_cut(Uncut(program, recompute, fuse), **options)
+    found = find_cut(FusedOrder(program, recompute, fuse), **options)
     return cut_at(program, found.positions, found.entry)
 
 
@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
 
 def find_cut(
-    uncut: Uncut,
+    uncut: FusedOrder,
     *,
     num_stages: int,
     schedule: str = "interleaved_1f1b",
@@ -103,7 +103,7 @@ def fit_cut(
     made: dict[tuple[int, ...], tuple[Found, Made, Sequence[int]]] = {}
     besides: Sequence[int] = ()
     above: Sequence[int] = ()  # for which there is no cut
-    for _ in range(CUTS):
+    for _ in range(MAX_CUT_ATTEMPTS):
         found = find(besides)
         if made and not found.fits:
             above = besides

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 Measured = tuple[tuple[int, ...], Floats]
 
 
-class Uncut:
+class FusedOrder:
     """The one stage of a program as a `row` of items, and as the finished `stage` that they would become.
 
     Each call of that says in ``info(node).items`` which positions of the row it stands for, and in ``.value`` the
@@ -156,7 +156,9 @@ def passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
     )
 
 
-def make_times(uncut: Uncut, durations: Durations, table: Floats, apart: Floats, items: Any) -> ItemTimes:
+def make_times(
+    uncut: FusedOrder, durations: Durations, table: Floats, apart: Floats, items: Any
+) -> ItemTimes:
     """Return the times of a row's `items` from seconds by direction, divided over their operators."""
     ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
     forward, backward, again = np.diff(ends, axis=0, prepend=0).T

@@ -42,7 +42,7 @@ class ItemTimes:
         return [ahead + back for ahead, back in zip(self.forward, self.backward, strict=True)]
 
     @property
-    def tolls(self) -> list[int | None]:
+    def boundary_costs(self) -> list[int | None]:
         """Of a cut before each item, on either side of it."""
         rows = zip(self.fit, self.ahead, self.back, *self.apart, strict=True)
         return [sum(times) if fit else None for fit, *times in rows]
@@ -156,7 +156,7 @@ def choose_cut(
     for ceiling, effort in SEARCHES if num_stages > num_pipeline_ranks else SEARCHES[:1]:
         cut = cut_sequence(
             times.costs,
-            times.tolls,
+            times.boundary_costs,
             memory,
             num_stages=num_stages,
             num_pipeline_ranks=num_pipeline_ranks,
@@ -173,7 +173,7 @@ def choose_cut(
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
     limit = None if fitting[0].overflow else memory_limit
-    sequence = fold(times.costs, times.tolls, memory, num_stages, num_pipeline_ranks)
+    sequence = fold(times.costs, times.boundary_costs, memory, num_stages, num_pipeline_ranks)
     moved = [_move(cut, step, pipeline, sequence, limit) for cut, step in zip(fitting, steps, strict=True)]
     cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
     return Choice(cut, step, fitting[lightest], steps[lightest])

@@ -43,10 +43,10 @@ class Row:
         self.loss = next(node for node in reversed(stage.graph.nodes) if node.op == "output")
         self.items: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
-        self.ambient: set[fx.Node] = set()
+        self.replicable: set[fx.Node] = set()
         for node in self.order:
-            if self._is_ambient(node):
-                self.ambient.add(node)
+            if self._is_replicable(node):
+                self.replicable.add(node)
             else:
                 self.position[node] = len(self.items)
                 self.items.append(node)
@@ -58,12 +58,12 @@ class Row:
         )
         self.trained = find_reached(self.loss.all_input_nodes, find_trained(stage))
 
-    def _is_ambient(self, node: fx.Node) -> bool:
+    def _is_replicable(self, node: fx.Node) -> bool:
         """Whether every stage can have the node for itself: no call on parameters."""
         if node.op != "call_function":
             return True
         return all(
-            source in self.ambient and not self._is_parameter(source) for source in node.all_input_nodes
+            source in self.replicable and not self._is_parameter(source) for source in node.all_input_nodes
         )
 
     def _is_parameter(self, node: fx.Node) -> bool:
@@ -156,10 +156,10 @@ class Row:
         return graph
 
     def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the ambient nodes that `items` need, directly or through each other."""
+        """Return the replicable nodes that `items` need, directly or through each other."""
 
         def parts(node: fx.Node) -> list[fx.Node]:
-            return [source for source in node.all_input_nodes if source in self.ambient]
+            return [source for source in node.all_input_nodes if source in self.replicable]
 
         return set(walk((part for node in items for part in parts(node)), parts))
 

@@ -19,7 +19,7 @@ from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_pas
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import cut_stages
-from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.partition import cut_sequence
 from autoptd.passes.stages.search import Pipeline, choose_cut
 from autoptd.progress import Watch
@@ -45,7 +45,7 @@ class Cuts:
     """The cuts of a model: what its slowest rank and its step take with any of them."""
 
     def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
-        uncut = Uncut(program, recompute, fuse=True)
+        uncut = FusedOrder(program, recompute, fuse=True)
         self.row, self.times = uncut.row, uncut.times(Cluster.load(CLUSTER))
         self.p, self.m, self.v = program.mesh.pipeline, m, v
         self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)
@@ -55,7 +55,7 @@ class Cuts:
         return int(self._stages(positions).reshape(self.v, self.p).sum(0).max())
 
     def _stages(self, positions: Sequence[int]) -> np.ndarray:
-        tolls = np.array([self.times.tolls[at] or 0 for at in positions], np.int64)
+        tolls = np.array([self.times.boundary_costs[at] or 0 for at in positions], np.int64)
         own = np.add.reduceat(np.array(self.times.costs, np.int64), [0, *positions])
         own[1:] += tolls
         own[:-1] += tolls
@@ -88,10 +88,14 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     )  # fmt: skip
     uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
-        cuts.times.costs, cuts.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
+        cuts.times.costs,
+        cuts.times.boundary_costs,
+        num_stages=stages,
+        num_pipeline_ranks=row.pipeline,
+        effort=0.0,
     ).positions
     lightest = cut_sequence(
-        cuts.times.costs, cuts.times.tolls, num_stages=stages, num_pipeline_ranks=row.pipeline,
+        cuts.times.costs, cuts.times.boundary_costs, num_stages=stages, num_pipeline_ranks=row.pipeline,
         stage_ceiling=None, effort=LONG_EFFORT,
     )  # fmt: skip
     cut, bound = choice.cut, choice.cut.lower_bound

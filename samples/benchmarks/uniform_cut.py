@@ -10,7 +10,7 @@ from unittest.mock import patch
 from autoptd import compiler
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.stages.cut import Found
-from autoptd.passes.stages.fused_order import Uncut
+from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.structure.linear_order import Row
 
 
@@ -32,7 +32,7 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     return [max(i for i in range(1, at + 1) if fit[i]) for at in wanted]
 
 
-def find_uniform_cut(uncut: Uncut, *, num_stages: int, **_: Any) -> Found:
+def find_uniform_cut(uncut: FusedOrder, *, num_stages: int, **_: Any) -> Found:
     """In the place of `find_cut`."""
     positions = tuple(uniform_positions(uncut.row, num_stages))
     return Found(positions, f"cut_stages {num_stages} stages by layers", True, ())

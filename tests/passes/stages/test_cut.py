@@ -26,7 +26,7 @@ from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
 from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.stages.cut import boundaries, cut_at, cut_stages
-from autoptd.passes.stages.fused_order import Uncut, passes_from_the_cut
+from autoptd.passes.stages.fused_order import FusedOrder, passes_from_the_cut
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.progress import Watch
 from autoptd.runtime import aten, collectives
@@ -121,7 +121,7 @@ def test_a_plain_gpt(pipeline: int, num_stages: int) -> None:
 def test_between_tensor_ranks_only_whole_values_cross() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs, tensor=2)
-    cut = cut_stages(program, num_stages=Uncut(program, "none", True).units)
+    cut = cut_stages(program, num_stages=FusedOrder(program, "none", True).units)
     crossing = [n for s in cut.stages for n in s.graph.nodes if info(n).role == "boundary"]
     assert crossing
     assert not any(info(n).partial or info(n).partial_gradient for n in crossing)
@@ -145,7 +145,7 @@ def test_behind_frozen_embeddings_a_residual_stream_is_cut() -> None:
 def test_every_unit_can_be_a_stage() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs)
-    units = Uncut(program, "none", True).units
+    units = FusedOrder(program, "none", True).units
     assert units > 30
     check_equal(program, model, inputs, units)
     with pytest.raises(
@@ -298,13 +298,13 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
     total = sketch.call(collectives.reduce_from_tensor, sketch.rank, product)
     program = sketch.program(sketch.call(aten.sum.default, total), 1)
     # linear + split + both getitems | relu | mul + reduce | sum
-    cut = sketch.check(program, Uncut(program, "none", True).units)
+    cut = sketch.check(program, FusedOrder(program, "none", True).units)
     for stage in cut.stages:
         for node in stage.graph.nodes:
             if info(node).role == "boundary":
                 assert isinstance(node.meta["val"], torch.Tensor)
                 assert info(node).partial is False
-    assert Uncut(program, "none", True).units == 5
+    assert FusedOrder(program, "none", True).units == 5
     with_pieces = next(s for s in cut.stages if any(n.target is operator.getitem for n in s.graph.nodes))
     assert [n.target for n in with_pieces.graph.nodes].count(operator.getitem) == 2
 
@@ -441,7 +441,7 @@ def test_a_cut_within_a_kernel_costs_what_its_parts_take() -> None:
     program = prepare(GPT(GPTConfig(16, 16, 2, 2, 32, dropout=0.1)), 2, inputs)
     cluster = Cluster.load("dgx-a100")
     times, durations = (
-        Uncut(program, "none", fuse=True).times(cluster),
+        FusedOrder(program, "none", fuse=True).times(cluster),
         Durations(cluster, program.mesh, Precision("fp32")),
     )
     within = 0
@@ -481,7 +481,7 @@ def test_no_cut_changes_a_bit(name: str, recompute: str) -> None:
         return gradients(cut, weights, inputs)
 
     whole = finish([])
-    places = [place for place, fit in enumerate(Uncut(program, recompute, True).fit) if fit]
+    places = [place for place, fit in enumerate(FusedOrder(program, recompute, True).fit) if fit]
     assert len(places) > 30
     for place in places[:: 1 if name == "sample" else 5]:
         assert all(map(torch.equal, finish([place]), whole)), place

@@ -79,10 +79,10 @@ def test_no_candidate_has_a_shorter_step(head: int, p: int, v: int) -> None:
     choice = choose(times, p, v, m)
     for ceiling, effort in SEARCHES:
         options: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
-        cut = cut_sequence(times.costs, times.tolls, stage_ceiling=ceiling, effort=effort, **options)
+        cut = cut_sequence(times.costs, times.boundary_costs, stage_ceiling=ceiling, effort=effort, **options)
         assert choice.step <= walk_cut(times, cut.positions, "interleaved_1f1b", p, m, v)
     assert choice.step == walk_cut(times, choice.cut.positions, "interleaved_1f1b", p, m, v)
-    tolls = [times.tolls[at] or 0 for at in choice.cut.positions]
+    tolls = [times.boundary_costs[at] or 0 for at in choice.cut.positions]
     ends = (0, *choice.cut.positions, len(times.costs))
     stages = [sum(times.costs[a:b]) for a, b in itertools.pairwise(ends)]
     charged = [
@@ -109,7 +109,7 @@ def test_few_items_are_cut_within_little_of_the_best() -> None:
 
 def test_a_heavy_head_has_a_rank_of_small_stages_beside_it() -> None:
     times, p = make_times(16, 1200), 2
-    even = cut_sequence(times.costs, times.tolls, num_stages=4, num_pipeline_ranks=p, effort=0.0)
+    even = cut_sequence(times.costs, times.boundary_costs, num_stages=4, num_pipeline_ranks=p, effort=0.0)
     choice = choose(times, p, 2, 16)
     assert choice.step < 0.95 * walk_cut(times, even.positions, "interleaved_1f1b", p, 16, 2)
     assert choice.cut.stage_costs[1] < min(choice.cut.stage_costs[::2])
