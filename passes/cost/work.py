@@ -79,7 +79,7 @@ def backward_work(
 
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
-    """What rewriting stages saves of a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
+    """Describe what rewriting stages saves in a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
     old, new = (
         sum((forward_work(node) for stage in stages for node in stage.graph.nodes), Work())
         for stages in (before, after)
@@ -89,7 +89,7 @@ def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the forward only looks at its argument's memory in another way. Contiguous copies are not free."""
+    """Return whether the forward only views its argument's memory differently. Contiguous copies are not free."""
     if has_trait(node, Trait.FREE):
         return True
     if not getattr(node.target, "is_view", False) or node.target is aten.contiguous.default:

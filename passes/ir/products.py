@@ -87,7 +87,7 @@ def find_factors(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def bound_arguments(node: fx.Node) -> Mapping[str, Any]:
-    """The arguments of a call of a Python function, such as a kernel, by their names."""
+    """Return the arguments of a call of a Python function, such as a kernel, by their names."""
     return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
 
 

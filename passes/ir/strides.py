@@ -11,7 +11,7 @@ from autoptd.passes.ir.program import tensor_bytes
 
 
 def is_view(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether `x` can be viewed as `shape` without a copy."""
+    """Return whether `x` can be viewed as `shape` without a copy."""
     if x.is_contiguous():
         return True
     try:
@@ -22,7 +22,7 @@ def is_view(x: Tensor, shape: Sequence[int]) -> bool:
 
 
 def is_matrix(x: Tensor) -> bool:
-    """Whether a matrix product can read the last two dimensions as they lie."""
+    """Return whether a matrix product can read the last two dimensions as they lie."""
     if x.dim() < 2:
         return x.stride(-1) == 1
     (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]

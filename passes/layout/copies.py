@@ -29,11 +29,11 @@ def count_launches(graph: fx.Graph, mesh: Mesh) -> int:
 
 
 def find_copies(graph: fx.Graph, strides: Strides) -> dict[fx.Node, int]:
-    """The operators that copy before (or instead of) computing, with the bytes that each writes.
+    """Return the operators that copy before (or instead of) computing, with the bytes that each writes.
 
-    A ``reshape`` that is no view, a ``contiguous`` of another order, operands of a product whose batch dimensions do
-    not merge, what a normalisation or a softmax must first make contiguous. Concatenations move data in any layout,
-    and integers (token numbers) are a few bytes: neither counts.
+    These are a ``reshape`` that is not a view, a ``contiguous`` of another order, operands of a product whose batch
+    dimensions do not merge, and arguments that a normalisation or a softmax must first make contiguous. Concatenations
+    move data in any layout, and integers (token numbers) are a few bytes: neither counts.
     """
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -57,7 +57,7 @@ class Strides(Propagation):
         self._outputs: dict[tuple[Any, ...], Tensor] = {}
 
     def visit(self, node: fx.Node) -> Any:
-        """The node's value, kept for those that read it; what capture saw where meta tensors do not do."""
+        """Compute the node's value for its readers, or take the captured one if meta tensors cannot."""
         if node in self.values:
             return self.values[node]
         value = node.meta["val"]

@@ -152,7 +152,7 @@ def _softmax_placed(node: fx.Node, shares: Shares) -> Share:
 
 
 def _rotary_placed(node: fx.Node, shares: Shares) -> Share:
-    """What is turned may be divided where a rank has the same rows of both halves, and those of the tables."""
+    """Prove a rotation: a rank needs the same rows of both halves, and those of the tables."""
     own, cos, sin = node.all_input_nodes
     share, shape, turned = read(own, shares), shape_of(own), shape_of(cos)[-1]
     if share.dim != len(shape) - 1:
@@ -194,7 +194,7 @@ def _products(node: fx.Node, value: Value) -> Iterable[Product]:
 
 
 def _attend(node: fx.Node, value: Value) -> Work:
-    """The scores stay on the chip; of each row a statistic is kept (Dao et al., "FlashAttention", 2022)."""
+    """Return the work of attention whose scores stay on the chip, with a statistic per row (FlashAttention, 2022)."""
     return Work(
         tuple(_products(node, value)),
         read=sum(map(value.bytes, tensor_arguments(node))),
@@ -204,7 +204,7 @@ def _attend(node: fx.Node, value: Value) -> Work:
 
 
 def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The scores again, and four products; before them each row's sum of gradient times result."""
+    """Return the work of the scores again and four products, after each row's sum of gradient times result."""
     scores, context = _products(node, value)
     batch, queries, keys, size = scores.batch, scores.rows, scores.columns, scores.inner
     products = (

@@ -69,7 +69,7 @@ def find(axis: Axis) -> Axis:
 
 
 def is_divided(axes: Iterable[Axis], divided: Mapping[Axis, int]) -> bool:
-    """Whether any leaf of these axes is among the `divided` ones."""
+    """Return whether any leaf of these axes is among the `divided` ones."""
     return any(leaf in divided for axis in axes for leaf in leaves(axis))
 
 

@@ -59,15 +59,15 @@ class DimOrder:
         return result
 
     def place(self, dim: int) -> int:
-        """Where the new graph has the user's dimension `dim`."""
+        """Return the position of the user's dimension `dim` in the new graph."""
         return self.permutation.index(dim % len(self.dims))
 
     def arrange(self, sizes: Sequence[int]) -> list[int]:
-        """`sizes`, one per dimension in the user's order, in the new graph's order."""
+        """Return `sizes`, one per dimension in the user's order, in the new graph's order."""
         return [sizes[dim] for dim in self.permutation]
 
     def holds(self, dim: int) -> bool:
-        """Is the user's dimension `dim` the batch or the sequence of a transposed value (or both, merged)?"""
+        """Return whether the user's dimension `dim` is the batch or the sequence of a transposed value (or both)."""
         if not self.transposed or self.pair is None:
             return False
         at, merged = self.pair
@@ -75,7 +75,7 @@ class DimOrder:
 
     @property
     def merged(self) -> bool:
-        """Are batch and sequence one dimension of a transposed value?"""
+        """Return whether batch and sequence are one dimension of a transposed value."""
         return self.transposed and self.pair is not None and self.pair[1]
 
     @property
@@ -87,7 +87,7 @@ class DimOrder:
         return batch[1], sequence[1]
 
     def replaced(self, dim: int, by: Dim) -> DimOrder:
-        """The same with another dimension `dim`."""
+        """Return the same with another dimension `dim`."""
         dim %= len(self.dims)
         return replace(self, dims=(*self.dims[:dim], by, *self.dims[dim + 1 :]))
 
@@ -97,17 +97,17 @@ class DimOrder:
         return self.replaced(dim, ((own[0][0], size),) if len(own) == 1 and own[0][0] else plain_dim(size))
 
     def without(self, dims: Sequence[int]) -> DimOrder:
-        """The same less some dimensions."""
+        """Return the same without some dimensions."""
         return replace(self, dims=tuple(dim for d, dim in enumerate(self.dims) if d not in dims))
 
 
 def plain_order(shape: Sequence[int]) -> DimOrder:
-    """A value of which nothing is known, as the user has it."""
+    """Return the order of a value in the user's order, of which nothing is known."""
     return DimOrder(tuple(plain_dim(size) for size in shape))
 
 
 def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
-    """What a ``view`` as `shape` makes of `dims`: a batch or sequence that it cuts is none any longer."""
+    """Regroup `dims` as a ``view`` as `shape` does: a batch or sequence that it cuts is none any longer."""
     pending = [factor for dim in dims for factor in dim][::-1]
     result: list[Dim] = []
     for size in shape:
@@ -143,7 +143,7 @@ def _joined(factors: Sequence[Factor]) -> Dim:
 
 
 def broadcast(orders: Sequence[DimOrder], shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The dimensions of an elementwise result; where its arguments say different things, nothing is known."""
+    """Return the dimensions of an elementwise result; if its arguments disagree, nothing is known."""
     result: list[Dim] = []
     for back in range(len(shape), 0, -1):
         size = shape[-back]

@@ -29,7 +29,7 @@ from autoptd.runtime import aten
 
 
 def einsum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """A product by its equation: equal letters are one axis; with a weight, what is summed is a contraction."""
+    """Relate a product by its equation: equal letters are one axis; with a weight, a summed letter is a contraction."""
     einsum = read_einsum(node)
     if not einsum.is_plain:
         return opaque(axis_map, node)

@@ -46,7 +46,7 @@ from autoptd.runtime import kernels
 
 
 def _split_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """[.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, for the bias is added here."""
+    """Relate [.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, as the bias is added here."""
     product = read_product(node)
     assert product is not None
     own, weight = axis_map.of(product.x), axis_map.of(product.weight)
@@ -74,7 +74,7 @@ def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 def gelu_work(node: fx.Node, value: Value) -> Work:
-    """A product, and a kernel that adds the bias and activates."""
+    """Return the work of a product, and of a kernel that adds the bias and activates."""
     size = value.bytes(node)
     return multiply(node, value) + Work(elementwise=value.count(node), read=size, written=size, launches=1)
 

@@ -52,7 +52,7 @@ class LayoutWriter:
         return isinstance(found, DimOrder) and found.transposed
 
     def value(self, node: Any) -> Any:
-        """What stands for a value, as the new graph holds it; a number, or None, for itself."""
+        """Return the new graph's node for a value; a number, or None, as it is."""
         if not isinstance(node, fx.Node):
             return node
         if node not in self.values:  # token numbers, when they are first read
@@ -62,7 +62,7 @@ class LayoutWriter:
         return self.values[node]
 
     def restore(self, node: Any) -> Any:
-        """What stands for a value, in the user's order."""
+        """Return the new graph's node for a value, in the user's order."""
         if not isinstance(node, fx.Node) or not self.is_transposed(node):
             return self.value(node)
         key = ("user", node)
@@ -74,7 +74,7 @@ class LayoutWriter:
         return self.made[key]
 
     def fit(self, node: Any, out: DimOrder) -> Any:
-        """What stands for an argument of an operator whose result has order `out`: broadcast against that."""
+        """Return the argument of an operator whose result has the order `out`, broadcast against it."""
         if not isinstance(node, fx.Node) or node not in self.orders or not out.transposed or out.pair is None:
             return self.restore(node)
         order, (at, merged) = self.order(node), out.pair
@@ -99,7 +99,7 @@ class LayoutWriter:
     def write(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
     ) -> fx.Node:
-        """The operator that is being rewritten, on new arguments."""
+        """Write the operator that is being rewritten, on new arguments."""
         node = self.current
         new = self.graph.create_node(
             "call_function", target or node.target, args, dict(kwargs or {}), name=node.name
@@ -109,7 +109,7 @@ class LayoutWriter:
         return new
 
     def undo(self, node: fx.Node, args: tuple[Any, ...], target: Any = None) -> fx.Node:
-        """The operator `node` on arguments in the user's order; of an unfamiliar operator, in memory too."""
+        """Write the operator `node` on arguments in the user's order; for an unfamiliar operator, in memory too."""
         name = called(node)
         if any(map(self.is_transposed, node.all_input_nodes)):
             self.undone[name] += 1
@@ -124,14 +124,14 @@ class LayoutWriter:
         return value  # type: ignore[no-any-return]
 
     def add(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
-        """A further operator in front of, or behind, the one that is being rewritten."""
+        """Write a further operator before or after the one that is being rewritten."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, None, info(self.current).place)
         new.meta["val"] = self.find_value(new)
         return new
 
     def permute(self, value: fx.Node, order: Sequence[int], name: str) -> fx.Node:
-        """`value` with its dimensions in another order; itself where that changes nothing."""
+        """Permute the dimensions of `value`; return it as it is if that changes nothing."""
         changed = [d for d, source in enumerate(order) if d != source]
         if not changed:
             return value

@@ -71,7 +71,8 @@ class Localizer:
     # Values
 
     def whole(self, node: Any) -> Any:
-        """What stands for `node`; a partial sum is all-reduced first, and its biases are added once, behind that."""
+        """Return the new value of `node`; a partial sum is all-reduced first, and its biases are added once, after
+        that."""
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]
@@ -91,7 +92,7 @@ class Localizer:
         return self.values[self.axis_map.rank]
 
     def copy(self, node: fx.Node, args: Any = None, kwargs: Any = None, target: Any = None) -> fx.Node:
-        """The node in the new graph, with other arguments or another target."""
+        """Copy the node to the new graph, with other arguments or another target."""
         plain = args is None and kwargs is None
         if plain:
             args = fx.node.map_arg(node.args, self.whole)
@@ -113,7 +114,7 @@ class Localizer:
     def add(
         self, target: Any, args: tuple[Any, ...], like: fx.Node, *, name: str, partial: bool = False
     ) -> fx.Node:
-        """A further node, placed in the user's model where `like` is."""
+        """Add a further node, at the place of `like` in the user's model."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         describe(new, self.propagation.run(new), info(like).place, partial=partial)
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
@@ -134,7 +135,7 @@ class Localizer:
     # Sizes
 
     def extent(self, axis: Axis) -> int:
-        """The axis's size on one rank."""
+        """Return the axis's size on one rank."""
         axis = ax.find(axis)
         if axis not in self.extents:
             if axis.kind == "leaf":
@@ -145,7 +146,7 @@ class Localizer:
         return self.extents[axis]
 
     def offset(self, axis: Axis, position: int) -> int:
-        """Where global `position` of the axis, a boundary of its segments, lies on one rank."""
+        """Return where global `position` of the axis, a boundary of its segments, lies on one rank."""
         axis = ax.find(axis)
         if position in (0, axis.size):
             return self.extent(axis) if position else 0
@@ -199,7 +200,7 @@ class Localizer:
 
 
 def same_call(localizer: Localizer, node: fx.Node) -> fx.Node:
-    """The same call on local tensors, of an operator that names no size; a contraction gives a partial sum."""
+    """Write the same call on local tensors, of an operator that names no size; a contraction gives a partial sum."""
     axis = localizer.axis_map.contractions.get(node)
     new = localizer.copy(node)
     if axis is not None and localizer.is_divided((axis,)):

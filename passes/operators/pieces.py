@@ -40,7 +40,7 @@ from autoptd.runtime.program.placement import Segment
 
 
 def _slice_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A slice makes the axis a sum of segments, of which it takes some."""
+    """Make the axis a sum of segments, of which the slice takes some."""
     own, cut = list(axis_map.of(node.args[0])), read_cut(node)
     axis, start, (length,) = ax.find(own[cut.dim]), cut.start, cut.lengths
     if length in (0, axis.size):
@@ -85,7 +85,7 @@ def _split_axes(axis_map: AxisMap, node: fx.Node) -> tuple[Axes, ...]:
 
 
 def _cat_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """The joined dimension is the sum of its arguments'."""
+    """Make the joined dimension the sum of its arguments'."""
     sources: Any = node.args[0]
     parts = [axis_map.of(s) for s in sources]
     dim = read_dim(node, 1, len(parts[0]))
@@ -161,7 +161,7 @@ def _getitem_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def _slice_local(localizer: Localizer, node: fx.Node) -> fx.Node:
-    """A run of rows, where it lies on this rank."""
+    """Write a run of rows that lies on this rank."""
     own, cut = localizer.axis_map.of(node.args[0]), read_cut(node)
     axis = own[cut.dim]
     if not localizer.is_divided((axis,)):

@@ -46,7 +46,7 @@ def _read(node: fx.Node) -> MatrixProduct:
 
 
 def linear_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """[.., in] x weight -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel when it is divided)."""
+    """Relate [.., in] x weight -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel if it is divided)."""
     product = _read(node)
     x, weight = axis_map.of(product.x), axis_map.of(product.weight)
     axis_map.contract(node, x[-1], weight[product.contracted])
@@ -61,7 +61,7 @@ def _with_bias(axis_map: AxisMap, product: MatrixProduct, result: Axes) -> Axes:
 
 
 def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """A product with a weight is a ``linear``; one of two activations is attention: heads outside, no contraction."""
+    """Relate a product with a weight as a ``linear``, and one of two activations as attention: heads outside."""
     product = _read(node)
     x, y = (axis_map.of(factor) for factor in product.factors)
     if len(y) == 1 or len(x) == 1:
@@ -190,7 +190,7 @@ def over_last_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """bias + rows x weight: a bias of one dimension is the same for all rows."""
+    """Write bias + rows x weight: a bias of one dimension is the same for all rows."""
     bias, x, weight = node.args[:3]
     order = writer.order(x)
     if order.holds(1) or len(writer.order(bias).dims) > 1 or writer.is_transposed(weight):

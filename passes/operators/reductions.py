@@ -27,7 +27,7 @@ Dims = Callable[[fx.Node, int], Iterable[int]]  # of a call with an argument of 
 
 
 def _sum_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A sum over one divided axis is a partial sum; other reductions block what they reduce."""
+    """Make the sum over one divided axis a partial sum; other reductions block their dimensions."""
     own = axis_map.of(node.args[0])
     dims = reduced_dims(node, len(own))
     if len(dims) == 1:

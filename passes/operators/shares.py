@@ -23,7 +23,9 @@ class ShareError(Exception):
 
 @dataclass(frozen=True)
 class Share:
-    """`kind` "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum.
+    """The share of a value that one tensor rank holds, by its `kind`.
+
+    "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum.
 
     A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this
     rank's); None and () where that is not known. `extent` is the undivided dimension of a parameter, padding left
@@ -38,12 +40,12 @@ class Share:
 
     @property
     def mixed(self) -> bool:
-        """Whether some rows are whole although others are divided."""
+        """Return whether some rows are whole although others are divided."""
         return any(not part.divided for part in self.parts)
 
     @property
     def runs(self) -> tuple[tuple[int, int, bool], ...]:
-        """How the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
+        """Return how the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
         found: list[tuple[int, int, bool]] = []
         for part in self.parts:
             count, run = (part.outer, part.size * part.inner) if part.divided else (1, part.rows)
@@ -323,7 +325,7 @@ def keep_partial(node: fx.Node, shares: Shares) -> Found:
 
 
 def scale_partial(node: fx.Node, shares: Shares) -> Found:
-    """A partial sum times, or divided by, a number is one."""
+    """Keep a partial sum partial when a number multiplies or divides it."""
     first, second = node.args[:2]
     scales = read(first, shares) is PARTIAL and isinstance(second, (int, float))
     return PARTIAL if scales else refuse_partial(node, shares)

@@ -106,7 +106,7 @@ def reshape_placed(node: fx.Node, shares: Shares) -> Share:
 
 
 def move_placed(node: fx.Node, shares: Shares) -> Found:
-    """The divided dimension goes where the operator moves it."""
+    """Move the divided dimension as the operator moves it."""
     share = read(node.args[0], shares)
     if share.dim is None:
         return spread(node, share)
@@ -118,7 +118,7 @@ def move_placed(node: fx.Node, shares: Shares) -> Found:
 
 
 def aligned(order: DimOrder, out: DimOrder) -> bool:
-    """Whether the argument's pair of batch and sequence is the result's."""
+    """Return whether the argument's pair of batch and sequence is the result's."""
     if order.pair is None or out.pair is None:
         return False
     behind = len(out.dims) - len(order.dims)
@@ -211,7 +211,7 @@ def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 def view_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The gradient of a part, or of parts: its argument's, whole, is made of them."""
+    """Return the work of the gradient of a part, or of parts, from which the argument's gradient is made."""
     (source,) = wanted
     return Work(read=value.bytes(node), written=value.bytes(source), launches=1)
 

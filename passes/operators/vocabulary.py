@@ -37,7 +37,7 @@ from autoptd.runtime import aten, kernels
 
 
 def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A lookup contracts the vocabulary: one-hot(ids) x weight."""
+    """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
     weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     axis_map.contractions[node] = weight[0]
     if not axis_map.reads_batch(node.args[1]):
@@ -46,7 +46,7 @@ def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def _cross_entropy_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """The loss contracts the vocabulary (SC21 §2.3: computed without gathering the logits)."""
+    """Contract the vocabulary in the loss (SC21 §2.3: computed without gathering the logits)."""
     logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     weighted = argument(node, 2, "weight") is not None or argument(node, 5, "label_smoothing", 0.0) != 0.0
     plain = len(logits) == 2 and len(target) == 1 and argument(node, 3, "reduction", 1) in (1, 2)
@@ -58,7 +58,7 @@ def _cross_entropy_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 def _class_loss_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """A loss of [N, classes, ..] against [N, ..] that needs the classes whole."""
+    """Keep the classes whole in a loss of [N, classes, ..] against [N, ..]."""
     logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     classes = min(1, len(logits) - 1)
     rest = (*logits[:classes], *logits[classes + 1 :])
@@ -135,7 +135,7 @@ def _cross_entropy_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 
 
 def _embedding_placed(node: fx.Node, shares: Shares) -> Share:
-    """A plain lookup: columns of the table may be divided, rows not."""
+    """Prove a plain lookup: columns of the table may be divided, rows not."""
     share = read(node.args[0], shares)
     if share.dim == 0:
         raise ShareError(

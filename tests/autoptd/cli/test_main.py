@@ -303,7 +303,7 @@ def test_other_ranks_are_silent(
         ),
         ("simulate {folder} --cluster dgx-a100 --zero 3", "zero=3: expected 0 or 1"),
         ("verify {folder} --model small_models:make_smal", "no 'make_smal' (did you mean make_small?)"),
-        ("verify {folder} --model small_models:SIZES", "gave a GPTConfig; expected an nn.Module"),
+        ("verify {folder} --model small_models:SIZES", "returned a GPTConfig; expected an nn.Module"),
         ("verify {folder} --model small_models:make_with", "called without arguments: missing a required"),
         ("verify {folder} --model small_models", "'small_models': expected module:callable"),
         ("verify {folder} --model samples.gtp:GPT", "no module 'samples.gtp' (did you mean samples.gpt?)"),
