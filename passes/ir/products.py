@@ -48,7 +48,7 @@ class MatrixProduct:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def pick(self, results: Any) -> Any:
-        """The product's own among the `results` of its node, such as ``node.meta["val"]``."""
+        """Return the product's own among the `results` of its node, such as ``node.meta["val"]``."""
         return results if self.index is None else results[self.index]
 
 

@@ -98,7 +98,7 @@ class TextRule:
         return made if several else made[0]
 
     def placed(self, node: fx.Node, shares: Shares) -> Found:
-        """Require a divided name to be divided alike in all arguments that have it; summed over, it gives a partial sum."""
+        """Require a divided name to be divided alike in all its arguments; summed over, it gives a partial sum."""
         tensors = [n for n in arguments_of(node) if info(n).role != "rank"]
         try:
             self.shapes(node, tensors)
