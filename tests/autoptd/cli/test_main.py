@@ -466,7 +466,7 @@ def test_tables_on_a_terminal(folder: Path) -> None:
 def test_the_entry_point_and_the_template_are_shipped() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"]["autoptd"] == "autoptd.cli.main:main"
-    assert "report.html" in project["tool"]["setuptools"]["package-data"]["autoptd"]
+    assert "reports/report.html" in project["tool"]["setuptools"]["package-data"]["autoptd"]
 
 
 def test_the_readmes_commands_are_commands() -> None:
