@@ -20,6 +20,7 @@ from autoptd.passes.fusion.patterns import Call, Match, is_call
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Program
+from autoptd.passes.operators.table import OPERATORS
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.mesh import Mesh
@@ -451,7 +452,7 @@ def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.Monkey
         fused(lambda m, x, y: functional.gelu(x) + y)
 
 
-def test_a_new_kernel_is_one_function_and_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_kernel_is_one_function_one_rule_and_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def double_tanh(x: Tensor) -> Tensor:
         return 2 * torch.tanh(x)
 
@@ -464,6 +465,7 @@ def test_a_new_kernel_is_one_function_and_one_row(monkeypatch: pytest.MonkeyPatc
     double_tanh.__module__ = kernels.__name__
     monkeypatch.setattr(kernels, "double_tanh", double_tanh, raising=False)
     monkeypatch.setattr(rules, "RULES", (*rules.RULES, match))
+    monkeypatch.setitem(OPERATORS, double_tanh, OPERATORS[kernels.bias_gelu])
     model, inputs = Small(lambda m, x, y: torch.tanh(x) * 2 + y), {"idx": torch.randint(0, 10, (2, 4))}
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
     assert "kernels.double_tanh(one)" in program.texts[0]
