@@ -26,10 +26,9 @@ from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.passes.structure.layers import Layer, find_stacks
-from autoptd.runtime import aten, collectives
+from autoptd.runtime import collectives
 
 MODES = ("none", "selective", "full", "optimal")
-FUSED = aten.scaled_dot_product_attention.default
 
 Parts = Sequence[Sequence[fx.Node]]  # the layers, or the attention, of a group
 Group = tuple[str, Sequence[fx.Node]]
@@ -256,7 +255,7 @@ def _bring_together(order: list[fx.Node], group: set[fx.Node]) -> list[fx.Node]:
 
 def _describe_cores(program: Program, groups: Sequence[Sequence[Parts]]) -> str:
     count = sum(map(len, groups))
-    fused = sum(n.target is FUSED for stage in program.stages for n in stage.graph.nodes)
+    fused = sum(has_trait(n, Trait.FUSED_ATTENTION) for stage in program.stages for n in stage.graph.nodes)
     if not count:
         return "nothing to do, " + (f"all {fused} attentions are fused" if fused else "no attention found")
     return f"{count} attentions written out" + (f", {fused} are fused" if fused else "")

@@ -28,7 +28,6 @@ from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Boundary, Manifest
 
 Gradient = Literal["whole", "partial"]
-COPYING = (collectives.copy_to_tensor, *collectives.COPIED)  # f
 
 
 def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[str, ...]:
@@ -217,7 +216,7 @@ class StageWalk:
 
     def _gradient_from(self, reader: fx.Node, value: fx.Node) -> Gradient | None:
         """What one reader gives a whole argument, its `value`."""
-        if reader.target in COPYING and reader.args[1] is value:
+        if has_trait(reader, Trait.SUMS_GRADIENTS) and reader.args[1] is value:
             return "whole"
         if reader.target is collectives.copied_linears:
             made = next((n for n in reader.users if value in _parameters_of(reader, n)), None)
@@ -240,7 +239,7 @@ class StageWalk:
         elif has_trait(node, Trait.SUMS_RANKS):
             if gradient == "partial":
                 self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
-        elif node.target in COPYING or _is_copied_part(node):
+        elif has_trait(node, Trait.SUMS_GRADIENTS) or _is_copied_part(node):
             if gradient == "whole":
                 way = (
                     "leave this copy_to_tensor out"

@@ -9,8 +9,9 @@ from torch import fx
 
 from autoptd.loss.labels import MOVING
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, aten_name
+from autoptd.passes.ir.nodes import argument
 from autoptd.passes.ir.program import Program
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input
 
@@ -66,7 +67,7 @@ def _read_rows(node: fx.Node) -> Iterator[tuple[fx.Node, int, int | None]]:
 def _find_input(node: fx.Node) -> str | None:
     """Return the batch input whose elements `node` holds; None if an operator between them does more than move."""
     while info(node).role != "input":
-        if aten_name(node.target) not in MOVING or len(node.all_input_nodes) != 1:
+        if not has_trait(node, MOVING) or len(node.all_input_nodes) != 1:
             return None
         (node,) = node.all_input_nodes
     return str(node.target)

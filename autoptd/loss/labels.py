@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,22 +13,13 @@ from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
 from autoptd.passes.ir.program import Program
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input
 
-# Operators that only move elements, or add constant ones.
-MOVING = frozenset(
-    [
-        *("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
-        *("transpose", "permute", "t", "contiguous", "clone", "alias", "detach", "to", "_to_copy"),
-        *("slice", "narrow", "select", "pad", "constant_pad_nd"),
-    ]
-)
-SCALING = frozenset(["neg", "mul", "div"])
-# Operators that are linear in their argument.
-LINEAR = (
-    MOVING | SCALING | {"add", "sub", "rsub", "sum", "mean", "stack", "cat", "expand", "where", "nan_to_num"}
-)
+MOVING = Trait.REARRANGES | Trait.TAKES | Trait.PADS  # moves elements, or adds constant ones
+LINEAR = MOVING | Trait.SCALES | Trait.REPEATS | Trait.LINEAR  # in its argument
 
 
 class Loss(NamedTuple):
@@ -47,7 +38,7 @@ def describe_labels(program: Program) -> tuple[Input, ...]:
     elements, and all ignore the same elements. It weighs microbatches if one such cross-entropy, at most scaled, is the
     whole loss.
     """
-    whole = strip(find_loss(program), MOVING | SCALING)
+    whole = strip(find_loss(program), MOVING | Trait.SCALES)
     marks: dict[str, tuple[int, int, bool]] = {}
     for name, places in _find_places(program).items():
         (node, place), *others = places
@@ -77,9 +68,7 @@ def find_counts(program: Program) -> tuple[str, ...]:
 
     def parts(node: fx.Node) -> list[fx.Node]:
         return [
-            x
-            for x in node.all_input_nodes
-            if aten_name(node.target) in LINEAR and (x in trained or not shape_of(x))
+            x for x in node.all_input_nodes if has_trait(node, LINEAR) and (x in trained or not shape_of(x))
         ]
 
     divisors = [divisor for node in walk([find_loss(program)], parts) for divisor in find_divisors(node)]
@@ -126,9 +115,9 @@ def find_loss(program: Program) -> fx.Node:
     return loss
 
 
-def strip(node: fx.Node, names: Container[str] = MOVING) -> fx.Node:
-    """Return the argument of a chain of operators with `names`, by default casts and moves, that ends at `node`."""
-    while aten_name(node.target) in names and len(node.all_input_nodes) == 1:
+def strip(node: fx.Node, traits: Trait = MOVING) -> fx.Node:
+    """Return the argument of a chain of operators with `traits`, by default casts and moves, that ends at `node`."""
+    while has_trait(node, traits) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node
 
@@ -179,7 +168,7 @@ def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
     way = [target]
     while way[-1] is not source:
         node = way[-1]
-        if aten_name(node.target) not in MOVING or len(node.all_input_nodes) != 1:
+        if not has_trait(node, MOVING) or len(node.all_input_nodes) != 1:
             return None
         way.append(node.all_input_nodes[0])
     value: Any = numbers

@@ -29,8 +29,6 @@ from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.passes.tensor_parallel.symbols import symbol
 
-SOFTMAX = frozenset(["softmax", "log_softmax"])
-
 
 def describe_means(program: Program, divided: Program) -> Iterator[str]:
     """Yield a warning for a loss of which the mean over microbatches is known to differ from that of the whole batch.
@@ -69,7 +67,7 @@ def is_sum(program: Program) -> bool:
     def parts(node: fx.Node) -> list[fx.Node]:
         """Return the arguments that `node` grows with."""
         multiplies = find_factors(node) or has_trait(node, Trait.FUSED_ATTENTION)
-        if read_loss(node) or multiplies or aten_name(node.target) in SOFTMAX:
+        if read_loss(node) or multiplies or has_trait(node, Trait.SOFTMAX | Trait.LOG_SOFTMAX):
             return []
         # An argument without a batch dimension is the same for every sample.
         return [x for x in node.all_input_nodes if x in trained and has_batch(x) >= has_batch(node)]

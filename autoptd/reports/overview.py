@@ -12,6 +12,8 @@ from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
@@ -185,7 +187,7 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
         nodes = [node for stage in stages for node in stage.graph.nodes]
         repeated = {node for stage in stages for node in find_repeated(stage, manifest.mesh)}
     reductions = [node for node in nodes if node.target is collectives.reduce_from_tensor]
-    copies = [node for node in nodes if node.target in (collectives.copy_to_tensor, *collectives.COPIED)]
+    copies = [node for node in nodes if has_trait(node, Trait.SUMS_GRADIENTS)]
     again = [forward_work(node).reduced for node in reductions if node in repeated]
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
     partial = [n for n, p in manifest.parameters.items() if p.partial_gradient and manifest.owners(n)]

@@ -15,15 +15,13 @@ from torch import Tensor, fx
 
 from autoptd.passes.attention.products import Product, Result, Step, call_name, read_result, read_scores
 from autoptd.passes.ir.nodes import called, operator_name, shape_of
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.precision import HALF
 
 Number = Callable[[Any], "float | None"]
-
-_VIEWS = (
-    *("aten.reshape", "aten.transpose", "aten.permute", "aten.contiguous"),
-    *("aten.expand", "aten.unsqueeze", "aten.to"),
-)
+SHAPED = Trait.RESHAPES | Trait.LAYS_OUT
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    while call_name(node) in _VIEWS:
+    while has_trait(node, Trait.REARRANGES | Trait.REPEATS):
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "get_attr"
 
@@ -97,7 +95,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
     """Read a node as a step, which keeps the dtype and, except for a view, the shape of the scores."""
-    read = _STEPS.get(call_name(node))
+    read = _view if has_trait(node, SHAPED) else _STEPS.get(call_name(node))
     step = read(node, number, learned) if read is not None else None
     if step is None or not isinstance(step.source, fx.Node):
         return None
@@ -169,8 +167,6 @@ _STEPS: dict[str, Callable[[fx.Node, Number, set[fx.Node]], Step | None]] = {
     "aten.masked_fill": _fill,
     "aten.where": _fill,
     "aten.to": _cast,
-    "aten.reshape": _view,
-    "aten.contiguous": _view,
 }
 
 
@@ -191,9 +187,8 @@ def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
         if reader.target is kernels.dropout:
             fits = reader.args[1] is weights[-1]
         else:
-            name = call_name(reader)
-            same = name in ("aten.reshape", "aten.contiguous") and keeps_rows(weights[-1], reader)
-            fits = same or (name == "aten.to" and reader.meta["val"].is_floating_point())
+            same = has_trait(reader, SHAPED) and keeps_rows(weights[-1], reader)
+            fits = same or (has_trait(reader, Trait.CASTS) and reader.meta["val"].is_floating_point())
         rounded = _first_rounded(weights) if fits else None
         if not fits or (rounded is not None and reader.meta["val"].dtype != rounded):
             after = f", after they were rounded to {rounded}" if fits else ""

@@ -19,16 +19,9 @@ from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.products import Step
 from autoptd.passes.ir.nodes import called
 from autoptd.passes.normal_form.constant_masks import buffers_under
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten
-
-_VIEWS = (
-    aten.expand.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten.slice.Tensor,
-    aten.contiguous.default,
-    aten.transpose.int,
-)
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ class Masks:
             return buffers_under(source) if content is not None and content.finite else None
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return None
-        if node.target in _VIEWS:
+        if has_trait(node, Trait.VIEWS):
             return self._bound(node.args[0])
         if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
             first, second = map(self._bound, node.args[1:])

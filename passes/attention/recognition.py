@@ -20,9 +20,9 @@ from autoptd.passes.attention.rewriting import Rewriter, find_groups
 from autoptd.passes.cost.work import describe_saving
 from autoptd.passes.ir.nodes import argument, called, shape_of, where
 from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait, rules_of
 from autoptd.runtime import aten, kernels
-
-_SDPA = aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ def find_attentions(program: Program) -> tuple[Finding, ...]:
 def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     (stage,) = program.stages
     written = any(node.target is aten.softmax.int for node in stage.graph.nodes)
-    grouped = any(node.target is _SDPA and find_groups(node) is not None for node in stage.graph.nodes)
+    grouped = any(
+        has_trait(node, Trait.FUSED_ATTENTION) and find_groups(node) is not None for node in stage.graph.nodes
+    )
     # Without either there is nothing to rewrite, and a copy of a large graph takes its time.
     graph = copy_graph(stage.graph) if written or grouped else stage.graph
     constants = Constants(stage, program.buffers)
@@ -78,11 +80,11 @@ def _find_learned(graph: fx.Graph, constants: Constants) -> set[fx.Node]:
 
 def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding | None:
     """Rewrite the attention of a node that is one, or is its softmax; return None for any other node."""
-    if node.target is _SDPA:
+    if has_trait(node, Trait.FUSED_ATTENTION):
         rewriter.group_heads(node)
-        return Finding("sdpa", _mask_words(rewriter, node, 3, "attn_mask"), "", where(node))
+        return Finding("sdpa", _mask_words(rewriter, node), "", where(node))
     if node.target is kernels.scaled_softmax:
-        return Finding("softmax", _mask_words(rewriter, node, 2, "mask"), "of dropout", where(node))
+        return Finding("softmax", _mask_words(rewriter, node), "of dropout", where(node))
     if node.target is not aten.softmax.int:
         return None
     chain = read_chain(node, rewriter.constants.number, learned)
@@ -98,9 +100,10 @@ def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding 
     return Finding("softmax" if part else "", part.words if part else "", reason, where(node))
 
 
-def _mask_words(rewriter: Rewriter, node: fx.Node, position: int, name: str) -> str:
-    causal = argument(node, 5 if node.target is _SDPA else 3, "is_causal", False)
-    return "causal" if causal else rewriter.masks.describe(argument(node, position, name))
+def _mask_words(rewriter: Rewriter, node: fx.Node) -> str:
+    causal = argument(node, 5 if has_trait(node, Trait.FUSED_ATTENTION) else 3, "is_causal", False)
+    mask = rules_of(node).mask
+    return "causal" if causal else rewriter.masks.describe(argument(node, *mask) if mask else None)
 
 
 def _describe(findings: Sequence[Finding]) -> str:

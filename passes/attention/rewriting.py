@@ -20,10 +20,12 @@ from autoptd.passes.ir.names import live_nodes
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.precision import HALF
 
-_MOVES = ("aten.reshape", "aten.transpose", "aten.permute", "aten.contiguous")
+_MOVES = Trait.RESHAPES | Trait.PERMUTES | Trait.LAYS_OUT
 _FLASH_SIZE = 256  # the largest head that torch's flash attention takes
 
 
@@ -132,7 +134,7 @@ class Rewriter:
     def _without_scale(self, factor: fx.Node) -> tuple[fx.Node, float]:
         """Return the factor before a scaling that nobody else reads, and its number (1 without one)."""
         node = factor
-        while len(node.users) == 1 and call_name(node) in _MOVES:
+        while len(node.users) == 1 and has_trait(node, _MOVES):
             node = node.args[0]  # type: ignore[assignment]
         name = call_name(node)
         if len(node.users) != 1 or name not in ("aten.mul", "aten.div") or node.kwargs:

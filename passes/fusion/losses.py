@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.fusion.patterns import RESHAPES, Call, Match, is_call, is_single
+from autoptd.passes.fusion.patterns import Call, Match, is_call, is_reshape, is_single
 from autoptd.passes.ir.nodes import argument, shape_of
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.precision import HALF
@@ -60,7 +60,7 @@ def _narrow(logits: Any) -> tuple[Any, list[fx.Node]] | None:
     """Return the half-precision logits behind a cast to float32 and single-use reshapes, and those nodes."""
     if not isinstance(logits, fx.Node) or not is_single(logits):
         return None
-    if is_call(logits, *RESHAPES):
+    if is_reshape(logits):
         inner = _narrow(logits.args[0])
         if inner is None:
             return None

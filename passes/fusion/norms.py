@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from autoptd.passes.fusion.patterns import (
-    RESHAPES,
     Call,
     Match,
     both_orders,
     is_call,
+    is_reshape,
     is_single,
     is_vector,
     last_dim,
@@ -195,7 +195,7 @@ _SLICE = ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1))
 
 def _rotated_pairs(node: Any) -> Rotated | None:
     """Read ``stack([-x[..., 1::2], x[..., ::2]], -1)`` flattened into the last dimension."""
-    stack: Any = node.args[0] if is_call(node, *RESHAPES, aten.flatten.using_ints) else None
+    stack: Any = node.args[0] if is_reshape(node) else None
     if not is_call(stack, aten.stack.default):
         return None
     parts: Any = stack.args[0]

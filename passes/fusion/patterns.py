@@ -11,9 +11,9 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import shape_of
 from autoptd.passes.ir.products import MatrixProduct, read_product
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten
-
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Biased:
 
 def is_call(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def is_reshape(node: Any) -> bool:
+    return isinstance(node, fx.Node) and has_trait(node, Trait.RESHAPES)
 
 
 def both_orders(node: Any) -> tuple[tuple[Any, Any], ...]:
@@ -93,7 +97,7 @@ def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool
     """
     if not is_single(node) and not all(user in members for user in node.users):
         return None
-    if is_call(node, *RESHAPES):
+    if is_reshape(node):
         source: Any = node.args[0]
         if shape_of(source)[-1:] != shape_of(node)[-1:]:
             return None

@@ -27,12 +27,12 @@ from autoptd.passes.fusion.norms import (
     match_torch_rms_norm,
 )
 from autoptd.passes.fusion.patterns import (
-    RESHAPES,
     Call,
     Match,
     alike,
     both_orders,
     is_call,
+    is_reshape,
     is_single,
     is_vector,
     plain_add,
@@ -46,6 +46,8 @@ from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program, Stage, copy_graph
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 
 Rule = Callable[[fx.Node], Match | None]
@@ -127,7 +129,7 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
         if not node.users:
             items.update(info(node).items)
             graph.erase_node(node)
-    change_info(made, fused=match.call.target not in RESHAPES, items=tuple(sorted(items)))
+    change_info(made, fused=not is_reshape(made), items=tuple(sorted(items)))
 
 
 def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation) -> fx.Node:
@@ -153,13 +155,13 @@ def _name(node: fx.Node) -> str:
 def _linear_gelu(node: fx.Node) -> Match | None:
     """Match gelu(linear(x, weight, bias)), also with rows reshaped to a matrix and back (GPT-2)."""
     product: Any = node.args[0] if is_call(node, aten.gelu.default) else None
-    reshaped = [product] if is_call(product, *RESHAPES) else []
+    reshaped = [product] if is_reshape(product) else []
     linear = read_linear(product.args[0] if reshaped else product)
     if linear is None or not all(map(is_single, (linear.node, *reshaped))):
         return None
     x: Any = linear.x
     shape = (*shape_of(node)[:-1], shape_of(x)[-1])
-    if is_call(x, *RESHAPES) and shape_of(x) != shape:
+    if is_reshape(x) and shape_of(x) != shape:
         x = x.args[0]
     if shape_of(x) != shape:
         return None
@@ -181,7 +183,7 @@ def _bias_gelu(node: fx.Node) -> Match | None:
 
 def _grouped_attention(node: fx.Node) -> Match | None:
     """Match fused attention of fewer key and value heads than query heads, without a mask."""
-    grouped = is_call(node, aten.scaled_dot_product_attention.default) and node.kwargs.get("enable_gqa")
+    grouped = has_trait(node, Trait.FUSED_ATTENTION) and node.kwargs.get("enable_gqa")
     if not grouped or len(node.args) > 3 or node.kwargs.get("attn_mask") is not None:
         return None
     options = {name: value for name, value in node.kwargs.items() if name in ("is_causal", "scale")}
@@ -238,14 +240,14 @@ def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
 def _norm_before_reshape(node: fx.Node) -> Match | None:
     """Match norm(a sum) reshaped for norm(the sum reshaped), if rows stay rows (OPT)."""
     source: Any = node.args[0] if is_call(node, *_ADDED_NORMS) else None
-    if not is_call(source, *RESHAPES):
+    if not is_reshape(source):
         return None
     x: Any = source.args[0]
     is_sum = plain_add(x) is not None or is_call(x, kernels.bias_dropout_add)
     if not is_sum or shape_of(x)[-1] != shape_of(node)[-1]:
         return None
     norm = Call(node.target, (x, *node.args[1:]), node, node.kwargs)
-    return Match(Call(aten.reshape.default, (norm, list(shape_of(node))), node), (node,), frozenset({source}))
+    return Match(Call(source.target, (norm, list(shape_of(node))), node), (node,), frozenset({source}))
 
 
 def _add_norm(node: fx.Node) -> Match | None:

@@ -12,8 +12,11 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, aten_name, shape_of
 from autoptd.runtime import aten, collectives, kernels
 
-_FACTORS_FIRST = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default)
-_BIAS_FIRST = (aten.addmm.default, aten.baddbmm.default)
+# The position of the first factor of torch's products; before it stands the bias.
+_FIRST_FACTOR: Mapping[Any, int] = {
+    **dict.fromkeys((aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default), 0),
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), 1),
+}
 _OURS = (kernels.linear_gelu, kernels.split_linear, *collectives.COPIED)
 
 
@@ -56,15 +59,13 @@ def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
     if node.target in _OURS:
         return _read_ours(node, bound_arguments(node))
-    found: Any
-    if node.target in _FACTORS_FIRST:
-        found = *node.args[:2], argument(node, 2, "bias")
-    elif node.target in _BIAS_FIRST:
-        found = *node.args[1:3], node.args[0]
-    else:
+    first = _FIRST_FACTOR.get(node.target)
+    if first is None:
         return ()
-    contracted = 1 if node.target is aten.linear.default else max(0, len(shape_of(found[1])) - 2)
-    x, weight, bias = found
+    arguments: Any = node.args
+    x, weight = arguments[first : first + 2]
+    bias = arguments[0] if first else argument(node, 2, "bias")
+    contracted = 1 if node.target is aten.linear.default else max(0, len(shape_of(weight)) - 2)
     return (MatrixProduct(node, x, weight, bias, contracted),)
 
 

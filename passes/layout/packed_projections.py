@@ -16,6 +16,8 @@ from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import aten_name, shape_of
 from autoptd.passes.ir.products import read_product
 from autoptd.passes.ir.views import read_cut
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.mesh import Mesh
 
@@ -53,7 +55,7 @@ def _chain(split: fx.Node) -> list[fx.Node]:
         return []
     source: Any = split.args[0]
     chain = [source] if len(source.users) == 1 else []
-    if chain and source.target is aten.reshape.default:
+    if chain and has_trait(source, Trait.RESHAPES):
         source = source.args[0]
         same = source.op == "call_function" and shape_of(source)[-1] == shape_of(chain[0])[-1]
         chain = [source, *chain] if same and len(source.users) == 1 else []
@@ -71,7 +73,7 @@ def _chain(split: fx.Node) -> list[fx.Node]:
 
 def _is_heads(node: fx.Node) -> bool:
     """Does it split the last dimension of its argument, and no other?"""
-    if node.target is not aten.reshape.default:
+    if not has_trait(node, Trait.RESHAPES):
         return False
     before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
     return len(after) == len(before) + 1 and after[: len(before) - 1] == before[:-1]
@@ -96,7 +98,7 @@ def _unpack(
     _describe(node, linear, propagation)
     for view in reshaped:
         shape = [sections, *shape_of(view)[:-1], shape_of(view)[-1] // sections]
-        node = graph.create_node("call_function", aten.reshape.default, (node, shape), {}, view.name)
+        node = graph.create_node("call_function", view.target, (node, shape), {}, view.name)
         _describe(node, view, propagation)
     node = graph.create_node("call_function", aten.unbind.int, (node, 0), {}, split.name)
     _describe(node, split, propagation)

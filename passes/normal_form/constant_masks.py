@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import is_lifted, loads_under
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.shares import elementwise
+from autoptd.passes.operators.table import has_trait, rules_of
 from autoptd.runtime import aten
 
 _BLOCK = 1 << 26  # mask elements computed at once
 _LIMIT = 1 << 31  # a larger mask is left as it is
-_FACTORIES = (aten.ones.default, aten.zeros.default, aten.full.default)
-# Pointwise operators without torch's tag, since they are composed of others.
-_POINTWISE = (aten.where.ScalarOther, aten.where.ScalarSelf, aten.to.dtype)
-_TRIANGLES: dict[Any, Any] = {aten.tril.default: torch.tril, aten.triu.default: torch.triu}
 
 
 class MaskJudge:
@@ -69,15 +68,17 @@ class MaskJudge:
         if node.target is aten.expand.default:
             source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
             return None if source is None else source.expand(*val.shape[:-2], count, val.shape[-1])
-        if node.target in _FACTORIES:
+        if has_trait(node, Trait.FILLS):
             shape = [*val.shape[:-2], count, val.shape[-1]]
-            made: Tensor = node.target(shape, *node.args[1:], **node.kwargs)
+            made: Tensor = node.target(shape, *node.args[1:], **node.kwargs)  # type: ignore[operator]
             return made
-        if node.target in _TRIANGLES:
+        if node.target in (aten.tril.default, aten.triu.default):
             source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
             diagonal: Any = node.args[1] if len(node.args) > 1 else 0
-            return None if source is None else _TRIANGLES[node.target](source, diagonal + start)
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _POINTWISE:
+            return None if source is None else node.target(source, diagonal + start)
+        # ``where`` with a number and ``to`` have no tag, since torch composes them of others.
+        tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if not tagged and rules_of(node).placed is not elementwise:
             return None
         rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
         if any(value is None for value in rows.values()):

@@ -14,25 +14,12 @@ from autoptd.passes.ir.names import live_nodes
 from autoptd.passes.ir.nodes import argument, is_lifted, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
-from autoptd.runtime import aten, kernels
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
-# Operators with a mask: its position and its name.
-_MASKS: dict[Any, tuple[int, str]] = {
-    aten.scaled_dot_product_attention.default: (3, "attn_mask"),
-    kernels.scaled_softmax: (2, "mask"),
-}
 LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
-_SHAPE_ONLY = (
-    aten.unsqueeze.default,
-    aten.expand.default,
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.squeeze.dim,
-    aten.select.int,
-)
 
 # Operators that read only a tensor's shape and dtype -> the factory of the same tensor.
 _FACTORIES: dict[Any, OpOverload] = {
@@ -106,13 +93,16 @@ class _Folder:
         """Replace proved masks, and return the number of attentions by verdict."""
         counts: Counter[str] = Counter()
         for node in self.graph.nodes:
-            mask = argument(node, *_MASKS[node.target]) if node.target in _MASKS else None
-            if not isinstance(mask, fx.Node) or mask not in self.constant:
+            place = rules_of(node).mask
+            mask = argument(node, *place) if place else None
+            if place is None or not isinstance(mask, fx.Node) or mask not in self.constant:
                 continue
             verdict = self.judge.judge(mask)
             counts[verdict] += 1
             if verdict in ("causal", "open"):
-                _drop_mask(node, verdict == "causal")
+                node.args = node.args[: place[0]]
+                if verdict == "causal":
+                    node.kwargs = {"is_causal": True, **node.kwargs}
                 self.proved |= buffers_under(mask)
         return counts
 
@@ -185,7 +175,7 @@ class _Folder:
     def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
         """Load a constant where it was computed, named after the operator that computed its elements."""
         origin = node
-        while origin.target in _SHAPE_ONLY:
+        while has_trait(origin, Trait.VIEWS):
             origin = origin.args[0]  # type: ignore[assignment]
         # It becomes an attribute of the rank's nn.Module, which already has `to` and `type`.
         name = f"constant.{origin.name}" + "_value" * hasattr(torch.nn.Module, origin.name)
@@ -212,11 +202,6 @@ def filled(constants: fx.Graph) -> frozenset[str]:
             if node.target in _FACTORIES.values():
                 names.add(name)
     return frozenset(names)
-
-
-def _drop_mask(node: fx.Node, causal: bool) -> None:
-    node.args = node.args[: _MASKS[node.target][0]]
-    node.kwargs = {"is_causal": True, **node.kwargs} if causal else node.kwargs
 
 
 def _free_of_data(node: fx.Node) -> None:

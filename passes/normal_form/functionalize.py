@@ -14,9 +14,10 @@ from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.normal_form.writer import Writer
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten
 
-_SHAPE_VIEWS = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
 _SCATTERS: Mapping[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,
@@ -109,7 +110,7 @@ class Storage:
             return self.writer.emit(_SCATTERS[target], (whole, value, *rest), meta)
         if target is aten.transpose.int:
             return self.writer.emit(target, (value, *rest), meta)
-        if target in _SHAPE_VIEWS:
+        if has_trait(view, Trait.RESHAPES | Trait.SQUEEZES):
             return self.writer.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
         raise ValueError(
             f"{where(value)}: writing in place through {target} ({value.target}) is not supported; write it out of "

@@ -14,25 +14,25 @@ from autoptd.passes.ir.nodes import refuse_random, where
 from autoptd.passes.normal_form.writer import Call
 from autoptd.runtime import aten, kernels
 
-_RECURRENT = (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-
 Rule = Callable[[Call], "fx.Node | None"]
 """The replacement of a call: a new node, an existing one, or None to keep the call."""
 
 
 def rewrite(target: Any, call: Call) -> fx.Node:
-    """Write the normal form of `call`. Raises ValueError for a random operator."""
+    """Write the normal form of `call`. Raises ValueError for an unsupported or a random operator."""
     rule = RULES.get(target)
     made = rule(call) if rule is not None else None
     if made is not None:
         return made
-    if target in _RECURRENT:
-        raise ValueError(
-            f"{where(call.node)}: {target} is a whole recurrent layer, which is not supported: write its steps with "
-            "linear operators, or leave the layer out of the compiled model"
-        )
     refuse_random(call.node, target)
     return call.writer.emit(target, call.args, call.meta, call.kwargs)
+
+
+def _recurrent(call: Call) -> fx.Node | None:
+    raise ValueError(
+        f"{where(call.node)}: {call.node.target} is a whole recurrent layer, which is not supported: write its steps "
+        "with linear operators, or leave the layer out of the compiled model"
+    )
 
 
 def _embedding(call: Call) -> fx.Node | None:
@@ -79,6 +79,9 @@ def _shaped(target: OpOverload) -> Rule:
         return call.source if same else call.emit(target, call.source, list(call.val.shape))
 
     return rule
+
+
+_reshape = _shaped(aten.reshape.default)
 
 
 def _repeat(call: Call) -> fx.Node | None:
@@ -261,25 +264,6 @@ def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
     return _derive(call, aten.reshape.default, x, [b, g * times, s, a])
 
 
-_CASTS = (
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten.to.prim_Device,
-    aten.to.prim_dtype,
-    aten._to_copy.default,
-    aten.type_as.default,
-)
-_SHAPES = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.view_as.default,
-    aten.reshape_as.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-)
 # Operators with two names in torch: the other one, and the one that passes know.
 _OTHER_NAMES = [
     pair.split("=")
@@ -304,9 +288,14 @@ def _layer_norm(call: Call) -> fx.Node | None:
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _same),
-    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
+    **dict.fromkeys((aten.to.prim_Device, aten.to.prim_dtype), _cast),
+    **dict.fromkeys((aten._to_copy.default, aten.type_as.default), _cast),
     **dict.fromkeys((aten.contiguous.default, aten.clone.default), _contiguous),
-    **dict.fromkeys(_SHAPES, _shaped(aten.reshape.default)),
+    **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _reshape),
+    **dict.fromkeys((aten.view_as.default, aten.reshape_as.default), _reshape),
+    **dict.fromkeys((aten.flatten.using_ints, aten.unflatten.int), _reshape),
+    **dict.fromkeys((aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     **dict.fromkeys((aten.expand.default, aten.expand_as.default), _shaped(aten.expand.default)),
     **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
     **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),

@@ -242,7 +242,7 @@ _FUSED = OperatorRules(
 )
 RULES: Mapping[Any, OperatorRules] = {
     aten.scaled_dot_product_attention: replace(
-        _FUSED, axes=attention_axes, local=attention_local, order=_keep_order(0)
+        _FUSED, axes=attention_axes, local=attention_local, order=_keep_order(0), mask=(3, "attn_mask")
     ),
     kernels.grouped_attention: _FUSED,
     kernels.scaled_softmax: OperatorRules(
@@ -251,6 +251,7 @@ RULES: Mapping[Any, OperatorRules] = {
         placed=_softmax_placed,
         order=_keep_order(1),
         keeps="result",
+        mask=(2, "mask"),
         traits=Trait.SOFTMAX | Trait.ANY_SHARE,
     ),
     kernels.rotary_embedding: OperatorRules(placed=_rotary_placed, backward=_rotary_backward),

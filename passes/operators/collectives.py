@@ -105,15 +105,14 @@ def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
     return replace(work + overlapped + Work(reduced=value.bytes(x), launches=1), overlapped=overlapped)
 
 
-_COPIED = OperatorRules(
-    placed=_copied_placed, work=multiply, backward=_copied_backward, traits=Trait.ANY_SHARE
-)
+_F = Trait.ANY_SHARE | Trait.SUMS_GRADIENTS
+_COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys(collectives.COPIED, _COPIED),
     collectives.copied_linear_gelu: replace(_COPIED, work=gelu_work),
     collectives.copy_to_tensor: OperatorRules(
-        placed=_copy_placed, backward=_all_reduce, traits=Trait.ANY_SHARE | Trait.FREE
+        placed=_copy_placed, backward=_all_reduce, traits=_F | Trait.FREE
     ),
     collectives.reduce_from_tensor: OperatorRules(
         placed=_reduce_placed,

@@ -319,14 +319,16 @@ _SLICE = OperatorRules(
     backward=view_backward,
 )
 _SPLIT = replace(_SLICE, axes=_split_axes, local=_split_local, order=resize_order(2))
-_CAT = OperatorRules(axes=_cat_axes, placed=_cat_placed, order=_join_order, keeps="nothing")
+_JOIN = OperatorRules(order=_join_order, keeps="nothing", traits=Trait.LINEAR)
 
 RULES: Mapping[Any, OperatorRules] = {
-    **dict.fromkeys((aten.slice, aten.narrow), _SLICE),
+    **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=Trait.TAKES)),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _SPLIT),
     aten.tensor_split: replace(_SPLIT, of_partial=refuse_partial),
-    **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), _CAT),
-    aten.stack: replace(_CAT, axes=_stack_axes, placed=_stack_placed),
+    **dict.fromkeys(
+        (aten.cat, aten.concat, aten.concatenate), replace(_JOIN, axes=_cat_axes, placed=_cat_placed)
+    ),
+    aten.stack: replace(_JOIN, axes=_stack_axes, placed=_stack_placed),
     aten.repeat_interleave: OperatorRules(
         axes=_repeat_axes,
         local=_repeat_local,

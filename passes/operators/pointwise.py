@@ -35,7 +35,7 @@ _OTHERS = """
     abs rsub exp2 log log2 log1p expm1 reciprocal pow square sin cos tan silu gelu relu6 elu leaky_relu mish softplus
     hardtanh hardswish erf erfc sign floor ceil round clamp clamp_min clamp_max minimum maximum eq ne lt le gt ge
     logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not alias lift_fresh_copy lift_fresh
-    positive float_power addcmul addcdiv lerp isnan isinf isfinite nan_to_num zeros_like ones_like full_like fill
+    positive float_power addcmul addcdiv lerp isnan isinf isfinite zeros_like ones_like full_like fill
     floor_divide remainder fmod atan2 threshold celu selu hardsigmoid log_sigmoid trunc frac polar complex
     real imag conj _conj _conj_physical resolve_conj asin acos atan sinh cosh asinh acosh atanh sinc sgn erfinv logit
     special_expit hypot copysign logaddexp logaddexp2 xlogy bitwise_xor hardshrink softshrink heaviside special_erf
@@ -94,28 +94,34 @@ def _make_placed(node: fx.Node, shares: Shares) -> Share:
     return WHOLE
 
 
+_SAFE = Trait.PADDING_SAFE
 POINTWISE = OperatorRules(axes=broadcast, placed=elementwise, order=elementwise_order)
-_CAST = replace(
-    POINTWISE, of_partial=keep_partial, keeps="nothing", traits=Trait.PADDING_SAFE | Trait.REARRANGES
-)
-_ADD = replace(POINTWISE, local=add_local, of_partial=add_partial, backward=_add_backward)
-_SCALE = replace(POINTWISE, of_partial=scale_partial, backward=_scale_backward, traits=Trait.PADDING_SAFE)
+_SAME = replace(POINTWISE, of_partial=keep_partial, traits=Trait.TAKES)
+_NEG = replace(_SAME, keeps="nothing", traits=Trait.SCALES)
+_CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
+_LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
+_LINEAR = replace(POINTWISE, traits=Trait.LINEAR)
+_ADD = replace(_LINEAR, local=add_local, of_partial=add_partial, backward=_add_backward)
+_SCALE = replace(POINTWISE, of_partial=scale_partial, backward=_scale_backward, traits=_SAFE | Trait.SCALES)
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
-_KEEPS_NOTHING = replace(POINTWISE, keeps="nothing")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=_make_placed)
+_FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=Trait.FILLS)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},
-    aten.add: replace(_ADD, traits=Trait.PADDING_SAFE),
+    aten.add: replace(_ADD, traits=_SAFE | Trait.LINEAR),
     aten.sub: replace(_ADD, local=same_call),
     **dict.fromkeys((aten.mul, aten.div), _SCALE),
-    **dict.fromkeys((aten.to, aten._to_copy, aten.clone), _CAST),
-    aten.contiguous: replace(_CAST, order=_contiguous_order, copies=contiguous_copies),
-    **dict.fromkeys((aten.detach, aten.alias), replace(POINTWISE, of_partial=keep_partial)),
-    aten.neg: replace(_CAST, traits=Trait.NONE),
-    **dict.fromkeys((aten.masked_fill, aten.where, aten.rsub), _KEEPS_NOTHING),
+    **dict.fromkeys((aten.to, aten._to_copy), _CAST),
+    aten.clone: _LAY_OUT,
+    aten.contiguous: replace(_LAY_OUT, order=_contiguous_order, copies=contiguous_copies),
+    **dict.fromkeys((aten.detach, aten.alias), _SAME),
+    aten.neg: _NEG,
+    aten.masked_fill: replace(POINTWISE, keeps="nothing"),
+    **dict.fromkeys((aten.where, aten.rsub), replace(_LINEAR, keeps="nothing")),
+    aten.nan_to_num: _LINEAR,
     **dict.fromkeys((aten.exp, aten.sigmoid, aten.relu, aten.sqrt, aten.rsqrt), _KEEPS_RESULT),
-    aten.tanh: replace(_KEEPS_RESULT, traits=Trait.PADDING_SAFE),
+    aten.tanh: replace(_KEEPS_RESULT, traits=_SAFE),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), _LIKE),
-    **dict.fromkeys((aten.zeros, aten.ones, aten.full), OperatorRules(axes=_make_axes, local=sized_local(0))),
+    **dict.fromkeys((aten.zeros, aten.ones, aten.full), _FILL),
 }

@@ -22,15 +22,25 @@ class Trait(Flag):
     NONE = 0
     PADDING_SAFE = auto()  # rows of zeros behind the end of its arguments mean nothing to it
     KNOWS_SIZE = auto()  # a contraction that knows its true size, and so may be padded
-    REARRANGES = (
-        auto()
-    )  # its result has the elements of its argument, each once, in another shape, order or dtype
+    RESHAPES = auto()  # its result has the elements of its argument in the same order, in another shape
+    SQUEEZES = auto()  # adds or drops dimensions of size 1
+    PERMUTES = auto()  # moves dimensions
+    LAYS_OUT = auto()  # writes its argument to memory anew
+    CASTS = auto()
+    REARRANGES = RESHAPES | SQUEEZES | PERMUTES | LAYS_OUT | CASTS  # the elements of its argument, each once
+    TAKES = auto()  # its result is a part of its argument, or all of it
+    REPEATS = auto()  # its result has elements of its argument several times
+    VIEWS = RESHAPES | SQUEEZES | PERMUTES | LAYS_OUT | TAKES | REPEATS  # elements of its argument, unchanged
+    PADS = auto()  # adds constant elements to its argument
+    FILLS = auto()  # makes a tensor of one constant, from its shape alone
+    SCALES = auto()  # multiplies or divides its argument by another, or by a number
+    LINEAR = auto()  # none of these, and linear in its arguments
     FREE = auto()  # its forward only looks at its argument in another way, though torch calls it no view
     SOFTMAX = auto()
-    FUSED_ATTENTION = (
-        auto()
-    )  # keeps its arguments, its result and a statistic, and writes in the order of the queries
+    LOG_SOFTMAX = auto()
+    FUSED_ATTENTION = auto()  # keeps arguments, result and a statistic; writes in the order of the queries
     SUMS_RANKS = auto()  # its result is a sum over the tensor ranks, and has a whole gradient
+    SUMS_GRADIENTS = auto()  # f: it sums the gradient of its argument, which all tensor ranks have, over them
     ANY_SHARE = auto()  # `placed` judges whole arguments and partial sums, too
 
 
@@ -44,6 +54,7 @@ class OperatorRules:
     has these); None: the proof does not cover it. `order` writes the call for the sequence-first layout; None: on
     arguments in the user's order. `work` and `backward` are the costs of both directions; None: bound by memory,
     where the backward reads what the forward `keeps`. `copies` counts the bytes that it copies for bad strides.
+    `mask` is the position and the name of an attention's mask among its arguments.
     """
 
     axes: Callable[[AxisMap, fx.Node], Any] = opaque
@@ -55,4 +66,5 @@ class OperatorRules:
     backward: Callable[[fx.Node, Value, Sequence[fx.Node]], Work] | None = None
     keeps: Literal["arguments", "result", "nothing"] = "arguments"
     copies: Callable[[Sequence[Any], Any], int] | None = None
+    mask: tuple[int, str] | None = None
     traits: Trait = Trait.NONE

@@ -147,6 +147,7 @@ def _normalized_dims(node: fx.Node, rank: int) -> range:
 
 
 _REDUCTION = OperatorRules(axes=_reduce_axes, placed=_reduce_placed(False), order=_reduce_order)
+_MEAN = replace(_REDUCTION, keeps="nothing", traits=Trait.LINEAR)
 _CUMSUM = OperatorRules(axes=_softmax_axes, placed=over_placed(_softmax_dims), order=resize_order(1))
 _SOFTMAX = replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX)
 _NORM = OperatorRules(
@@ -154,15 +155,15 @@ _NORM = OperatorRules(
 )
 
 RULES: Mapping[Any, OperatorRules] = {
-    aten.sum: replace(_REDUCTION, axes=_sum_axes, placed=_reduce_placed(True), keeps="nothing"),
-    aten.mean: replace(_REDUCTION, keeps="nothing"),
+    aten.sum: replace(_MEAN, axes=_sum_axes, placed=_reduce_placed(True)),
+    aten.mean: _MEAN,
     **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all, aten.logsumexp), _REDUCTION),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     **dict.fromkeys((aten.max, aten.min), replace(_REDUCTION, order=None)),
     aten.cumsum: _CUMSUM,
     aten.softmax: replace(_SOFTMAX, copies=contiguous_copies),
-    aten.log_softmax: replace(_SOFTMAX, copies=contiguous_copies, traits=Trait.NONE),
+    aten.log_softmax: replace(_SOFTMAX, copies=contiguous_copies, traits=Trait.LOG_SOFTMAX),
     aten._softmax: _SOFTMAX,
-    aten._log_softmax: replace(_SOFTMAX, traits=Trait.NONE),
+    aten._log_softmax: replace(_SOFTMAX, traits=Trait.LOG_SOFTMAX),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), _NORM),
 }

@@ -52,5 +52,5 @@ def rules_of(node: fx.Node) -> OperatorRules:
 
 
 def has_trait(node: fx.Node, trait: Trait) -> bool:
-    """Return whether the operator that a node calls has a trait."""
-    return trait in rules_of(node).traits
+    """Return whether the operator that a node calls has this trait, or any of these."""
+    return bool(trait & rules_of(node).traits)

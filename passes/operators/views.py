@@ -228,26 +228,27 @@ _RESHAPE = OperatorRules(
     of_partial=keep_partial,
     order=_reshape_order,
     copies=_reshape_copies,
-    traits=Trait.PADDING_SAFE | Trait.REARRANGES,
+    traits=Trait.PADDING_SAFE | Trait.RESHAPES,
 )
-_PERMUTE = replace(_MOVE, order=_permute_order, traits=Trait.REARRANGES)
-_TRANSPOSE = replace(_PERMUTE, traits=Trait.PADDING_SAFE | Trait.REARRANGES)
-_EXPAND = replace(_MOVE, local=sized_local(1), order=_expand_order, backward=view_backward)
-_PAD = OperatorRules(axes=_cut_axes("pads it"), placed=move_placed, order=_pad_order)
+_PERMUTE = replace(_MOVE, order=_permute_order, traits=Trait.PERMUTES)
+_TRANSPOSE = replace(_PERMUTE, traits=Trait.PADDING_SAFE | Trait.PERMUTES)
+_DROP = replace(_MOVE, order=_drop_order, backward=view_backward)
+_EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=Trait.REPEATS)
+_PAD = OperatorRules(axes=_cut_axes("pads it"), placed=move_placed, order=_pad_order, traits=Trait.PADS)
 _PAIR = OperatorRules(axes=_cut_axes("makes numbers of it"), placed=move_placed)
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten), _RESHAPE),
-    aten.unflatten: replace(_RESHAPE, traits=Trait.REARRANGES),
+    aten.unflatten: replace(_RESHAPE, traits=Trait.RESHAPES),
     aten.transpose: _TRANSPOSE,
     **dict.fromkeys((aten.swapaxes, aten.permute), _PERMUTE),
     aten.swapdims: replace(_PERMUTE, order=None),
     **dict.fromkeys((aten.t, aten.numpy_T), replace(_TRANSPOSE, order=None)),
-    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=Trait.REARRANGES),
-    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=Trait.REARRANGES),
+    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=Trait.SQUEEZES),
+    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=Trait.SQUEEZES),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
-    aten.select: replace(_MOVE, axes=_cut_axes("selects from it"), order=_drop_order, backward=view_backward),
-    aten.unbind: replace(_MOVE, axes=_cut_axes("takes it apart"), order=_drop_order, backward=view_backward),
+    aten.select: replace(_DROP, axes=_cut_axes("selects from it"), traits=Trait.TAKES),
+    aten.unbind: replace(_DROP, axes=_cut_axes("takes it apart")),
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), _PAD),
     **dict.fromkeys((aten.view_as_complex, aten.view_as_real), _PAIR),
 }

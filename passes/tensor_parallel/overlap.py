@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.fusion.patterns import RESHAPES, alike, is_call
+from autoptd.passes.fusion.patterns import alike, is_reshape
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
@@ -73,7 +73,7 @@ class _Rewriting:
     def _read(self, f: fx.Node) -> tuple[list[MatrixProduct], str]:
         """The readers of f, in graph order; or why it stays."""
         users = sorted(f.users)
-        views = [user for user in users if is_call(user, *RESHAPES)]
+        views = [user for user in users if is_reshape(user)]
         if views and views == users:
             if len({shape_of(view) for view in views}) > 1 or shape_of(views[0])[-1] != shape_of(f)[-1]:
                 return [], f"read in other shapes by {called(views[0])}"

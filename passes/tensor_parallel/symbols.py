@@ -20,17 +20,19 @@ from torch import fx
 
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import operator_name, shape_of
+from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
 
 PACKED = (
     "takes it apart",
     "selects from it",
 )  # reasons not to divide an index of equal blocks (`shape_rules`)
-EMBEDDING, LOSS, ATTENTION = "aten.embedding", "aten.cross_entropy_loss", "aten.scaled_dot_product_attention"
-PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.einsum")
+EMBEDDING = "aten.embedding"
 
 
 @cache
@@ -173,9 +175,9 @@ class _Roles:
 
     # Roles
 
-    def _calls(self, *names: str) -> Iterable[fx.Node]:
+    def _calls(self, name: str) -> Iterable[fx.Node]:
         calls = (node for node in self._graph.nodes if node.op == "call_function")
-        return (node for node in calls if operator_name(node.target) in names)
+        return (node for node in calls if operator_name(node.target) == name)
 
     def _name_inputs(self) -> None:
         nodes = {str(node.target): node for node in self._axis_map.inputs}
@@ -200,7 +202,7 @@ class _Roles:
                 self._name("h", width)
             else:
                 self._symbol("h", ax.find(width).size)
-        for node in self._calls(LOSS):
+        for node in self._calls("aten.cross_entropy_loss"):
             logits: Any = node.args[0]
             self._name("V", self._axis_map.of(logits)[min(1, len(shape_of(logits)) - 1)])
 
@@ -229,7 +231,7 @@ class _Roles:
             x, y = (self._axis_map.of(factor) for factor in _factors(node))
             self._name("s", x[-2])
             self._name_head(x[-1], heads)
-            if operator_name(node.target) == ATTENTION:
+            if has_trait(node, Trait.FUSED_ATTENTION):
                 self._name("s", y[-2])
                 self._name_head(self._axis_map.of(node.args[2])[-1], heads)
             elif self._is_free(y[-1]):
@@ -251,9 +253,8 @@ class _Roles:
         """Name the remaining axes that a product with a weight contracts as widths of an MLP."""
         for node in self._calls(EMBEDDING):
             self._name("h", self._axis_map.of(node.args[0])[1])
-        for node in self._calls(*PRODUCTS):
-            axis = self._axis_map.contractions.get(node)
-            if axis is not None and any(map(self._axis_map.is_weight, node.all_input_nodes)):
+        for node, axis in self._axis_map.contractions.items():
+            if find_factors(node) and any(map(self._axis_map.is_weight, node.all_input_nodes)):
                 self._name("f", axis)
         for node in self._graph.nodes:
             if self._axis_map.is_weight(node):
