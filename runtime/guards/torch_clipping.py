@@ -39,7 +39,8 @@ class ModelGradients(NamedTuple):
     is_everywhere: Callable[[], bool]
 
 
-_MODELS: dict[int, ModelGradients] = {}  # of the parallel models that live, by their id
+# Of the parallel models that live, by their id: the thread that bound it, and its gradients.
+_MODELS: dict[int, tuple[int, ModelGradients]] = {}
 _LOCK = threading.Lock()
 
 
@@ -47,7 +48,7 @@ def clip_over_ranks(parallel: nn.Module, gradients: ModelGradients) -> None:
     """Let torch's functions know the `gradients` of `parallel` while that lives; those of other models stay torch's."""
     if id(parallel) not in _MODELS:
         weakref.finalize(parallel, _MODELS.pop, id(parallel))
-    _MODELS[id(parallel)] = gradients
+    _MODELS[id(parallel)] = threading.get_ident(), gradients
     with _LOCK:
         for name, replacement in _REPLACEMENTS.items():
             original = getattr(clip_grad, name)
@@ -68,6 +69,15 @@ def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Call
     return wrapped
 
 
+def _list_models() -> list[ModelGradients]:
+    """Return the models that this thread bound, or all of them if it bound none.
+
+    Where ranks are threads, the backward of another rank writes its gradients without the interpreter's lock.
+    """
+    models = list(_MODELS.values())
+    return [model for thread, model in models if thread == threading.get_ident()] or [m for _, m in models]
+
+
 @leave_uncompiled
 def _total_norm(
     original: Callable[..., Tensor],
@@ -77,7 +87,7 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for model in list(_MODELS.values()):
+    for model in _list_models():
         keys = _read_keys(model)
         if any(id(tensor) in keys for tensor in tensors):
             norm = model.measure(float(norm_type), _check_whole(model, [keys.get(id(t)) for t in tensors]))
@@ -127,7 +137,7 @@ def _change_own(
 ) -> None:
     """Call `original` with the parts that this rank steps in place of sharded `parameters`."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for model in list(_MODELS.values()):
+    for model in _list_models():
         leaves = model.leaves()
         parts = {id(p): leaves[index] for index, own in model.sharded().items() for p in own.values()}
         given = list({id(p): p for p in (parts.get(id(p), p) for p in given)}.values())
