@@ -37,13 +37,13 @@ from autoptd.options import (
     check_seed,
     read_mesh,
 )
-from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
 from autoptd.passes.stages.cut import Found, cut_at, find_cut
-from autoptd.passes.stages.fused_order import FusedOrder, passes_from_the_cut
+from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.plan import Plan
 from autoptd.planning.search import plan
 from autoptd.progress import Watch
@@ -183,18 +183,17 @@ class _Job:
         captured = captured if first is None else guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
-            program = run_passes(passes_to_the_division(self.options.layout), program, watch, keep_text)
+            program = run_passes(select_passes(self.options, "arrange"), program, watch, keep_text)
             program = mark_expanded(program, self.options.layout, self.model, self.loss_fn)
             program = replace(program, model_flops=count_flops(program.stages[0]))
-            return run_passes(passes_to_the_cut(self.options.rules), program, watch, keep_text)
+            return run_passes(select_passes(self.options, "divide"), program, watch, keep_text)
 
     def finish(
         self, cut: Program, divided: Program, actions: Schedule, watch: Watch, shape: int = 0
     ) -> CompiledProgram:
         """Rewrite the stages of a `cut` program, emit and check their texts; `divided` is the uncut program."""
         keep_text(cut, "cut stages")
-        passes = passes_from_the_cut(self.options.recompute, self.options.fuse)
-        program = run_passes(passes, cut, watch, keep_text)
+        program = run_passes(select_passes(self.options, "finish"), cut, watch, keep_text)
         watch.say("emit and check")
         parameters = divided.stages[0].parameters
         manifest = replace(
@@ -239,7 +238,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
         divided = job.divide(examples[0], microbatch_size, watch)
         with leave_autocast():
             watch.say("finish uncut")
-            uncut = FusedOrder(divided, job.options.recompute, job.options.fuse)
+            uncut = FusedOrder(divided, select_passes(job.options, "finish"))
             chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
             # Refuses before the cut is solved.
             actions = make_schedule(job.schedule, job.mesh.pipeline, job.count, chunks)

@@ -23,10 +23,10 @@ AXES = ("tensor", "pipeline", "data")
 class Options:
     """The options by which passes rewrite a model: those of `autoptd.compile` that are not in the manifest."""
 
-    recompute: str | int
-    fuse: bool
-    layout: str
-    rules: Mapping[Any, str] | None
+    recompute: str | int = "none"
+    fuse: bool = True
+    layout: str = "sbh"
+    rules: Mapping[Any, str] | None = None
 
 
 def read_mesh(mesh: object) -> Mesh:

@@ -1,50 +1,96 @@
-"""The passes that every program walks through, in their order, to the cut of stages; from it, see `passes.uncut`."""
+"""The passes that every program walks through, in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Literal, NamedTuple
 
+from autoptd.options import Options
 from autoptd.passes.attention.recognition import recognize_attention
-from autoptd.passes.ir.node_info import require_info
-from autoptd.passes.ir.program import Passes, Program
+from autoptd.passes.fusion.rules import fuse_operators
+from autoptd.passes.ir.node_info import require_info, require_reduced
+from autoptd.passes.ir.program import Passes, Program, Stage
 from autoptd.passes.layout.sequence_first import rewrite_layout
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
+from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.structure.layers import label_layers
+from autoptd.passes.tensor_parallel.overlap import overlap_reductions
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.progress import Watch
+
+Phase = Literal["arrange", "divide", "finish"]
+
+
+class Pass(NamedTuple):
+    """One row of `PASSES`.
+
+    `phase`: "arrange" is the same for any number of tensor ranks, "divide" divides over them, "finish" rewrites the
+    stages after the cut. `choose` returns the pass under the options of `compile`, or None where they leave it out.
+    `invariant` raises ValueError for a stage that the pass must not return; its second argument names the pass.
+    """
+
+    name: str
+    phase: Phase
+    choose: Callable[[Options], Callable[[Program], Program] | None]
+    invariant: Callable[[Stage, str], None]
+
+
+def is_described(stage: Stage, at: str) -> None:
+    """Raise unless the graph is well formed and every node has its facts."""
+    stage.graph.lint()
+    require_info(stage.graph, at)
+
+
+def is_reduced(stage: Stage, at: str) -> None:
+    """Raise unless the stage `is_described` and no partial sum is read as if it were whole."""
+    is_described(stage, at)
+    require_reduced(stage.graph, at)
+
+
+PASSES = (
+    Pass("normalize", "arrange", lambda _: normalize, is_described),
+    Pass("fold constants", "arrange", lambda _: fold_constants, is_described),
+    Pass("recognize attention", "arrange", lambda _: recognize_attention, is_described),
+    Pass("rewrite layout", "arrange", lambda o: rewrite_layout if o.layout == "sbh" else None, is_described),
+    Pass("shard tensors", "divide", lambda o: partial(shard_tensors, rules=o.rules), is_reduced),
+    Pass("label layers", "divide", lambda _: label_layers, is_reduced),
+    # Here `passes.stages` cuts the program. It times operators as the kernels that the passes below make of them.
+    Pass(
+        "recompute activations",
+        "finish",
+        lambda o: partial(recompute_activations, recompute=o.recompute),
+        is_reduced,
+    ),
+    Pass("fuse operators", "finish", lambda o: fuse_operators if o.fuse else None, is_reduced),
+    Pass("overlap reductions", "finish", lambda _: overlap_reductions, is_reduced),
+)
+
+
+def select_passes(options: Options, *phases: Phase) -> Passes:
+    """Return the names and functions of the passes of some `phases`, in their order, each with its invariant checked.
+
+    A function raises ValueError where its pass breaks the invariant.
+    """
+    chosen = ((row, row.choose(options)) for row in PASSES if row.phase in phases)
+    return tuple((row.name, partial(_run, row, step)) for row, step in chosen if step is not None)
+
+
+def _run(row: Pass, step: Callable[[Program], Program], program: Program) -> Program:
+    result = step(program)
+    for stage in result.stages:
+        row.invariant(stage, f'after the pass "{row.name}"')
+    return result
 
 
 def run_passes(
     passes: Passes, program: Program, watch: Watch, keep: Callable[[Program, str], None] | None = None
 ) -> Program:
-    """Walk the corridor: each pass makes the next program, which `keep` is given with the pass's name.
-
-    Raises ValueError where a pass leaves a node undescribed.
-    """
+    """Run the `passes` on a program, and hand each result to `keep` with the name of its pass."""
     for name, step in passes:
         watch.say(name)
         program = step(program)
-        for stage in program.stages:
-            require_info(stage.graph, f'after the pass "{name}"')
         if keep is not None:
             keep(program, name)
     return program
-
-
-def passes_to_the_division(layout: str) -> Passes:
-    """Return the passes whose result is the same for any number of tensor ranks."""
-    moving: Passes = (("rewrite layout", rewrite_layout),) if layout == "sbh" else ()
-    return (
-        ("normalize", normalize),
-        ("fold constants", fold_constants),
-        ("recognize attention", recognize_attention),
-        *moving,
-    )
-
-
-def passes_to_the_cut(rules: Mapping[Any, str] | None) -> Passes:
-    """Return the passes that divide the program over the tensor ranks."""
-    return ("shard tensors", partial(shard_tensors, rules=rules)), ("label layers", label_layers)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoptd.capture.export import capture
-from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.options import Options
+from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.ir.node_info import change_info
-from autoptd.passes.stages.fused_order import passes_from_the_cut
 from autoptd.progress import Watch
 from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
@@ -111,7 +111,7 @@ def test_models_not_known_to_be_equal_are_traced_anew() -> None:
 def test_no_pass_changes_a_shared_capture(captures: Captures) -> None:
     program = captures.capture(GPT(replace(CONFIG, dropout=0.1)), mesh=MESH, microbatch_size=2)
     before = describe(program)
-    passes = (*passes_to_the_division("sbh"), *passes_to_the_cut(None), *passes_from_the_cut("full", True))
+    passes = select_passes(Options(recompute="full"), "arrange", "divide", "finish")
     with Watch("compile") as watch:
         run_passes(passes, program, watch)
     assert describe(program) == before

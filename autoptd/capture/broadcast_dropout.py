@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.export import capture
-from autoptd.pass_list import passes_to_the_division
+from autoptd.options import Options
+from autoptd.pass_list import select_passes
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, where
 from autoptd.passes.ir.program import Program, copy_graph
@@ -42,7 +43,7 @@ def mark_expanded(
                 model, mesh=program.mesh, example_inputs=example, loss_fn=loss_fn, microbatch_size=2
             )
             with leave_autocast():
-                for _, step in passes_to_the_division(layout):
+                for _, step in select_passes(Options(layout=layout), "arrange"):
                     two = step(two)
     except (TypeError, ValueError) as error:
         place = where(next(iter(found.values())))

@@ -19,7 +19,8 @@ from torch import nn
 from autoptd.capture.example_inputs import read_examples
 from autoptd.capture.export import capture, check_model
 from autoptd.gc_pause import paused_collector
-from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.options import Options
+from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.schedule_times import (
@@ -118,7 +119,8 @@ class Estimator:
         examples = read_examples(model, example_inputs, loss_fn, None)
         self._model, self._short = model, shorten_model(model, examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
-        self._scatter_gather, self._fuse, self._layout, self._rules = scatter_gather, fuse, layout, rules
+        self._scatter_gather = scatter_gather
+        self._options = Options(fuse=fuse, layout=layout, rules=rules)
         self._captured: dict[int | None, tuple[Program, int]] = {}
         self._arranged: dict[tuple[int | None, bool], Program] = {}
         self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
@@ -257,7 +259,7 @@ class Estimator:
         divided, repeats = self._divide(tensor, microbatch_size)
         with Watch("plan") as watch:
             watch.say("finish uncut")
-            uncut = FusedOrder(divided, recompute, self._fuse)
+            uncut = FusedOrder(divided, select_passes(replace(self._options, recompute=recompute), "finish"))
         precision = Precision.of(divided.stages, self._dtype)
         return LayerCosts(
             uncut, repeats, self.cluster, self._world_size, precision, overlap=self.training.overlap_tensor
@@ -270,7 +272,7 @@ class Estimator:
             try:
                 with Watch("plan") as watch:
                     program = replace(arranged, mesh=Mesh(tensor, 1, 1))
-                    self._divided[key] = run_passes(passes_to_the_cut(self._rules), program, watch)
+                    self._divided[key] = run_passes(select_passes(self._options, "divide"), program, watch)
             except ValueError as error:
                 self._divided[key] = error
         divided = self._divided[key]
@@ -289,7 +291,7 @@ class Estimator:
         if key not in self._arranged:
             with Watch("plan") as watch:
                 program = replace(captured, mesh=Mesh(tensor, 1, 1))
-                self._arranged[key] = run_passes(passes_to_the_division(self._layout), program, watch)
+                self._arranged[key] = run_passes(select_passes(self._options, "arrange"), program, watch)
         return self._arranged[key], repeats
 
 

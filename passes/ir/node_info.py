@@ -70,6 +70,18 @@ def require_info(graph: fx.Graph, at: str) -> None:
             )
 
 
+def require_reduced(graph: fx.Graph, at: str) -> None:
+    """Raise ValueError if a partial sum is read by a call that is neither partial itself nor a collective."""
+    for node in graph.nodes:
+        for user in node.users if info(node).partial else ():
+            collective = getattr(user.target, "__module__", "").startswith("autoptd.runtime.collectives")
+            if not (collective or info(user).partial):
+                raise ValueError(
+                    f"{at}: {user.format_node()} reads {node}, whose terms are not summed over the tensor ranks; "
+                    "expected an all-reduce between the two"
+                )
+
+
 def describe(node: fx.Node, val: Any, about: NodeInfo, **changes: Any) -> None:
     """Set the ``meta`` of `node`: its meta tensor(s) `val`, and `about` with `changes`."""
     node.meta = {"val": val, _KEY: replace(about, **changes) if changes else about}

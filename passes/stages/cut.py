@@ -29,19 +29,6 @@ MAX_CUT_ATTEMPTS = 8
 Made = TypeVar("Made")
 
 
-def cut_stages(
-    program: Program, *, recompute: str | int = "none", fuse: bool = True, **options: Any
-) -> Program:
-    """Cut the one stage of `program` where `find_cut` says; `options` and errors are its own.
-
-    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
-    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
-    ``requires_grad``. The costs are those after `recompute_activations` and `fuse_operators` (see `FusedOrder`).
-    """
-    found = find_cut(FusedOrder(program, recompute, fuse), **options)
-    return cut_at(program, found.positions, found.entry)
-
-
 class Found(NamedTuple):
     """The positions of a cut, a line for the log, whether it fits, and the bytes that each pipeline rank holds, as the
     cut counts them; none without a limit."""
@@ -62,6 +49,10 @@ def find_cut(
     besides: Sequence[int] = (),
 ) -> Found:
     """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
+
+    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
+    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
+    ``requires_grad``.
 
     Args:
         schedule: the schedule of the stages, with `num_microbatches` (default 8 p): the shortest step of several cuts

@@ -9,7 +9,7 @@ the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,14 +21,11 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
-from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, recomputed_groups
-from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.stages.search import ItemTimes
 from autoptd.passes.structure.linear_order import Row, RowBytes
-from autoptd.passes.tensor_parallel.overlap import overlap_reductions
 
 Measure = Callable[[Work], Sequence[float]]  # always as many numbers
 Floats = NDArray[np.float64]
@@ -36,21 +33,23 @@ Measured = tuple[tuple[int, ...], Floats]
 
 
 class FusedOrder:
-    """The one stage of a program as a `row` of items, and as the finished `stage` that they would become.
+    """The one stage of a program as a `row` of items, and as the `stage` that the `finishing` passes make of them.
+
+    The first of these marks what is recomputed; the others join operators into kernels.
 
     Each call of that says in ``info(node).items`` which positions of the row it stands for, and in ``.value`` the
     one whose value it gives. `fit` says where a cut may stand: where values live that some kernel gives, so that no
     kernel is parted within its arithmetic, and all cuts round alike.
     """
 
-    def __init__(self, program: Program, recompute: str | int, fuse: bool) -> None:
+    def __init__(self, program: Program, finishing: Passes) -> None:
         (stage,) = program.stages
         self.row = Row(stage)
         graph = copy_graph(stage.graph)
         for old, node in zip(stage.graph.nodes, graph.nodes, strict=True):
             place = self.row.position.get(old)
             change_info(node, value=place, items=() if place is None else (place,))
-        (_, mark), *self._passes = passes_from_the_cut(recompute, fuse)
+        (_, mark), *self._passes = finishing
         self.program = mark(program.replace_stages((Stage(graph, stage.parameters, stage.constants),), ""))
         self._marked = Row(self.program.stages[0])
         self._order = sorted(self._marked.items, key=lambda node: info(node).items)
@@ -144,16 +143,6 @@ class FusedOrder:
             taken = _measure(stage, measure, stage.graph.nodes if again else ())
             known[key] = np.sum([own for own_items, own in taken if own_items], axis=0)
         return known[key]
-
-
-def passes_from_the_cut(recompute: str | int, fuse: bool) -> Passes:
-    """Layers are found before a kernel joins the end of one with the begin of the next."""
-    fusing: Passes = (("fuse operators", fuse_operators),) if fuse else ()
-    return (
-        ("recompute activations", partial(recompute_activations, recompute=recompute)),
-        *fusing,
-        ("overlap reductions", overlap_reductions),
-    )
 
 
 def make_times(

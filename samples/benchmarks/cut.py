@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from autoptd.capture.export import capture
-from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.options import Options
+from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.cut import cut_stages
+from autoptd.passes.stages.cut import find_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.partition import cut_sequence
 from autoptd.passes.stages.search import Pipeline, choose_cut
@@ -45,7 +46,7 @@ class Cuts:
     """The cuts of a model: what its slowest rank and its step take with any of them."""
 
     def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
-        uncut = FusedOrder(program, recompute, fuse=True)
+        uncut = FusedOrder(program, select_passes(Options(recompute), "finish"))
         self.row, self.times = uncut.row, uncut.times(Cluster.load(CLUSTER))
         self.p, self.m, self.v = program.mesh.pipeline, m, v
         self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)
@@ -70,7 +71,7 @@ class Cuts:
 def capture_model(model: torch.nn.Module, mesh: Mesh, microbatch: int | None, inputs: Any) -> Program:
     program = capture(model, mesh=mesh, microbatch_size=microbatch, example_inputs=inputs, loss_fn=None)
     with Watch("capture") as watch:
-        return run_passes(passes_to_the_division("sbh") + passes_to_the_cut(None), program, watch)
+        return run_passes(select_passes(Options(), "arrange", "divide"), program, watch)
 
 
 def measure_row(row: PaperRow) -> tuple[object, ...]:
@@ -79,7 +80,8 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     program = capture_model(model, Mesh(row.tensor, row.pipeline, row.data), row.microbatch, None)
     stages, m = row.pipeline * row.chunks, row.num_microbatches
     start, busy = time.perf_counter(), time.process_time()
-    cut_stages(program, num_stages=stages, num_microbatches=m, recompute="full")
+    uncut = FusedOrder(program, select_passes(Options("full"), "finish"))
+    find_cut(uncut, num_stages=stages, num_microbatches=m)
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
     cuts = Cuts(program, "full", m, row.chunks)
     choice = choose_cut(

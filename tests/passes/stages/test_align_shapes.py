@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoptd.pass_list import passes_to_the_cut, passes_to_the_division
+from autoptd.options import Options
+from autoptd.pass_list import select_passes
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
 from autoptd.passes.structure.linear_order import Row
@@ -32,7 +33,7 @@ class Tower(nn.Module):
 
 def divide(length: int) -> Program:
     program = shared_capture(Tower(), mesh=Mesh(1, 2, 1), example_inputs={"x": torch.zeros(2, length, 8)})
-    for _, step in (*passes_to_the_division("bsh"), *passes_to_the_cut(None)):
+    for _, step in select_passes(Options(layout="bsh"), "arrange", "divide"):
         program = step(program)
     return program
 

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, fx, nn
 
 import autoptd
-from autoptd.pass_list import passes_to_the_cut, passes_to_the_division, run_passes
+from autoptd.options import Options
+from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
@@ -25,8 +26,7 @@ from autoptd.passes.ir.program import Program, Stage, recomputed_groups
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
 from autoptd.passes.recompute import recompute_activations
-from autoptd.passes.stages.cut import boundaries, cut_at, cut_stages
-from autoptd.passes.stages.fused_order import FusedOrder, passes_from_the_cut
+from autoptd.passes.stages.cut import boundaries, cut_at
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.progress import Watch
 from autoptd.runtime import aten, collectives
@@ -36,6 +36,7 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from samples.gpt import GPT, GPTConfig
 from tests.captures import shared_capture
+from tests.cuts import cut_stages, finish_uncut
 from tests.interpret import run_stage
 from tests.marks import slow_rows_but
 from tests.plain_models import _gpt2, _llama_like
@@ -121,7 +122,7 @@ def test_a_plain_gpt(pipeline: int, num_stages: int) -> None:
 def test_between_tensor_ranks_only_whole_values_cross() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs, tensor=2)
-    cut = cut_stages(program, num_stages=FusedOrder(program, "none", True).units)
+    cut = cut_stages(program, num_stages=finish_uncut(program, "none").units)
     crossing = [n for s in cut.stages for n in s.graph.nodes if info(n).role == "boundary"]
     assert crossing
     assert not any(info(n).partial or info(n).partial_gradient for n in crossing)
@@ -145,7 +146,7 @@ def test_behind_frozen_embeddings_a_residual_stream_is_cut() -> None:
 def test_every_unit_can_be_a_stage() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs)
-    units = FusedOrder(program, "none", True).units
+    units = finish_uncut(program, "none").units
     assert units > 30
     check_equal(program, model, inputs, units)
     with pytest.raises(
@@ -298,13 +299,13 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
     total = sketch.call(collectives.reduce_from_tensor, sketch.rank, product)
     program = sketch.program(sketch.call(aten.sum.default, total), 1)
     # linear + split + both getitems | relu | mul + reduce | sum
-    cut = sketch.check(program, FusedOrder(program, "none", True).units)
+    cut = sketch.check(program, finish_uncut(program, "none").units)
     for stage in cut.stages:
         for node in stage.graph.nodes:
             if info(node).role == "boundary":
                 assert isinstance(node.meta["val"], torch.Tensor)
                 assert info(node).partial is False
-    assert FusedOrder(program, "none", True).units == 5
+    assert finish_uncut(program, "none").units == 5
     with_pieces = next(s for s in cut.stages if any(n.target is operator.getitem for n in s.graph.nodes))
     assert [n.target for n in with_pieces.graph.nodes].count(operator.getitem) == 2
 
@@ -441,13 +442,13 @@ def test_a_cut_within_a_kernel_costs_what_its_parts_take() -> None:
     program = prepare(GPT(GPTConfig(16, 16, 2, 2, 32, dropout=0.1)), 2, inputs)
     cluster = Cluster.load("dgx-a100")
     times, durations = (
-        FusedOrder(program, "none", fuse=True).times(cluster),
+        finish_uncut(program, "none").times(cluster),
         Durations(cluster, program.mesh, Precision("fp32")),
     )
     within = 0
     for at in (place for place, fit in enumerate(times.fit) if fit):
         cut = cut_at(program, [at], "")
-        for _, step in passes_from_the_cut("none", True):
+        for _, step in select_passes(Options(), "finish"):
             cut = step(cut)
         taken = [sum(map(durations.of_forward, stage.graph.nodes)) for stage in cut.stages]
         apart = times.apart[0][at]
@@ -471,17 +472,17 @@ def test_no_cut_changes_a_bit(name: str, recompute: str) -> None:
     inputs = {"idx": ids["input_ids"], "targets": ids["labels"]} if name == "sample" else ids
     captured = shared_capture(model, mesh=Mesh(1, 2, 1), example_inputs=inputs)
     with Watch("test") as watch:
-        program = run_passes(passes_to_the_division("sbh") + passes_to_the_cut(None), captured, watch)
+        program = run_passes(select_passes(Options(), "arrange", "divide"), captured, watch)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def finish(positions: list[int]) -> list[Tensor]:
         cut = cut_at(program, positions, "")
-        for _, step in passes_from_the_cut(recompute, True):
+        for _, step in select_passes(Options(recompute), "finish"):
             cut = step(cut)
         return gradients(cut, weights, inputs)
 
     whole = finish([])
-    places = [place for place, fit in enumerate(FusedOrder(program, recompute, True).fit) if fit]
+    places = [place for place, fit in enumerate(finish_uncut(program, recompute).fit) if fit]
     assert len(places) > 30
     for place in places[:: 1 if name == "sample" else 5]:
         assert all(map(torch.equal, finish([place]), whole)), place

@@ -16,11 +16,11 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
-from autoptd.passes.stages.cut import cut_stages
 from autoptd.passes.structure.layers import Layer, find_stacks
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.runtime.program.mesh import Mesh
 from tests.captures import shared_capture
+from tests.cuts import cut_stages
 from tests.plain_models import HUGGING_FACE, LAYERS, LENGTH, PLAIN
 
 HIDDEN = 16
