@@ -15,7 +15,7 @@ from autoptd.capture.broadcast_dropout import mark_expanded
 from autoptd.capture.export import capture
 from autoptd.compiled import CompiledProgram
 from autoptd.description import describe_program, write_title
-from autoptd.gc_pause import paused_collector
+from autoptd.gc_pause import collect_garbage, paused_collector
 from autoptd.input_shapes import (
     check_examples,
     find_disagreement,
@@ -236,6 +236,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
     described = None if job.cluster is None else Cluster.load(job.cluster)
     with Watch("compile") as watch:
         divided = job.divide(examples[0], microbatch_size, watch)
+        collect_garbage()
         with leave_autocast():
             watch.say("finish uncut")
             uncut = FusedOrder(divided, select_passes(job.options, "finish"))
@@ -256,6 +257,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
 
             def finish(found: Found) -> CompiledProgram:
                 cut = cut_at(divided, found.positions, found.entry)
+                collect_garbage()
                 return job.finish(cut, divided, actions, watch)
 
             positions, first = fit_program(find, finish, described)

@@ -121,8 +121,8 @@ def test_a_loss_scale_is_kept(tmp_path: Path) -> None:
         parallel.save_checkpoint(tmp_path, optimizer)
         other, _ = start(chain, connection, False)
         other.load_checkpoint(tmp_path)
-        assert other._loss_scale is not None
-        assert (other._loss_scale.value, other._loss_scale.finite_steps) == (1024.0, 7)
+        assert other._runner.loss_scale is not None
+        assert (other._runner.loss_scale.value, other._runner.loss_scale.finite_steps) == (1024.0, 7)
 
     run_threads(chain.manifest, body)
 

@@ -68,9 +68,7 @@ class Measured:
 
 def read_traffic(parallel: Any) -> Traffic:
     connection = parallel._connection
-    groups: dict[str, Group] = {
-        axis: getattr(connection.rank, axis) for axis in ("tensor", "pipeline", "data")
-    }
+    groups: dict[str, Group] = dict(connection.rank.groups)
     groups |= {f"tied {owners}": group for owners, group in connection.tied.items()}
     return Traffic(
         {f"{name} {kind}": n for name, group in groups.items() for kind, n in group.counts.items()},

@@ -24,7 +24,7 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Done, Posted, ProcessGroup
 from autoptd.runtime.comm.transfer import SendBuffer
 from autoptd.runtime.engine.executor import StageRun
-from autoptd.runtime.module import parallel
+from autoptd.runtime.module import step_runner
 from autoptd.runtime.optimizer import clipping
 from autoptd.runtime.program.placement import Placement, Segment
 from autoptd.runtime.program.program_text import read_program
@@ -205,13 +205,13 @@ def differentiate_another_microbatch() -> None:
 
 
 def shift_the_targets() -> None:
-    split_batch: Callable[..., list[tuple[Tensor, ...]]] = vars(parallel)["split_batch"]
+    split_batch: Callable[..., list[tuple[Tensor, ...]]] = vars(step_runner)["split_batch"]
 
     def shifted(manifest: Any, batch: Batch, names: Sequence[str]) -> list[tuple[Tensor, ...]]:
         rows = split_batch(manifest, batch, names)
         return rows[1:] + rows[:1] if tuple(names) == ("targets",) else rows
 
-    forked.setattr(parallel, "split_batch", shifted)
+    forked.setattr(step_runner, "split_batch", shifted)
 
 
 def change_all_reduce(skip: Callable[[Tensor, str], bool]) -> None:

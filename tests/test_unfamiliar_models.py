@@ -769,7 +769,7 @@ def test_a_cache_that_a_first_call_fills_is_taken_once_it_is_full(assigned: bool
             return x * self.cache
 
     model = Model([Caching()])
-    with pytest.raises(ValueError, match=r"blocks\.0\.cache'.* only a first call fills it, make that call"):
+    with pytest.raises(ValueError, match=r"blocks\.0\.cache'.* only the first call fills it, make that call"):
         compile_model(model, (1, 1, 1))
     model.blocks[0](torch.zeros(1, LENGTH, HIDDEN))
     check(model)

@@ -32,7 +32,8 @@ from autoptd.runtime.program.placement import Draw
 
 Box = tuple[tuple[int, ...], ...]
 
-LARGE = 1 << 24  # elements of a tensor of zeros or ones that is made on the meta device too
+# Elements of a tensor of zeros or ones that is made on the meta device too; of a vector, such as a bias, fewer.
+LARGE, LONG = 1 << 24, 1 << 14
 # Of a normal distribution that a truncated one must keep, since numbers outside are drawn again.
 SMALLEST_SHARE = 0.01
 
@@ -245,7 +246,7 @@ class Writes(TorchDispatchMode):
 
 
 def _is_meta_made(packet: Any, args: Sequence[Any]) -> bool:
-    return packet in _UNREAL or (packet in _SIZED and prod(args[0]) >= LARGE)
+    return packet in _UNREAL or (packet in _SIZED and prod(args[0]) >= (LONG if len(args[0]) == 1 else LARGE))
 
 
 def _name_arguments(func: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 
 # The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic
 # programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head.
-SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.1), (None, 0.1))
+SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.4), (None, 0.4))
 STRIDES = (1, 2, 4, 8, 16, 32)  # places that a cut is moved by
 WALKED = 100_000  # actions that are simulated to move the cuts, however many moves are tried at once
 

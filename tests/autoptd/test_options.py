@@ -162,7 +162,7 @@ def test_a_process_takes_a_gpu_that_it_sees(
         (lambda p: p.verify(model=3), TypeError, "model is a int; expected an nn.Module"),
         (lambda p: p.verify(model=0), TypeError, "model is a int; expected an nn.Module"),
         (lambda p: p.verify(batch=3), TypeError, "batch is 3; expected a dict of tensors"),
-        (lambda p: p.verify(batch={"idx": 3}), ValueError, "batch: idx is 3, expected torch.int64"),
+        (lambda p: p.verify(batch={"idx": 3}), ValueError, "batch: idx is 3; expected torch.int64"),
         (lambda p: p.verify(seed="x"), TypeError, "seed is 'x'; expected an integer"),
         (lambda p: p.verify(seed=1.5), TypeError, "seed is 1.5; expected an integer"),
         (
