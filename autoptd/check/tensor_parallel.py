@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from autoptd.check.proof import share_after
+from autoptd.check.result_shares import share_after
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, has_gradients
 from autoptd.passes.ir.program import Stage

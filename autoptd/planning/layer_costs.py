@@ -17,11 +17,11 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import recomputed_groups, tensor_bytes
+from autoptd.passes.stages.choice import ItemTimes, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import Found, make_boundary, name_held
 from autoptd.passes.stages.fused_order import FusedOrder, make_times
-from autoptd.passes.stages.partition import count_pieces, cut_sequence
-from autoptd.passes.stages.search import ItemTimes, choose_cut
+from autoptd.passes.stages.solver import count_pieces, cut_sequence
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter

@@ -1,1 +1,1 @@
-"""State what the compiler knows of each operator: one record each, by families. Imports ir."""
+"""State what the compiler knows about each operator: one record per operator, one file per family."""

@@ -18,9 +18,9 @@ from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import walk, wants_gradient
 from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.stages.choice import Choice, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.passes.stages.search import Choice, choose_cut
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.program.manifest import Boundary
 from autoptd.runtime.program.schedule import make_schedule

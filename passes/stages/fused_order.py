@@ -24,7 +24,7 @@ from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, recomputed_groups
-from autoptd.passes.stages.search import ItemTimes
+from autoptd.passes.stages.choice import ItemTimes
 from autoptd.passes.structure.linear_order import Row, RowBytes
 
 Measure = Callable[[Work], Sequence[float]]  # always as many numbers

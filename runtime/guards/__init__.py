@@ -1,1 +1,1 @@
-"""Refuse what would be wrong in silence: ranks that disagree, written parameters, non-finite values."""
+"""Refuse what would go wrong silently: ranks that disagree, overwritten parameters, non-finite values."""

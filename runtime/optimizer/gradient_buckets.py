@@ -1,4 +1,4 @@
-"""Share a step's results among ranks: sums of gradients in buckets, and the loss."""
+"""Fill buckets of gradients and sum each over a group of ranks, and share the loss; `gradient_sums` says when."""
 
 from __future__ import annotations
 

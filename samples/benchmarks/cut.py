@@ -19,10 +19,10 @@ from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Program
+from autoptd.passes.stages.choice import Pipeline, choose_cut
 from autoptd.passes.stages.cut import find_cut
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.passes.stages.partition import cut_sequence
-from autoptd.passes.stages.search import Pipeline, choose_cut
+from autoptd.passes.stages.solver import cut_sequence
 from autoptd.progress import Watch
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.heavy_models import CASES, Case

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, walk, walking_order
+from autoptd.passes.stages.choice import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
-from autoptd.passes.stages.partition import cut_sequence
-from autoptd.passes.stages.search import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
+from autoptd.passes.stages.solver import cut_sequence
 from autoptd.runtime.program.schedule import Kind, make_schedule
 
 

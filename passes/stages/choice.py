@@ -14,7 +14,7 @@ import numpy as np
 
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold, undominated
-from autoptd.passes.stages.partition import Cut, cut_sequence
+from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 
 # The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoptd.passes.stages.cost_sequence import Memory
-from autoptd.passes.stages.partition import Cut, cut_sequence
+from autoptd.passes.stages.solver import Cut, cut_sequence
 
 Tolls = list[int | None]
 
@@ -258,8 +258,8 @@ def test_many_stages_are_cut_well(layers: int, ranks: int, chunks: int) -> None:
 
 def test_every_process_makes_the_same_cut() -> None:
     code = (
-        "from tests.passes.stages.test_partition import transformer\n"
-        "from autoptd.passes.stages.partition import cut_sequence\n"
+        "from tests.passes.stages.test_solver import transformer\n"
+        "from autoptd.passes.stages.solver import cut_sequence\n"
         "print(cut_sequence(*transformer(24), num_stages=12, num_pipeline_ranks=4))"
     )
     runs = [
