@@ -14,7 +14,9 @@ def paused_collector() -> Iterator[None]:
     Graphs and schedules are millions of small tuples: walking them again and again as they grow takes a third of the
     time of a compilation, and four fifths of a long schedule's. `collect_garbage` collects what the call made so far.
     """
-    collecting, freezing = gc.isenabled(), gc.get_freeze_count() == 0
+    collecting = gc.isenabled()
+    # Asked by the outermost pause alone: torch's and the user's objects are counted one by one.
+    freezing = collecting and gc.get_freeze_count() == 0
     gc.disable()
     if freezing:
         gc.freeze()
