@@ -81,7 +81,7 @@ def _describe_program(program: CompiledProgram) -> dict[str, object]:
             name for stage in manifest.stages[rank :: manifest.mesh.pipeline] for name in stage.parameters
         }
         held = (p for p in map(manifest.parameters.__getitem__, names) if p.kind == "parameter")
-        local = (prod(p.placement.local_shape(p.shape, manifest.mesh.tensor)) for p in held)
+        local = (prod(p.local_shape(manifest.mesh.axes)) for p in held)
         found[f"parameters on pipeline rank {rank}"] = sum(local)
     for stage in manifest.stages[:-1]:
         found[f"stage {stage.index} sends"] = tuple((value.name, value.shape) for value in stage.sends)

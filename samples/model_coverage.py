@@ -111,7 +111,7 @@ def compare_folders(source: Path, target: Path) -> str:
 def describe_division(program: CompiledProgram) -> tuple[str, str]:
     """Return the fraction of parameters that tensor ranks divide, and the matrices that each holds whole."""
     own = [p for p in program.manifest.parameters.values() if p.kind == "parameter"]
-    whole = [p for p in own if p.placement.dim is None]
+    whole = [p for p in own if p.placement["tensor"].dim is None]
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", p.name) for p in whole if len(p.shape) > 1)
     share = 1 - sum(p.bytes for p in whole) / sum(p.bytes for p in own)
     return f"{share:.0%}", ", ".join(f"`{name}`" for name in names)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.optimizer.gradient_buckets import split_rows
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from tests.ranks import run_ranks
@@ -182,7 +181,7 @@ def join_step(manifest: Manifest, ranks: Sequence[Step]) -> Step:
 
 def _join_gradient(manifest: Manifest, parameter: Parameter, ranks: Sequence[Step]) -> Tensor | None:
     """The whole gradient of one parameter; None where no rank has one."""
-    mesh, name, placement = manifest.mesh, parameter.name, parameter.placement
+    mesh, name, on_tensor = manifest.mesh, parameter.name, parameter.placement["tensor"]
     copies: list[Tensor] = []
     for data in range(mesh.data):
         for pipeline in manifest.owners(name):
@@ -193,12 +192,12 @@ def _join_gradient(manifest: Manifest, parameter: Parameter, ranks: Sequence[Ste
                 continue
             if len(held) < len(shards):
                 raise ParityError(f"{name} has a gradient on some of the tensor ranks {members} only")
-            shared = [split_rows(placement, shard, mesh.tensor, divided=False) for shard in held]
+            shared = [on_tensor.split(shard, mesh.tensor, divided=False) for shard in held]
             for rank, rows in zip(members, shared, strict=True):
                 if not all(map(torch.equal, rows, shared[0])):
                     raise ParityError(f"the undivided gradient of {name} differs on rank {rank} of {members}")
             _check_padding(parameter, held)
-            copies.append(placement.join(held))
+            copies.append(on_tensor.join(held))
     for other in copies[1:]:
         if not torch.equal(other, copies[0]):
             raise ParityError(f"the gradient of {name} differs between its replicas or owners")
@@ -207,7 +206,7 @@ def _join_gradient(manifest: Manifest, parameter: Parameter, ranks: Sequence[Ste
 
 def _check_padding(parameter: Parameter, shards: Sequence[Tensor]) -> None:
     """Rows that exist in memory only get no gradient: they would count in the norm."""
-    padding, dim = parameter.placement.padding, parameter.placement.dim
+    padding, dim = parameter.placement["tensor"].padding, parameter.placement["tensor"].dim
     if padding and dim is not None:
         rows = torch.cat(list(shards), dim)
         if rows.narrow(dim, rows.shape[dim] - padding, padding).count_nonzero():

@@ -236,7 +236,7 @@ def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int, re
     assert int(printed[1]) == forward[0] // m - 2
     assert printed[2] == format_bytes(8 * (forward[1] // m - 3 * B * config.length))
     manifest = program.manifest
-    partial = {n for n, q in manifest.parameters.items() if q.partial_gradient}
+    partial = {n for n, q in manifest.parameters.items() if q.placement.has_partial_gradient}
     assert ("summed over the tensor ranks once a step" in text) == bool(partial)
     # Those of one pipeline rank travel together.
     buckets = len({owner for name in partial for owner in manifest.owners(name)})
@@ -259,7 +259,9 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
         f = sum(targets.count(each) for each in (collectives.copy_to_tensor, *collectives.COPIED))
         g = targets.count(collectives.reduce_from_tensor)
         losses = targets.count(kernels.cross_entropy)
-        buckets = any(manifest.parameters[n].partial_gradient for s in own for n in s.parameters)
+        buckets = any(
+            manifest.parameters[n].placement.has_partial_gradient for s in own for n in s.parameters
+        )
         assert found.forward.calls.get("tensor all_reduce", 0) == m * (g + 2 * losses)
         assert (
             found.training.calls.get("tensor all_reduce", 0)
@@ -285,7 +287,7 @@ def test_losses_and_gradients_are_summed_once_a_step() -> None:
     for rank, measured in enumerate(measure(program, config)):
         at = mesh.coordinates(rank)
         held = {
-            name: prod(parameters[name].placement.local_shape(parameters[name].shape, mesh.tensor))
+            name: prod(parameters[name].placement["tensor"].local_shape(parameters[name].shape, mesh.tensor))
             for name, local in program.rank(rank).parameters.items()
             if parameters[name].kind == "parameter" and local.shape
         }

@@ -26,7 +26,7 @@ from autoptd.runtime.comm.transfer import SendBuffer
 from autoptd.runtime.engine.executor import StageRun
 from autoptd.runtime.module import step_runner
 from autoptd.runtime.optimizer import clipping
-from autoptd.runtime.program.placement import Placement, Segment
+from autoptd.runtime.program.placement import REPLICATED, AxisPlacement, Placement, Segment, Shard
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action, Kind
 from autoptd.runtime.program.schedule_text import format_schedule
@@ -142,14 +142,14 @@ def forget_the_tied_sum() -> None:
 
 
 def shift_vocabulary_shards() -> None:
-    runs = Placement.runs
+    runs = AxisPlacement.runs
 
-    def shifted(self: Placement, size: int, index: int) -> list[tuple[int, int]]:
+    def shifted(self: AxisPlacement, size: int, index: int) -> list[tuple[int, int]]:
         last = sum(segment.rows for segment in self.segments) - self.padding
         found = runs(self, size, index)
         return [(first + 1, min(end + 1, last)) for first, end in found] if self.padding else found
 
-    forked.setattr(Placement, "runs", shifted)
+    forked.setattr(AxisPlacement, "runs", shifted)
 
 
 def forget_dividing_by_replicas() -> None:
@@ -352,13 +352,15 @@ FAULTS = [
     Fault(
         "a packed projection is cut into contiguous runs",
         "gpt",
-        change_parameter("blocks.0.attention.qkv.weight", placement=Placement(0, (Segment(1, 72, 1, True),))),
+        change_parameter(
+            "blocks.0.attention.qkv.weight", placement=Placement(tensor=Shard(0, (Segment(1, 72, 1, True),)))
+        ),
         refused=True,
     ),
     Fault(
         "a partial gradient is taken for whole",
         "grouped",
-        change_parameter("blocks.0.attention.q_norm.weight", partial_gradient=False),
+        change_parameter("blocks.0.attention.q_norm.weight", placement=REPLICATED),
         refused=True,
     ),
     Fault(
@@ -380,7 +382,7 @@ FAULTS = [
     Fault(
         "a whole gradient is taken for partial",
         "gpt",
-        change_parameter("blocks.1.mlp_norm.weight", partial_gradient=True),
+        change_parameter("blocks.1.mlp_norm.weight", placement=REPLICATED.with_partial_gradient("tensor")),
         refused=True,
     ),
     Fault("the norm counts every rank's copy", "gpt", prepare=count_every_copy_in_the_norm),

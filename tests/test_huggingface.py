@@ -186,7 +186,7 @@ def test_experts_as_transformers_multiplies_them(name: str) -> None:
             "replicated: model.layers." in line and f"experts.{weight}" in line for line in program.log
         )
     attention = [p for n, p in program.manifest.parameters.items() if n.endswith("self_attn.o_proj.weight")]
-    assert [p.placement.dim for p in attention] == [1, 1]
+    assert [p.placement["tensor"].dim for p in attention] == [1, 1]
     plain = train_plain(model, batches, MICROBATCHES)
     found = train_compiled(program, batches)
     compare(found.steps[0], plain.steps[0], loss_tolerance=8 * EPSILON, gradient_tolerance=64 * EPSILON)

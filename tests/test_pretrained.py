@@ -242,7 +242,7 @@ def test_a_rank_reads_what_it_keeps_and_nothing_else(
     save_plain(name, model, tmp_path / "folder")
     program = compile_tiny(name, model)
     manifest, mesh = program.manifest, program.mesh
-    padded = [p for p in manifest.parameters.values() if p.placement.padding]
+    padded = [p for p in manifest.parameters.values() if p.placement["tensor"].padding]
     assert padded
     for number in range(mesh.size):
         rank = Rank.local(mesh, mesh.coordinates(number))
@@ -266,9 +266,9 @@ def count_kept(manifest: Manifest, rank: Rank, slices: dict[str, Tensor]) -> Cou
         parameter = manifest.parameters[name]
         if parameter.kind == "parameter":
             counts[name] = tensor.numel()
-            dim = parameter.placement.dim
-            if parameter.placement.padding and dim is not None and rank.coordinates.tensor == 1:
-                counts[name] -= parameter.placement.padding * tensor.numel() // tensor.shape[dim]
+            dim = parameter.placement["tensor"].dim
+            if parameter.placement["tensor"].padding and dim is not None and rank.coordinates.tensor == 1:
+                counts[name] -= parameter.placement["tensor"].padding * tensor.numel() // tensor.shape[dim]
     return counts
 
 

@@ -198,7 +198,7 @@ def run_step(program: CompiledProgram, batch: Batch, dims: dict[str, int]) -> di
         for data in range(mesh.data):
             members = [mesh.rank_of(data, manifest.homes(name)[0], tensor) for tensor in range(mesh.tensor)]
             if name in ranks[members[0]]:
-                joined = parameter.placement.join([ranks[rank][name] for rank in members])
+                joined = parameter.placement["tensor"].join([ranks[rank][name] for rank in members])
                 assert torch.equal(whole.setdefault(name, joined), joined)
     return whole
 
@@ -233,7 +233,7 @@ def reveal_masks(
         schedule="1f1b",
         seed=seed,
     )
-    divided = {n for n, p in program.manifest.parameters.items() if p.placement.dim is not None}
+    divided = {n for n, p in program.manifest.parameters.items() if p.placement["tensor"].dim is not None}
     assert mesh[0] == 1 or {"divided", "attention"} <= divided
     assert "replicated" not in divided
     gradients = run_step(program, batch, dims)
@@ -308,7 +308,7 @@ def gather_weights(program: CompiledProgram) -> dict[str, Tensor]:
         )
         for name, parameter in program.manifest.parameters.items():
             if (
-                parameter.placement.padding
+                parameter.placement["tensor"].padding
                 and parameter.kind == "parameter"
                 and name in dict(parallel.named_parameters())
             ):
@@ -320,8 +320,8 @@ def gather_weights(program: CompiledProgram) -> dict[str, Tensor]:
 
 def check_padding(program: CompiledProgram, rank: Rank, name: str, own: Tensor) -> None:
     parameter = program.manifest.parameters[name]
-    assert parameter.placement.dim == 0
-    (segment,) = parameter.placement.segments
+    assert parameter.placement["tensor"].dim == 0
+    (segment,) = parameter.placement["tensor"].segments
     first = rank.group("tensor").index * (segment.size // rank.group("tensor").size)
     padded = max(0, first + len(own) - parameter.shape[0])
     assert not own[len(own) - padded :].any()
@@ -337,9 +337,9 @@ def test_first_weights_are_the_same_on_every_mesh(name: str) -> None:
     for mesh in MESHES[1:]:
         program = compile_meta(name, mesh)
         packed |= any(
-            p.placement.padding
-            or len(p.placement.segments) > 1
-            or any(s.outer > 1 for s in p.placement.segments)
+            p.placement["tensor"].padding
+            or len(p.placement["tensor"].segments) > 1
+            or any(s.outer > 1 for s in p.placement["tensor"].segments)
             for p in program.manifest.parameters.values()
         )
         found = gather_weights(program)

@@ -18,7 +18,7 @@ import autoptd
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.operators.shares import ShareError
-from autoptd.runtime.program.placement import Placement, Segment
+from autoptd.runtime.program.placement import Placement, Segment, Shard
 from tests.marks import slow, slow_but
 
 VOCABULARY, LENGTH, HIDDEN, HEADS, SIZE = 64, 16, 32, 4, 8
@@ -310,7 +310,7 @@ def test_halves_that_turn_and_are_divided_otherwise_are_refused(
 ) -> None:
     program = compile_model(Halves(), (2, 1, 1))
     (stage,) = program.stages
-    placed = Placement(1, parts)
+    placed = Placement(tensor=Shard(1, parts))
     changed = {name: replace(stage.parameters[name], placement=placed) for name in names}
     parameters = {**stage.parameters, **changed}
     with pytest.raises(ShareError, match=reason):
@@ -368,7 +368,7 @@ def test_positions_may_be_the_first_rows_of_a_parameter(batched: bool, tied: boo
     torch.manual_seed(0)
     model = Model([Block(lambda: Attention(lambda m, x: fused(*plain(m, x))))], batched, tied)
     check(model)
-    placement = compile_model(model, (2, 1, 1)).manifest.parameters["positions"].placement
+    placement = compile_model(model, (2, 1, 1)).manifest.parameters["positions"].placement["tensor"]
     assert placement.dim is None
 
 
@@ -401,7 +401,9 @@ def test_heads_may_be_merged_with_the_sequences(packed: str, tensor: int) -> Non
     torch.manual_seed(0)
     model = Merged()
     check(model, (tensor, 1, 1))
-    assert compile_model(model, (tensor, 1, 1)).manifest.parameters["output.weight"].placement.dim == 1
+    assert (
+        compile_model(model, (tensor, 1, 1)).manifest.parameters["output.weight"].placement["tensor"].dim == 1
+    )
 
 
 @pytest.mark.parametrize("mesh", [slow((2, 1, 1)), (2, 2, 1)])
@@ -418,7 +420,7 @@ def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
     torch.manual_seed(0)
     model = Scaled([Block(lambda: Attention(lambda m, x: fused(*plain(m, x)))) for _ in range(2)])
     check(model, mesh)
-    assert compile_model(model, mesh).manifest.parameters["positions"].placement.dim is None
+    assert compile_model(model, mesh).manifest.parameters["positions"].placement["tensor"].dim is None
 
 
 @pytest.mark.parametrize("mesh", [slow((2, 1, 1)), (2, 2, 1)])
@@ -439,7 +441,7 @@ def test_positions_may_share_a_parameter_with_rows_that_are_divided(mesh: tuple[
     torch.manual_seed(0)
     model = Packed()
     check(model, mesh)
-    placement = compile_model(model, mesh).manifest.parameters["positions"].placement
+    placement = compile_model(model, mesh).manifest.parameters["positions"].placement["tensor"]
     assert [segment.divided for segment in placement.segments] == [False, True]
 
 
@@ -543,7 +545,7 @@ def test_parts_of_dimensions_join_in_any_way(joined: str) -> None:
     check(Model([Joined()]), (1, 1, 1))
     program = compile_model(Model([Joined()]), (2, 1, 1))
     assert program.verify().passed
-    divided = program.manifest.parameters["blocks.0.packed.weight"].placement.dim
+    divided = program.manifest.parameters["blocks.0.packed.weight"].placement["tensor"].dim
     assert (divided == 1) == (joined not in WHOLE)
 
 
@@ -566,8 +568,8 @@ def test_layers_beside_a_whole_dimension_are_divided() -> None:
     program = compile_model(Model([Joined()]), (2, 1, 1))
     assert program.verify().passed
     parameters = program.manifest.parameters
-    assert parameters["blocks.0.first.weight"].placement.dim == 0
-    assert parameters["blocks.0.second.weight"].placement.dim == 1
+    assert parameters["blocks.0.first.weight"].placement["tensor"].dim == 0
+    assert parameters["blocks.0.second.weight"].placement["tensor"].dim == 1
 
 
 def test_an_attention_that_is_joined_with_whole_rows_is_replicated() -> None:
@@ -698,7 +700,7 @@ def test_products_of_tensordot_and_of_three_operands_are_divided_and_counted(
     model = Model([Products(equation) for _ in range(2)])
     check(model, mesh)
     program = compile_model(model, mesh)
-    down = program.manifest.parameters["blocks.0.down"].placement
+    down = program.manifest.parameters["blocks.0.down"].placement["tensor"]
     assert down.dim == (1 if mesh[0] > 1 else None)
     products = VOCABULARY * HIDDEN + 2 * ((2 * 4 + mesh[0]) * HIDDEN * HIDDEN + 2 * 8 * HIDDEN)
     assert program.cost.evaluate(program.cost.flops) == 6 * (2 * 2 * LENGTH) * products

@@ -14,7 +14,7 @@ from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Parameter, Placement, Segment, Shard
 from autoptd.runtime.program.schedule import Schedule, make_schedule
 
 HIDDEN, HEADS, LENGTH, VOCABULARY = 16, 4, 8, 30
@@ -45,7 +45,7 @@ class GraphMaker:
         if name not in self.used:
             parameter = self.parameters[name]
             node = self.used[name] = self.graph.create_node("get_attr", name)
-            shape = parameter.placement.local_shape(parameter.shape, self._tensor)
+            shape = parameter.placement["tensor"].local_shape(parameter.shape, self._tensor)
             describe(node, torch.empty(shape, dtype=parameter.dtype, device=META), NodeInfo())
         return self.used[name]
 
@@ -62,7 +62,8 @@ class GraphMaker:
     ) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         where = f"gpt.py:{line}" if line else ""
-        about = NodeInfo(path, where, divided=divided, partial=partial)
+        placement = REPLICATED if divided is None else Placement(tensor=Shard(divided))
+        about = NodeInfo(path, where, placement=PARTIAL_SUM if partial else placement)
         describe(node, self._propagation.run(node), about)
         return node
 
@@ -79,7 +80,7 @@ def two_stages(tensor: int = 2) -> tuple[Program, Manifest, Schedule]:
     targets = Input("targets", (1, LENGTH), torch.int64, 0)
     between = (
         Boundary("h", (1, LENGTH, HIDDEN), F32, True),
-        Boundary("q", (1, HEADS // tensor, LENGTH, HIDDEN // HEADS), F32, True, divided=True),
+        Boundary("q", (1, HEADS // tensor, LENGTH, HIDDEN // HEADS), F32, True, Placement(tensor=Shard(1))),
     )
     interfaces = (
         StageInterface(0, (), between, ("ids",), tuple(first.used)),
@@ -106,9 +107,9 @@ def random_tensors(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _parameters() -> dict[str, Parameter]:
-    rows = Placement(0, (Segment(1, VOCABULARY, 1, True),))
-    packed = Placement(0, (Segment(3, HEADS, HIDDEN // HEADS, True),))
-    columns = Placement(1, (Segment(1, HIDDEN, 1, True),))
+    rows = Placement(tensor=Shard(0, (Segment(1, VOCABULARY, 1, True),)))
+    packed = Placement(tensor=Shard(0, (Segment(3, HEADS, HIDDEN // HEADS, True),)))
+    columns = Placement(tensor=Shard(1, (Segment(1, HIDDEN, 1, True),)))
     listed = [
         Parameter("wte.weight", (VOCABULARY, HIDDEN), F32, placement=rows),
         Parameter("h.0.ln_1.weight", (HIDDEN,), F32),
@@ -172,7 +173,7 @@ def _second_stage(maker: GraphMaker, tensor: int) -> None:
     rank = maker.argument("rank", "rank")
     h = maker.argument("h", "boundary", (1, LENGTH, HIDDEN))
     q = maker.argument("q", "boundary", (1, HEADS // tensor, LENGTH, HIDDEN // HEADS))
-    change_info(q, divided=1)
+    change_info(q, placement=Placement(tensor=Shard(1)))
     targets = maker.argument("targets", "input", (1, LENGTH), torch.int64)
     scale = call("mean", aten.mean.default, q, path="gate", line=70, partial=True)
     scale = call("mean_g", collectives.reduce_from_tensor, rank, scale, path="gate", line=70)

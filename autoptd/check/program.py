@@ -14,7 +14,8 @@ from autoptd.passes.ir.node_info import info, require_info
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
-from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import AxisPlacement, Parameter
 from autoptd.runtime.program.schedule import Action, compute_order, peak_in_flight
 from autoptd.runtime.program.schedule_check import ScheduleError, check_schedule
 from autoptd.runtime.user_warnings import warn_caller
@@ -81,7 +82,8 @@ def check_program(
         raise ProgramError(f"the program has {len(stages)} stages, its manifest lists {len(manifest.stages)}")
     _check_schedule(manifest, tuple(map(tuple, schedule)))
     for parameter in manifest.parameters.values():
-        _check_placement(parameter, manifest.mesh.tensor)
+        for axis, placement in parameter.placement.items():
+            _check_placement(parameter, axis, placement, manifest.mesh)
     _check_aliases(manifest)
     for stage, interface in zip(stages, manifest.stages, strict=True):
         require_info(stage.graph, f"stage {interface.index}")
@@ -125,26 +127,29 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
 # Parameters
 
 
-def _check_placement(parameter: Parameter, tensor: int) -> None:
-    placement, shape = parameter.placement, parameter.shape
-    dim = placement.dim
+def _check_placement(parameter: Parameter, axis: str, placement: AxisPlacement, mesh: Mesh) -> None:
+    shape, dim = parameter.shape, placement.dim
+    name = f"parameter {parameter.name}{list(shape)}"
+    if axis not in mesh.axes:
+        raise ProgramError(
+            f"{name} has a placement on the axis {axis}; expected one of {', '.join(mesh.axes)}"
+        )
     if dim is None:
         return
-    name = f"parameter {parameter.name}{list(shape)}"
     if not 0 <= dim < len(shape):
         raise ProgramError(f"{name} is divided along dimension {dim}, which does not exist")
     rows = sum(segment.rows for segment in placement.segments)
-    if rows != shape[dim] + placement.padding:
+    extent = rows if placement.extent is None else min(rows, placement.extent)
+    if extent != shape[dim]:
         raise ProgramError(
-            f"{name}: the segments of its placement have {rows} rows, expected {shape[dim]} of dimension "
-            f"{dim} and {placement.padding} of padding; correct its placement in the manifest"
+            f"{name}: the segments of its placement have {extent} rows without padding, expected {shape[dim]} of "
+            f"dimension {dim}; correct its placement in the manifest"
         )
     for segment in placement.segments:
-        if segment.divided and segment.size % tensor:
+        if segment.divided and segment.size % mesh.axes[axis]:
             raise ProgramError(
-                f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not "
-                f"divide over tensor={tensor}; leave it undivided, or compile for a tensor size that divides "
-                f"{segment.size}"
+                f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not divide over "
+                f"{axis}={mesh.axes[axis]}; leave it undivided, or compile for a size that divides {segment.size}"
             )
 
 
@@ -173,7 +178,7 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
                 "compile again"
             )
         parameter = stage.parameters[name]
-        expected = parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor)
+        expected = parameter.local_shape(manifest.mesh.axes)
         _compare(
             f'{at}: p["{name}"]',
             node.meta["val"],
@@ -196,7 +201,7 @@ def _constants(graph: fx.Graph) -> Mapping[str, Any]:
 
 
 def _describe_difference(found: Parameter, expected: Parameter) -> str:
-    names = ("shape", "dtype", "kind", "requires_grad", "placement", "partial_gradient", "name")
+    names = ("shape", "dtype", "kind", "requires_grad", "placement", "name")
     name = next(name for name in names if getattr(found, name) != getattr(expected, name))
     return f"{name} {getattr(found, name)}, the manifest's {getattr(expected, name)}"
 
@@ -233,7 +238,7 @@ def _check_boundary(sender: StageInterface, receiver: StageInterface) -> None:
             f"received ({_names(receiver.receives)})"
         )
     for number, (sent, received) in enumerate(zip(sender.sends, receiver.receives, strict=True)):
-        for name in ("name", "shape", "dtype", "requires_grad", "divided"):
+        for name in ("name", "shape", "dtype", "requires_grad", "placement"):
             if getattr(sent, name) != getattr(received, name):
                 raise ProgramError(
                     f"{at}: value {number} is sent with {name} {getattr(sent, name)} and received with "

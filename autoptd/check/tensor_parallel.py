@@ -4,7 +4,7 @@ Forward, each value has a `Share` (see `proof`). Backward, a whole value's gradi
 same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
 so whole operators hand on what they get; f (`collectives.copy_to_tensor`, alone or with the linears that read it)
 makes a partial gradient whole. The two never mix at one value, and a partial one may end only in a parameter that
-is marked ``partial_gradient``.
+has a partial gradient in its placement.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, has_gradients
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import UNKNOWN, WHOLE, Found, Share, ShareError, share_of
+from autoptd.passes.operators.shares import UNKNOWN, WHOLE, Found, ShareError, Unknown, share_of
 from autoptd.passes.operators.table import has_trait
 from autoptd.passes.operators.text_rule import read_rules
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Boundary, Manifest
+from autoptd.runtime.program.placement import Partial, Replicate, Shard
 
 Gradient = Literal["whole", "partial"]
 
@@ -77,7 +78,7 @@ def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
 def _is_lost(found: Found) -> bool:
     """Whether a share says too little to prove more from it."""
     several = found if isinstance(found, tuple) else (found,)
-    return any(share == UNKNOWN or (share.kind == "divided" and share.dim is None) for share in several)
+    return any(share == UNKNOWN or (isinstance(share, Shard) and share.dim is None) for share in several)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class StageWalk:
                     self.differentiable.add(node)
             elif node.op == "get_attr":
                 parameter = self.stage.parameters[str(node.target)]
-                self.shares[node] = share_of(parameter.placement, tensor)
+                self.shares[node] = share_of(parameter, tensor)
                 if parameter.requires_grad:
                     self.differentiable.add(node)
             elif node.op == "placeholder":
@@ -156,21 +157,22 @@ class StageWalk:
             )
         for value, boundary in zip(self.outputs, sends, strict=True) if sends else ():
             share = self.shares[value]
-            kinds = ("whole", "divided", "unknown") if boundary.divided else ("whole", "unknown")
-            expected = "a whole value, or divided=True in the manifest's boundary"
-            if isinstance(share, Share) and share.kind == "partial":
+            right: tuple[type, ...] = (Replicate, Unknown)
+            right += (Shard,) * boundary.placement.is_divided
+            expected = "a whole value, or a placement in the manifest's boundary that divides it"
+            if isinstance(share, Partial):
                 expected = f"collectives.reduce_from_tensor(rank, {value}) before it is sent"
-            right = isinstance(share, Share) and share.kind in kinds
-            self._require(value, right, f"is sent to stage {self.index + 1} as {boundary.name}", expected)
+            self._require(
+                value,
+                isinstance(share, right),
+                f"is sent to stage {self.index + 1} as {boundary.name}",
+                expected,
+            )
 
     def _require(self, node: fx.Node, right: bool, use: str, expected: str) -> None:
         if not right:
             share = self.shares[node]
-            kind = (
-                {"partial": "a partial sum"}.get(share.kind, share.kind)
-                if isinstance(share, Share)
-                else "a tuple"
-            )
+            kind = "a tuple" if isinstance(share, tuple) else share.word
             raise ShareError(f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}")
 
     # Gradients
@@ -191,7 +193,7 @@ class StageWalk:
                     self._check_gradient(node, gradient)
         arrived = [n for n in self.stage.graph.nodes if info(n).role == "boundary"]
         for node, boundary in zip(arrived, receives, strict=True):
-            if self.gradients.get(node) == "partial" and not boundary.divided:
+            if self.gradients.get(node) == "partial" and not boundary.placement.is_divided:
                 self._refuse(node, f"{node}, which goes back to the stage before")
         return [self.gradients.get(node) for node in arrived]
 
@@ -227,12 +229,12 @@ class StageWalk:
 
     def _check_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         if node.op == "get_attr":
-            marked = self.stage.parameters[str(node.target)].partial_gradient
+            marked = self.stage.parameters[str(node.target)].placement.has_partial_gradient
             if gradient == "partial" and not marked:
-                self._refuse(node, f"{node.target}, a parameter without partial_gradient")
+                self._refuse(node, f"{node.target}, a parameter whose placement has no partial gradient")
             if gradient == "whole" and marked:
                 raise ShareError(
-                    f"stage {self.index}: {node.target} is marked partial_gradient, although every tensor "
+                    f"stage {self.index}: {node.target} has a partial gradient in its placement, although every tensor "
                     "rank has its whole gradient, and would be multiplied by their number: correct the mark "
                     "in the manifest"
                 )

@@ -231,7 +231,9 @@ def _list_places(stage: Stage, *, first: bool) -> Iterator[tuple[list[fx.Node], 
         ahead, behind = nodes[:count], {*nodes[count:], stage.graph.output_node()}
         live = [n for n in carried if n not in behind and not behind.isdisjoint(n.users)]
         summed = any(
-            info(n).partial or n.target is copy_to_tensor or reduce_from_tensor in {u.target for u in n.users}
+            info(n).is_partial
+            or n.target is copy_to_tensor
+            or reduce_from_tensor in {u.target for u in n.users}
             for n in live
         )
         if live and not summed and all(isinstance(n.meta["val"], torch.Tensor) for n in live):

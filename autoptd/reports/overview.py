@@ -146,7 +146,6 @@ class Overview:
 
 
 def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) -> StageOverview:
-    tensor = manifest.mesh.tensor
     paths = [path for node in stage.graph.nodes if (path := find_path(node))]
     crossing = interface.sends if manifest.mesh.pipeline > 1 else ()
     return StageOverview(
@@ -155,7 +154,7 @@ def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) ->
         first=paths[0] if paths else "",
         last=paths[-1] if paths else "",
         parameters=sum(
-            prod(p.placement.local_shape(p.shape, tensor))
+            prod(p.local_shape(manifest.mesh.axes))
             for name in interface.parameters
             if (p := manifest.parameters[name]).kind == "parameter"
         ),
@@ -190,7 +189,9 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
     copies = [node for node in nodes if has_trait(node, Trait.SUMS_GRADIENTS)]
     again = [forward_work(node).reduced for node in reductions if node in repeated]
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
-    partial = [n for n, p in manifest.parameters.items() if p.partial_gradient and manifest.owners(n)]
+    partial = [
+        n for n, p in manifest.parameters.items() if p.placement.has_partial_gradient and manifest.owners(n)
+    ]
     return Communication(
         tensor_forward=Traffic.of(forward_work(node).reduced for node in reductions),
         tensor_backward=Traffic.of([backward_work(node).reduced for node in copies] + again),
@@ -208,7 +209,7 @@ def _gradient_bytes(manifest: Manifest) -> list[int]:
     held = [0] * manifest.mesh.pipeline
     for name, parameter in manifest.parameters.items():
         if parameter.kind == "parameter" and parameter.requires_grad:
-            local = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
+            local = prod(parameter.local_shape(manifest.mesh.axes))
             for rank in manifest.owners(name):
                 held[rank] += local * parameter.dtype.itemsize
     return held

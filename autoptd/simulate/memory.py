@@ -64,14 +64,14 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
     after: dict[int, int] = {}
     for name in sorted(first):
         parameter = manifest.parameters[name]
-        size = prod(parameter.placement.local_shape(parameter.shape, manifest.mesh.tensor))
+        size = prod(parameter.local_shape(manifest.mesh.axes))
         if parameter.kind == "parameter" and parameter.dtype.is_floating_point:
             elements += size
         else:
             fixed += size * parameter.dtype.itemsize
         if parameter.is_trained:
             trained += size
-            partial += size * parameter.partial_gradient
+            partial += size * parameter.placement.has_partial_gradient
             owners = manifest.owners(name)
             if len(owners) > 1:
                 tied[owners] = tied.get(owners, 0) + size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -52,7 +51,19 @@ def write_bytes(count: int) -> str:
 
 def write_value_shape(node: fx.Node, tensor: int) -> str:
     """Write the shape of a node's value, or of each part; empty if it is unknown."""
-    return _shape_of(node.meta.get("val"), info(node).divided, tensor)
+    value, placements = node.meta.get("val"), info(node).placements
+    if isinstance(value, Tensor):
+        return write_shape(value.dtype, value.shape, placements[0]["tensor"].dim, tensor)
+    if not isinstance(value, (tuple, list)):
+        return ""
+    dims = [placement["tensor"].dim for placement in placements] * (len(value) // len(placements))
+    parts = [
+        write_shape(part.dtype, part.shape, dim, tensor) if isinstance(part, Tensor) else ""
+        for part, dim in zip(value, dims, strict=True)
+    ]
+    if len(parts) > 1 and len(set(parts)) == 1:
+        return f"{len(parts)} x {parts[0]}"
+    return ", ".join(parts)
 
 
 def write_communication(node: fx.Node, tensor: int) -> str:
@@ -78,19 +89,6 @@ def write_hidden(node: fx.Node, tensor: int) -> str:
     size = write_bytes(tensor_bytes(node.args[1].meta["val"]))  # type: ignore[union-attr]
     whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
     return f"backward: all-reduce, {size} over tensor, beside {whose}"
-
-
-def _shape_of(value: Any, divided: Any, tensor: int) -> str:
-    """Write a value's shape; for a value with parts, `divided` has a dimension (or None) for each, or one for all."""
-    if isinstance(value, Tensor):
-        return write_shape(value.dtype, value.shape, divided, tensor)
-    if isinstance(value, (tuple, list)):
-        dims = divided if isinstance(divided, (tuple, list)) else [divided] * len(value)
-        parts = [_shape_of(part, dim, tensor) for part, dim in zip(value, dims, strict=True)]
-        if len(parts) > 1 and len(set(parts)) == 1:
-            return f"{len(parts)} x {parts[0]}"
-        return ", ".join(parts)
-    return ""
 
 
 class Headings:
@@ -140,11 +138,9 @@ class Headings:
         return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
 
 
-def stage_bytes(stage: Stage, tensor: int) -> int:
+def stage_bytes(stage: Stage, sizes: Mapping[str, int]) -> int:
     """Return the bytes of the parameters and buffers that one rank holds of a stage."""
-    return sum(
-        prod(p.placement.local_shape(p.shape, tensor)) * p.dtype.itemsize for p in stage.parameters.values()
-    )
+    return sum(prod(p.local_shape(sizes)) * p.dtype.itemsize for p in stage.parameters.values())
 
 
 def _is_loss(nodes: Sequence[fx.Node]) -> bool:

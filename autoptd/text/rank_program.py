@@ -77,12 +77,12 @@ class RankProgram:
     @cached_property
     def parameters(self) -> dict[str, LocalParameter]:
         """Return the rank's tensors by their names in the user's ``state_dict``."""
-        tensor, at = self.manifest.mesh.tensor, self.coordinates
+        mesh, at = self.manifest.mesh, self.coordinates
         return {
             name: LocalParameter(
                 parameter.shape,
-                parameter.placement.local_shape(parameter.shape, tensor),
-                find_slice(parameter, tensor, at.tensor),
+                parameter.local_shape(mesh.axes),
+                find_slice(parameter, mesh.tensor, at.tensor),
             )
             for name, parameter in self.manifest.parameters.items()
             if at.pipeline in self.manifest.owners(name)
@@ -137,20 +137,5 @@ class RankProgram:
 
 def find_slice(parameter: Parameter, size: int, index: int) -> Slice:
     """Return the slice of a tensor that tensor rank `index` of `size` holds, neighbouring rows joined."""
-    placement = parameter.placement
-    if placement.dim is None:
-        return Slice(None, ())
-    runs: list[range] = []
-    start, end = 0, parameter.shape[placement.dim]
-    for segment in placement.segments:
-        block = segment.size * segment.inner
-        share = block // size if segment.divided else block
-        for outer in range(segment.outer):
-            first = start + outer * block + (index * share if segment.divided else 0)
-            run = range(min(first, end), min(first + share, end))
-            if runs and runs[-1].stop == run.start:
-                runs[-1] = range(runs[-1].start, run.stop)
-            elif run:
-                runs.append(run)
-        start += segment.rows
-    return Slice(placement.dim, tuple(runs))
+    on_tensor = parameter.placement["tensor"]
+    return Slice(on_tensor.dim, tuple(range(*run) for run in on_tensor.runs(size, index)))

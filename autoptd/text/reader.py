@@ -120,7 +120,7 @@ def _trace_stage(
             f"expected {2 + len(values)} arguments ({expected})"
         )
     parameters = {
-        name: _meta(p.placement.local_shape(p.shape, manifest.mesh.tensor), p.dtype)
+        name: _meta(p.local_shape(manifest.mesh.axes), p.dtype)
         for name in interface.parameters
         if (p := manifest.parameters[name])
     }

@@ -81,7 +81,7 @@ def align(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
     """Write the shape of a call's value, and a note: a partial sum, or what the call sends."""
-    if info(node).partial:
+    if info(node).is_partial:
         return write_value_shape(node, tensor), "partial"
     sent = write_communication(node, tensor)
     shaped = node.target not in _SHAPE_KEPT or not sent

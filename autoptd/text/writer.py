@@ -95,7 +95,7 @@ def _first_lines(program: Program, rank: int, title: str) -> list[str]:
 
 
 def _stage_lines(program: Program, index: int, headings: Headings, flops: Sequence[int]) -> list[str]:
-    held = f"{write_bytes(stage_bytes(program.stages[index], program.mesh.tensor))} of parameters"
+    held = f"{write_bytes(stage_bytes(program.stages[index], program.mesh.axes))} of parameters"
     work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
     return _wrap(f"stage {index}: {headings.stage_range(index)}: {work}{held} per rank", "    ")
 

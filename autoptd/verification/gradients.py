@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoptd.runtime.optimizer.gradient_buckets import split_rows
 from autoptd.runtime.program.manifest import Manifest
 
 FLOOR = 1e-6  # of the largest gradient of all: the scale for smaller ones
@@ -39,7 +38,7 @@ def join_gradients(
     ]
     whole: dict[str, Tensor] = {}
     for name, parameter in manifest.parameters.items():
-        placement = parameter.placement
+        on_tensor = parameter.placement["tensor"]
         for pipeline in manifest.owners(name):
             ranks = [mesh.rank_of(0, pipeline, tensor) for tensor in range(mesh.tensor)]
             shards = [found[rank].gradients.get(name) for rank in ranks]
@@ -48,10 +47,10 @@ def join_gradients(
             parts = [shard for shard in shards if shard is not None]
             wrong += _compare_replicas(manifest, found, name, pipeline)
             for rank, part in zip(ranks, parts, strict=True):
-                rows = split_rows(placement, part, mesh.tensor, divided=False)
-                first = split_rows(placement, parts[0], mesh.tensor, divided=False)
+                rows = on_tensor.split(part, mesh.tensor, divided=False)
+                first = on_tensor.split(parts[0], mesh.tensor, divided=False)
                 wrong += _say_different(rows, first, f"undivided gradient of {name}", rank, ranks[0])
-            joined = placement.join(parts)
+            joined = on_tensor.join(parts)
             if name in whole:
                 owner = mesh.rank_of(0, manifest.owners(name)[0], 0)
                 wrong += _say_different(

@@ -93,10 +93,7 @@ def check_memory(manifest: Manifest) -> None:
     mesh = manifest.mesh
     plain = sum(prod(p.shape) for p in manifest.parameters.values())
     slices = sum(
-        prod(p.placement.local_shape(p.shape, mesh.tensor))
-        * mesh.tensor
-        * mesh.data
-        * len(manifest.homes(name))
+        prod(p.local_shape(mesh.axes)) * mesh.tensor * mesh.data * len(manifest.homes(name))
         for name, p in manifest.parameters.items()
     )
     needed = COPIES * torch.float64.itemsize * (plain + slices) + MARGIN

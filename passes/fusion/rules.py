@@ -49,6 +49,7 @@ from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
+from autoptd.runtime.program.placement import REPLICATED
 
 Rule = Callable[[fx.Node], Match | None]
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
@@ -113,7 +114,7 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
     values = [made]
     if len(match.results) > 1:
         name = f"{_name(match.results[-1])}_pair"
-        change_info(made, name=name, divided=(None,) * len(match.results))
+        change_info(made, name=name, placement=(REPLICATED,) * len(match.results))
         with graph.inserting_before(first):
             values = [graph.call_function(operator.getitem, (made, i)) for i in range(len(match.results))]
     for index, (old, new) in enumerate(zip(match.results, values, strict=True)):

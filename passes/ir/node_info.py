@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from torch import fx
 
+from autoptd.runtime.program.placement import REPLICATED, Placement
+
 _KEY = "info"
 Role = Literal["rank", "input", "boundary"]
 
@@ -19,8 +21,7 @@ class NodeInfo:
       ("gpt.py:52"); either may be empty.
     - `role` of a placeholder: the "rank", a batch "input", or a value from the stage before ("boundary").
     - `requires_grad` of a boundary: whether a gradient goes back; None where its dtype decides.
-    - `divided`: the dimension divided over the tensor ranks, or None; of several results a tuple of these. `partial`:
-      each rank has a term of a sum. `partial_gradient`: each rank has a term of the value's gradient.
+    - `placement` of the value on the mesh axes; of several results a tuple of these.
     - `layer`: the stack of layers that the call belongs to, and the number of the layer in it.
     - `recompute`: the label of the group that the backward computes again; None where the result is kept.
     - `region`: the graph of a higher-order operator, in a captured graph only.
@@ -33,9 +34,7 @@ class NodeInfo:
     line: str = ""
     role: Role | None = None
     requires_grad: bool | None = None
-    divided: Any = None
-    partial: bool = False
-    partial_gradient: bool = False
+    placement: Placement | tuple[Placement, ...] = REPLICATED
     layer: tuple[int, int] | None = None
     recompute: str | None = None
     region: fx.Graph | None = None
@@ -48,6 +47,23 @@ class NodeInfo:
     def place(self) -> NodeInfo:
         """Nothing but the place in the user's code."""
         return NodeInfo(self.path, self.line)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement of each result."""
+        return (self.placement,) if isinstance(self.placement, Placement) else self.placement
+
+    @property
+    def is_divided(self) -> bool:
+        return any(placement.is_divided for placement in self.placements)
+
+    @property
+    def is_partial(self) -> bool:
+        return any(placement.is_partial for placement in self.placements)
+
+    @property
+    def has_partial_gradient(self) -> bool:
+        return any(placement.has_partial_gradient for placement in self.placements)
 
     def at(self, other: NodeInfo) -> NodeInfo:
         """Return the same facts at the place of `other` in the user's code: one heading for several results."""
@@ -73,9 +89,9 @@ def require_info(graph: fx.Graph, at: str) -> None:
 def require_reduced(graph: fx.Graph, at: str) -> None:
     """Raise ValueError if a partial sum is read by a call that is neither partial itself nor a collective."""
     for node in graph.nodes:
-        for user in node.users if info(node).partial else ():
+        for user in node.users if info(node).is_partial else ():
             collective = getattr(user.target, "__module__", "").startswith("autoptd.runtime.collectives")
-            if not (collective or info(user).partial):
+            if not (collective or info(user).is_partial):
                 raise ValueError(
                     f"{at}: {user.format_node()} reads {node}, whose terms are not summed over the tensor ranks; "
                     "expected an all-reduce between the two"

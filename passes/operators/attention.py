@@ -35,12 +35,14 @@ from autoptd.passes.operators.shares import (
     check_key,
     check_whole,
     describe,
+    describe_runs,
     merge,
     read,
     refuse_partial,
     take,
 )
 from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime.program.placement import Placement, Shard
 
 # Axes
 
@@ -100,7 +102,7 @@ def _take_heads(localizer: Localizer, node: fx.Node, tensor: fx.Node, dim: int) 
         value = localizer.add(aten.repeat_interleave.self_int, repeat, node, name=f"{tensor.name}_repeated")
         localizer.named[value.name] = (whole,)
     own = localizer.add(collectives.take_own, (localizer.rank, value, dim), node, name=f"{tensor.name}_own")
-    change_info(own, divided=dim)
+    change_info(own, placement=Placement(tensor=Shard(dim)))
     localizer.named[own.name] = (whole,)
     return own
 
@@ -139,7 +141,7 @@ def _spread_heads(tensor: fx.Node, node: fx.Node, shares: Shares) -> Share:
     if times == 1:
         return share
     return replace(
-        share, parts=tuple(replace(part, inner=part.inner * times) for part in share.parts), extent=None
+        share, segments=tuple(replace(part, inner=part.inner * times) for part in share.segments), extent=None
     )
 
 
@@ -159,7 +161,7 @@ def _rotary_placed(node: fx.Node, shares: Shares) -> Share:
         return share
     rows = ((0, turned // 2), (turned // 2, turned // 2), (0, turned))
     first, second, both = (take(own, share, *part) for part in rows)
-    if argument(node, 3, "interleaved", False) or first.runs != second.runs:
+    if argument(node, 3, "interleaved", False) or describe_runs(first) != describe_runs(second):
         check_whole(own, share, [share.dim])
     merge([(own, both), *((n, aligned(n, shape, shares)) for n in (cos, sin))], [*shape[:-1], turned])
     return share

@@ -26,19 +26,19 @@ from autoptd.passes.operators.shares import (
 )
 from autoptd.passes.operators.views import view_backward
 from autoptd.runtime import collectives
-from autoptd.runtime.program.placement import Segment
+from autoptd.runtime.program.placement import Partial, Replicate, Segment, Shard
 
 # The proof
 
 
 def _reduce_placed(node: fx.Node, shares: Shares) -> Share:
     share = read(node.args[1], shares)
-    if share.kind == "whole":
+    if isinstance(share, Replicate):
         raise ShareError(
             f"all-reduces {node.args[1]}, which is whole on every tensor rank already, and so multiplies it "
             "by their number: leave this reduce_from_tensor out"
         )
-    if share.kind == "divided":
+    if isinstance(share, Shard):
         raise ShareError(
             f"all-reduces {node.args[1]}, of which each tensor rank holds another part: expected a partial "
             "sum, such as a product over a divided dimension"
@@ -60,7 +60,7 @@ def _copied_placed(node: fx.Node, shares: Shares) -> Found:
 
 def _check_copied(node: fx.Node, shares: Shares, way: str) -> Share:
     share = read(node.args[1], shares)
-    if share.kind in ("divided", "partial"):
+    if isinstance(share, Shard | Partial):
         raise ShareError(
             f"hands {describe(node.args[1], shares)}, to a divided region: expected a whole value; {way}, or "
             "all-reduce its argument first"
@@ -70,12 +70,12 @@ def _check_copied(node: fx.Node, shares: Shares, way: str) -> Share:
 
 def _own_placed(node: fx.Node, shares: Shares) -> Share:
     share, shape = read(node.args[1], shares), shape_of(node)
-    if share.kind in ("divided", "partial"):
+    if isinstance(share, Shard | Partial):
         raise ShareError(
             f"takes this rank's part of {describe(node.args[1], shares)}: expected a whole value"
         )
     dim = int(argument(node, 2, "dim")) % len(shape)
-    return Share("divided", dim, (Segment(1, shape[dim], 1, True),))
+    return Shard(dim, (Segment(1, shape[dim], 1, True),))
 
 
 # Costs

@@ -18,7 +18,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import collectives
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Parameter, Placement, Segment, Shard
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class Localizer:
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]
-        if info(value).partial:
+        if info(value).is_partial:
             biases = self.biases.get(value, ())
             name = f"{value.name}_g"
             value = self.add(collectives.reduce_from_tensor, (self.rank, value), value, name=name)
@@ -102,7 +102,7 @@ class Localizer:
         axes = self.named[new.name] = self.axis_map.all_of(node)
         changed = self.tensor > 1 and (not plain or any(ax.is_divided(a, self.divided) for a in axes))
         if not changed:
-            change_info(new, divided=None, partial=False)
+            change_info(new, placement=REPLICATED)
         elif node.op == "call_function":
             new.meta["val"] = self.propagation.run(new)
             self._mark(new, node, axes)
@@ -116,17 +116,23 @@ class Localizer:
     ) -> fx.Node:
         """Add a further node, at the place of `like` in the user's model."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
-        describe(new, self.propagation.run(new), info(like).place, partial=partial)
+        describe(
+            new,
+            self.propagation.run(new),
+            info(like).place,
+            placement=PARTIAL_SUM if partial else REPLICATED,
+        )
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
         return new
 
     def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
-        """Say which dimension is divided: an int or None, a tuple of those for several results."""
-        dims = tuple(
-            next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None) for own in axes
-        )
+        """Say which dimension is divided, of several results for each."""
+        found = []
+        for own in axes:
+            dim = next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None)
+            found.append(REPLICATED if dim is None else Placement(tensor=Shard(dim)))
         several = isinstance(node.meta.get("val"), (tuple, list))
-        change_info(new, divided=dims if several else dims[0], partial=False)
+        change_info(new, placement=tuple(found) if several else found[0])
 
     def _empty(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]
@@ -179,9 +185,9 @@ class Localizer:
         axes = self.axis_map.of(node)
         dims = [d for d, a in enumerate(axes) if self.is_divided((a,))]
         if dims:
-            segments = tuple(self._segments(axes[dims[0]]))
-            padding = sum(s.rows for s in segments) - ax.find(axes[dims[0]]).size
-            placement = Placement(dims[0], segments, padding)
+            segments, extent = tuple(self._segments(axes[dims[0]])), ax.find(axes[dims[0]]).size
+            padded = extent < sum(segment.rows for segment in segments)
+            placement = Placement(tensor=Shard(dims[0], segments, extent if padded else None))
             self.parameters[name] = replace(self.parameters[name], placement=placement)
 
     def _segments(self, axis: Axis) -> list[Segment]:
@@ -205,7 +211,7 @@ def same_call(localizer: Localizer, node: fx.Node) -> fx.Node:
     new = localizer.copy(node)
     if axis is not None and localizer.is_divided((axis,)):
         new.meta["val"] = localizer.propagation.run(new)
-        change_info(new, divided=None, partial=True)
+        change_info(new, placement=PARTIAL_SUM)
     return new
 
 

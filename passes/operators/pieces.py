@@ -34,7 +34,7 @@ from autoptd.passes.operators.shares import (
 )
 from autoptd.passes.operators.views import view_backward
 from autoptd.runtime import aten
-from autoptd.runtime.program.placement import Segment
+from autoptd.runtime.program.placement import Segment, Shard
 
 # Axes
 
@@ -220,10 +220,10 @@ def _cat_placed(node: fx.Node, shares: Shares) -> Share:
         return merge(list(zip(sources, given, strict=True)), shape_of(node))
     parts: list[Segment] = []
     for source, share in zip(sources, given, strict=True):
-        if share is not WHOLE and not (share.dim == dim and share.parts):
+        if share is not WHOLE and not (share.dim == dim and share.segments):
             return UNKNOWN
-        parts += share.parts or (Segment(1, shape_of(source)[dim], 1, False),)
-    return Share("divided", dim, tuple(parts))
+        parts += share.segments or (Segment(1, shape_of(source)[dim], 1, False),)
+    return Shard(dim, tuple(parts))
 
 
 def _stack_placed(node: fx.Node, shares: Shares) -> Share:
@@ -239,8 +239,8 @@ def _repeat_placed(node: fx.Node, shares: Shares) -> Share:
         return UNKNOWN
     if share.dim != dim % len(shape_of(node)):
         return share
-    parts = tuple(replace(part, inner=part.inner * times) for part in share.parts)
-    return replace(share, parts=parts, extent=None)
+    parts = tuple(replace(part, inner=part.inner * times) for part in share.segments)
+    return replace(share, segments=parts, extent=None)
 
 
 def _getitem_placed(node: fx.Node, shares: Shares) -> Share:

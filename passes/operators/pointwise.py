@@ -48,7 +48,7 @@ def add_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     first, second = node.args[0], node.args[1]
     both = [localizer.values[a] for a in (first, second) if isinstance(a, fx.Node) and len(a.users) == 1]
     plain = len(node.args) == 2 and not node.kwargs
-    if len(both) == 2 and plain and all(info(v).partial for v in both):
+    if len(both) == 2 and plain and all(info(v).is_partial for v in both):
         total = localizer.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
         localizer.biases[total] = [bias for part in both for bias in localizer.biases.get(part, ())]
         return total

@@ -30,11 +30,14 @@ from autoptd.passes.operators.shares import (
     ShareError,
     Shares,
     aligned,
+    describe_runs,
+    is_mixed,
     merge,
     read,
     take,
 )
 from autoptd.runtime import aten
+from autoptd.runtime.program.placement import Replicate
 
 # Axes
 
@@ -147,11 +150,11 @@ def _check_summed(product: MatrixProduct, left: Share, right: Share) -> None:
             f"adds the bias {product.bias} to a partial sum, so that it would be counted on every tensor rank: "
             "add it after collectives.reduce_from_tensor(rank, ...)"
         )
-    if left.mixed or right.mixed:
+    if is_mixed(left) or is_mixed(right):
         raise ShareError(
             "sums over a dimension of which every tensor rank holds some rows whole, in "
-            f"{product.x if left.mixed else product.weight}: the all-reduce would count these t times; multiply the "
-            "whole rows apart, after it"
+            f"{product.x if is_mixed(left) else product.weight}: the all-reduce would count these t times; multiply "
+            "the whole rows apart, after it"
         )
 
 
@@ -159,16 +162,16 @@ def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, b
     """Refuse a product over a divided dimension whose factors are not divided alike there."""
     (x, first, over_first), (y, second, over_second) = left, right
     if over_first and over_second:
-        if first.parts and second.parts and first.runs != second.runs:
+        if first.segments and second.segments and describe_runs(first) != describe_runs(second):
             raise ShareError(
-                f"multiplies {x} and {y} over a dimension that they divide differently, into {first.runs} "
-                f"and {second.runs} (runs, rows of a run, divided): expected the same placement"
+                f"multiplies {x} and {y} over a dimension that they divide differently, into {describe_runs(first)} "
+                f"and {describe_runs(second)} (runs, rows of a run, divided): expected the same placement"
             )
         return
     name, share, other = (y, second, x) if over_first else (x, first, y)
-    if share.kind == "whole" or share.dim is not None:
+    if isinstance(share, Replicate) or share.dim is not None:
         raise ShareError(
-            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.kind}: "
+            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.word}: "
             f"expected both divided; collectives.take_own(rank, {name}, dim) takes this rank's part"
         )
 

@@ -17,7 +17,16 @@ from autoptd.passes.operators.layout_writer import LayoutWriter, Written
 from autoptd.passes.operators.pieces import replace_dim, resize_order
 from autoptd.passes.operators.products import over_last_order
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import PARTIAL, UNKNOWN, Found, Shares, check_whole, read, spread
+from autoptd.passes.operators.shares import (
+    PARTIAL,
+    UNKNOWN,
+    Found,
+    Shares,
+    check_whole,
+    is_mixed,
+    read,
+    spread,
+)
 from autoptd.passes.operators.views import settled
 from autoptd.runtime import aten
 
@@ -106,7 +115,7 @@ def _reduce_placed(partial: bool) -> Callable[[fx.Node, Shares], Found]:
         if share.dim is None:
             return spread(node, UNKNOWN)
         if share.dim in dims:
-            if not partial or share.mixed:
+            if not partial or is_mixed(share):
                 check_whole(own, share, dims)
             return spread(node, PARTIAL)
         gone = 0 if _keeps_rank(node) else sum(d < share.dim for d in dims)

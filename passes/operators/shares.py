@@ -1,7 +1,8 @@
 """The share that one tensor rank holds of a value: all of it, its part, or one term of a sum.
 
-The static proof walks a stage and gives every value a `Share`, from the parameters' placements alone, so that it
-judges an edited text like any other. Below are the rules that several operators have in common.
+The static proof walks a stage and gives every value its placement on the tensor axis, from the parameters' placements
+alone, so that it judges an edited text like any other. A segment's `size` is here the rank's own. Below are the rules
+that several operators have in common.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, shape_of, walk
-from autoptd.runtime.program.placement import Placement, Segment
+from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Replicate, Segment, Shard
 
 
 class ShareError(Exception):
@@ -22,88 +23,78 @@ class ShareError(Exception):
 
 
 @dataclass(frozen=True)
-class Share:
-    """The share of a value that one tensor rank holds, by its `kind`.
+class Unknown(AxisPlacement):
+    """What an unfamiliar operator makes of divided values: the proof has nothing to say about it."""
 
-    "whole": the same on all tensor ranks; "divided": this rank's part; "partial": a term of a sum.
-
-    A divided value's part lies along `dim` and consists of the local `parts` (a `Segment`'s size is this
-    rank's); None and () where that is not known. `extent` is the undivided dimension of a parameter, padding left
-    out, while it is whole. "unknown" is what an unfamiliar operator makes of divided values; the proof has nothing
-    to say about it.
-    """
-
-    kind: Literal["whole", "divided", "partial", "unknown"]
-    dim: int | None = None
-    parts: tuple[Segment, ...] = ()
-    extent: int | None = None
-
-    @property
-    def mixed(self) -> bool:
-        """Return whether some rows are whole although others are divided."""
-        return any(not part.divided for part in self.parts)
-
-    @property
-    def runs(self) -> tuple[tuple[int, int, bool], ...]:
-        """Return how the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
-        found: list[tuple[int, int, bool]] = []
-        for part in self.parts:
-            count, run = (part.outer, part.size * part.inner) if part.divided else (1, part.rows)
-            last = found[-1] if found else (0, 0, not part.divided)
-            if last[2] is not part.divided or (part.divided and last[1] != run):
-                found.append((count, run, part.divided))
-            else:
-                found[-1] = (last[0] + count, run, True) if part.divided else (1, last[1] + run, False)
-        return tuple(found)
+    word = "unknown"
 
 
-WHOLE = Share("whole")
-PARTIAL = Share("partial")
-UNKNOWN = Share("unknown")
-DIVIDED = Share("divided")
+WHOLE = Replicate()
+PARTIAL = Partial()
+UNKNOWN = Unknown()
+DIVIDED = Shard()  # along a dimension that is not known
 
+Share = AxisPlacement
 Found = Share | tuple[Share, ...]  # of an operator with several results, one share each
 Shares = Mapping[fx.Node, Found]
 # Operators whose rows may be copies of one.
 COPYING = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "cat"])
 
 
-def share_of(placement: Placement, tensor: int) -> Share:
+def share_of(parameter: Parameter, tensor: int) -> Share:
     """Return what each of `tensor` ranks holds of a parameter."""
-    if placement.dim is None:
+    on_tensor = parameter.placement["tensor"]
+    if on_tensor.dim is None:
         return WHOLE
-    parts = (replace(s, size=s.size // tensor) if s.divided else s for s in placement.segments)
-    extent = sum(segment.rows for segment in placement.segments) - placement.padding
-    return Share("divided", placement.dim, tuple(parts), extent)
+    segments = (replace(s, size=s.size // tensor) if s.divided else s for s in on_tensor.segments)
+    return Shard(on_tensor.dim, tuple(segments), parameter.shape[on_tensor.dim])
+
+
+def is_mixed(share: Share) -> bool:
+    """Return whether some rows are whole although others are divided."""
+    return any(not segment.divided for segment in share.segments)
+
+
+def describe_runs(share: Share) -> tuple[tuple[int, int, bool], ...]:
+    """Return how the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
+    found: list[tuple[int, int, bool]] = []
+    for part in share.segments:
+        count, run = (part.outer, part.size * part.inner) if part.divided else (1, part.rows)
+        last = found[-1] if found else (0, 0, not part.divided)
+        if last[2] is not part.divided or (part.divided and last[1] != run):
+            found.append((count, run, part.divided))
+        else:
+            found[-1] = (last[0] + count, run, True) if part.divided else (1, last[1] + run, False)
+    return tuple(found)
 
 
 def regroup(share: Share, old: Sequence[int], new: Sequence[int]) -> Share:
     """Return the share of a tensor of local shape `old` that is viewed as `new`."""
     if share.dim is None:
         return share
-    if tuple(old) == tuple(new) and not any(part.divided and part.size == 1 for part in share.parts):
+    if tuple(old) == tuple(new) and not any(part.divided and part.size == 1 for part in share.segments):
         return share
     size, stride = old[share.dim], prod(old[share.dim + 1 :])
     steps = [(dim, prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
     before = [(prod(old[dim + 1 :]), extent) for dim, extent in enumerate(old)]
     # A rank's only row may be counted to either neighbour; and of several dimensions of size 1 in its place there is
     # no telling which it is.
-    edges = {stride * part.inner for part in share.parts if part.divided and part.size == 1}
+    edges = {stride * part.inner for part in share.segments if part.divided and part.size == 1}
     if tuple(old) == tuple(new):  # which counts it to a neighbour, if it does anything
         clear = False
     elif size > 1:
-        clear = bool(share.parts) and not any(extent == 1 and step in edges for _, step, extent in steps)
+        clear = bool(share.segments) and not any(extent == 1 and step in edges for _, step, extent in steps)
     else:
         after = [(step, extent) for _, step, extent in steps]
-        clear = bool(share.parts) and before.count((stride, 1)) == after.count((stride, 1)) == 1
+        clear = bool(share.segments) and before.count((stride, 1)) == after.count((stride, 1)) == 1
     if clear:
         for dim, step, extent in steps:
             if (step, extent) == (stride, size):
                 return replace(share, dim=dim)
             parts = _regroup_parts(share, stride, step, extent) if size > 1 else ()
             if parts:
-                return Share("divided", dim, parts)
-    return UNKNOWN if share.mixed else DIVIDED
+                return Shard(dim, parts)
+    return UNKNOWN if is_mixed(share) else DIVIDED
 
 
 def _regroup_parts(share: Share, stride: int, step: int, extent: int) -> tuple[Segment, ...]:
@@ -112,11 +103,13 @@ def _regroup_parts(share: Share, stride: int, step: int, extent: int) -> tuple[S
     `stride` are the elements of one row so far.
     """
     top = step * extent
-    if len(share.parts) > 1:
-        scaled = [_scale(part, stride, step) for part in share.parts]
+    if len(share.segments) > 1:
+        scaled = [_scale(part, stride, step) for part in share.segments]
         found = tuple(part for part in scaled if part is not None)
-        return found if len(found) == len(scaled) and top == stride * sum(p.rows for p in share.parts) else ()
-    (part,) = share.parts
+        return (
+            found if len(found) == len(scaled) and top == stride * sum(p.rows for p in share.segments) else ()
+        )
+    (part,) = share.segments
     start = stride * part.inner
     end = start * part.size
     if part.size == 1 and not (step < end < top or (step < end == top and part.outer == 1)):
@@ -144,11 +137,11 @@ def take_rows(share: Share, start: int, length: int) -> Share | None:
 
     None where they are no equal parts of what all ranks hold together: each rank would take other rows.
     """
-    if not share.parts:
+    if not share.segments:
         return DIVIDED
     taken: list[Segment] = []
     position = 0
-    for part in share.parts:
+    for part in share.segments:
         first, last = max(start, position), min(start + length, position + part.rows)
         first, last, position = first - position, last - position, position + part.rows
         if first >= last:
@@ -162,7 +155,7 @@ def take_rows(share: Share, start: int, length: int) -> Share | None:
             taken.append(replace(part, outer=(last - first) // run))
     if not any(part.divided for part in taken):
         return WHOLE
-    return replace(share, parts=tuple(taken), extent=None)
+    return replace(share, segments=tuple(taken), extent=None)
 
 
 # What rules read and say
@@ -177,7 +170,7 @@ def read(value: Any, shares: Shares) -> Share:
 def describe(value: Any, shares: Shares) -> str:
     """Name a value and its share: "q, which is divided along dimension 1"."""
     share = read(value, shares)
-    return f"{value}, which is {share.kind}" + (
+    return f"{value}, which is {share.word}" + (
         f" along dimension {share.dim}" if share.dim is not None else ""
     )
 
@@ -220,13 +213,13 @@ def merge(found: Sequence[tuple[fx.Node, Share]], result: Sequence[int]) -> Shar
                 f"combines {first}, divided along dimension {one.dim} of the result, with {other}, divided "
                 f"along {share.dim}: expected both divided along the same one"
             )
-        elif one.parts and share.parts and one.runs != share.runs:
+        elif one.segments and share.segments and describe_runs(one) != describe_runs(share):
             raise ShareError(
                 f"combines {first}, of which a tensor rank holds {_layout(one)} rows along dimension {one.dim}, with "
                 f"{other}, of which it holds {_layout(share)}: these are other rows; expected one placement for both"
             )
         else:
-            one = one if one.parts else share
+            one = one if one.segments else share
     for source, share in found:
         if share is WHOLE and one.dim is not None:
             _check_whole_rows(source, first, one.dim, result)
@@ -258,7 +251,7 @@ def _is_of_parameters(source: fx.Node) -> bool:
 
 
 def _layout(share: Share) -> str:
-    return " + ".join(f"{outer} x {rows}" for outer, rows, _ in share.runs)
+    return " + ".join(f"{outer} x {rows}" for outer, rows, _ in describe_runs(share))
 
 
 def take(own: fx.Node, share: Share, start: int, length: int) -> Share:
@@ -284,12 +277,12 @@ def check_whole(own: fx.Node, share: Share, dims: Collection[int]) -> None:
 
 def check_key(share: Share, key: int | None) -> None:
     """Raise `ShareError` for a dropout mask that is keyed as if the tensor were whole, or the other way round."""
-    if share.kind != "unknown" and (share.kind == "divided") != (key is not None):
+    if not isinstance(share, Unknown) and (isinstance(share, Shard)) != (key is not None):
         raise ShareError(
-            f"drops elements of a value that is {share.kind}, with divided={key}: expected divided="
+            f"drops elements of a value that is {share.word}, with divided={key}: expected divided="
             + (
                 "None"
-                if share.kind == "whole"
+                if isinstance(share, Replicate)
                 else "its divided dimension, so that each rank draws its own part"
             )
         )

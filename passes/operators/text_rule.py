@@ -27,6 +27,7 @@ from autoptd.passes.operators.shares import (
     merge,
     read,
 )
+from autoptd.runtime.program.placement import Replicate
 
 Names = Sequence[str]
 
@@ -105,7 +106,7 @@ class TextRule:
         except ValueError as error:
             raise ShareError(f"contradicts its rule: {error}") from None
         given = [read(tensor, shares) for tensor in tensors]
-        if any(share.kind != "whole" and share.dim is None for share in given):
+        if any(not isinstance(share, Replicate) and share.dim is None for share in given):
             return UNKNOWN
         pairs = list(zip(tensors, self.arguments, given, strict=True))
         names = {group[share.dim] for _, group, share in pairs if share.dim is not None}

@@ -76,7 +76,7 @@ def _reshape_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     flattens = operator_name(node.target) in ("aten.flatten", "aten.unflatten")
     target = aten.reshape.default if flattens else node.target
     alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
-    if info(source).partial and alone and not localizer.biases.get(source):
+    if info(source).is_partial and alone and not localizer.biases.get(source):
         return localizer.add(target, (source, sizes), node, name=node.name, partial=True)
     if target is node.target and sizes == list(shape_of(node)):
         return localizer.copy(node)

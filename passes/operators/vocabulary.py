@@ -27,11 +27,13 @@ from autoptd.passes.operators.shares import (
     Share,
     ShareError,
     Shares,
+    Unknown,
     check_vocabulary,
     describe,
     read,
 )
 from autoptd.runtime import aten, kernels
+from autoptd.runtime.program.placement import Shard
 
 # Axes
 
@@ -148,7 +150,7 @@ def _embedding_placed(node: fx.Node, shares: Shares) -> Share:
 def _lookup_placed(node: fx.Node, shares: Shares) -> Share:
     """The kernel gives zeros for the rows of other ranks."""
     share = read(node.args[1], shares)
-    if share.kind == "unknown" or (share.kind == "divided" and share.dim in (0, None)):
+    if isinstance(share, Unknown) or (isinstance(share, Shard) and share.dim in (0, None)):
         check_vocabulary(node, share)
         return PARTIAL
     raise ShareError(
@@ -167,7 +169,7 @@ def _whole_loss_placed(node: fx.Node, shares: Shares) -> Share:
 
 def _loss_placed(node: fx.Node, shares: Shares) -> Found:
     share = read(node.args[1], shares)
-    if share.kind == "unknown" or (share.kind == "divided" and share.dim in (1, None)):
+    if isinstance(share, Unknown) or (isinstance(share, Shard) and share.dim in (1, None)):
         check_vocabulary(node, share)
         return WHOLE
     raise ShareError(

@@ -185,9 +185,8 @@ def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
 def make_boundary(node: fx.Node) -> Boundary:
     value = node.meta["val"]
     gradient = wants_gradient(node)
-    return Boundary(
-        str(node.target), tuple(value.shape), value.dtype, gradient, info(node).divided is not None
-    )
+    (placement,) = info(node).placements
+    return Boundary(str(node.target), tuple(value.shape), value.dtype, gradient, placement)
 
 
 def _describe(choice: Choice, pipeline: int, name: str) -> str:

@@ -75,7 +75,7 @@ class Row:
         live, unfit = [0] * (count + 2), [0] * (count + 2)
         for defined, node in enumerate(self.items):
             first, behind = defined + 1, self.last_use[node] + 1
-            partial = info(node).partial or info(node).partial_gradient
+            partial = info(node).is_partial or info(node).has_partial_gradient
             value = node.meta["val"]
             whole = isinstance(value, torch.Tensor) and not value.is_complex() and not partial
             for changes in (live,) if whole else (live, unfit):
@@ -92,7 +92,7 @@ class Row:
         for defined, node in enumerate(self.items):
             value = node.meta["val"]
             if self.last_use[node] > defined and isinstance(value, torch.Tensor):
-                time = durations.of_transfer(value, divided=info(node).divided is not None)
+                time = durations.of_transfer(value, divided=info(node).is_divided)
                 for changes in (ahead, back) if node in self.trained else (ahead,):
                     changes[defined + 1] += time
                     changes[self.last_use[node] + 1] -= time

@@ -4,7 +4,8 @@ A replicated value that a divided operator reads gets, on each tensor rank, only
 (`collectives.copy_to_tensor`: forward identity, backward all-reduce) completes it. Because every backward is linear
 in the incoming gradient, a partial gradient may also travel further back through replicated operators, and be summed
 where that is cheapest, for all readers at once: a minimum cut between the divided regions and the values that other,
-whole gradients reach. A parameter on the cut needs no f: its gradient is summed once per step (`partial_gradient`).
+whole gradients reach. A parameter on the cut needs no f: its gradient is summed
+once per step (`AxisPlacement.partial_gradient`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import collectives
-from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.placement import REPLICATED, Parameter
 
 PARAMETER_DISCOUNT = 64  # a parameter's gradient is summed once per step, an activation's once per microbatch
 
@@ -42,10 +43,15 @@ def place_copies(
     what is scattered over the tensor ranks must be the same on all. So where a residual stream would have partial ones
     from end to end, and leave no place for a cut, it keeps whole ones if there are several `pipeline` ranks.
 
-    Returns the parameters with ``partial_gradient`` set, and the number of f placed.
+    Returns the parameters with their partial gradients marked, and the number of f placed.
     """
     region = _Region(graph, parameters)
     marked = dict(parameters)
+
+    def mark(name: str) -> None:
+        placement = marked[name].placement.with_partial_gradient("tensor")
+        marked[name] = replace(marked[name], placement=placement)
+
     copies = 0
     solved: dict[Shape, Sides] = {}
     for component in region.components():
@@ -54,26 +60,26 @@ def place_copies(
             cut, before = region.cut(component, solved, stream)
         for node in component:
             if node not in before:
-                change_info(node, partial_gradient=True)
+                marks = tuple(
+                    placement.with_partial_gradient("tensor") for placement in info(node).placements
+                )
+                change_info(node, placement=marks if len(marks) > 1 else marks[0])
         for node in cut:
             partial = [n for n in region.partial_readers(node) if n not in before]
             whole = len(partial) < sum(n.op == "output" or n in region.differentiable for n in node.users)
             if node.op == "get_attr" and not whole:
-                marked[str(node.target)] = replace(marked[str(node.target)], partial_gradient=True)
+                mark(str(node.target))
             else:
                 region.insert_copy(node, partial)
                 copies += 1
     for name in region.mixed_parameters():
-        marked[name] = replace(marked[name], partial_gradient=True)
+        mark(name)
     return marked, copies
 
 
 def _is_local(node: fx.Node) -> bool:
     """Does the value differ between tensor ranks?"""
-    divided = info(node).divided
-    if isinstance(divided, tuple):
-        return any(d is not None for d in divided)
-    return divided is not None or bool(info(node).partial)
+    return info(node).is_divided or info(node).is_partial
 
 
 class _Region:
@@ -198,7 +204,7 @@ class _Region:
             copy = self.graph.create_node(
                 "call_function", collectives.copy_to_tensor, (self.rank, node), {}, name=f"{node.name}_f"
             )
-        describe(copy, node.meta["val"], info(node), divided=None, partial=False, partial_gradient=True)
+        describe(copy, node.meta["val"], info(node), placement=REPLICATED.with_partial_gradient("tensor"))
         for reader in readers:
             reader.replace_input_with(node, copy)
 
@@ -207,9 +213,7 @@ class _Region:
         return [
             name
             for name, p in self.parameters.items()
-            if p.requires_grad
-            and p.placement.dim is not None
-            and not all(s.divided for s in p.placement.segments)
+            if p.requires_grad and not all(s.divided for s in p.placement["tensor"].segments)
         ]
 
 

@@ -122,7 +122,7 @@ class _Rewriting:
         about = replace(
             info(first),
             name=f"{first.name}_together",
-            divided=tuple(info(reader.node).divided for reader in readers),
+            placement=tuple(placement for reader in readers for placement in info(reader.node).placements),
         )
         together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, about)
         parts = [

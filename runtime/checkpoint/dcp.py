@@ -68,9 +68,8 @@ def read_foreign(
                 )
             whole = torch.empty(parameter.shape, dtype=dtype)
             load({prefix + name: whole}, storage_reader=FileSystemReader(folder), no_dist=True)
-            fresh[name] = parameter.placement.take(
-                whole, rank.group("tensor").size, rank.group("tensor").index
-            )
+            tensor = rank.group("tensor")
+            fresh[name] = parameter.placement["tensor"].take(whole, tensor.size, tensor.index)
     except CheckpointException as error:  # a BaseException
         raise CheckpointError(f"{folder}: torch.distributed.checkpoint: {error}") from error
     return fresh

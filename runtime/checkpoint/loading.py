@@ -36,7 +36,7 @@ from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.tagged_json import decode_value, encode_value
 from autoptd.runtime.weights.slices import compiled_in, hash_values
 
@@ -50,7 +50,7 @@ class Loaded:
     record: Record | None
     tensors: Mapping[str, Tensor]
     states: States
-    parts: Mapping[Shard, Mapping[str, Any]]
+    parts: Mapping[FlatShard, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     schedulers: Mapping[str, Any]
     data: Any

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.guards.state_marks import MARK
-from autoptd.runtime.optimizer.zero1 import Shard, join_states, split_states
+from autoptd.runtime.optimizer.zero1 import FlatShard, join_states, split_states
 
 States = dict[str, dict[str, Any]]
 _OWN_KEYS = ("params", "param_names", MARK)  # keys of a group that differ between ranks
@@ -26,7 +26,7 @@ class Group:
 
 
 def take_states(
-    names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[Shard] = ()
+    names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[FlatShard] = ()
 ) -> States:
     """Return the states that `optimizer` keeps of each parameter in `names`, by the parameter's name, then the state's.
 
@@ -45,7 +45,7 @@ def take_states(
     return states
 
 
-def join_shards(shards: Sequence[Shard], states: States) -> dict[Shard, dict[str, Any]]:
+def join_shards(shards: Sequence[FlatShard], states: States) -> dict[FlatShard, dict[str, Any]]:
     """Take the states of the `shards` out of `states`. ValueError if the states within one shard disagree."""
     parts = {}
     for shard in shards:
@@ -58,7 +58,7 @@ def put_states(
     names: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     states: States,
-    parts: Mapping[Shard, Mapping[str, Any]] | None = None,
+    parts: Mapping[FlatShard, Mapping[str, Any]] | None = None,
 ) -> None:
     """Replace the states of `optimizer`, those of shards by `parts`; tensors go to the device where it keeps them."""
     parts = parts or {}
@@ -78,7 +78,7 @@ def put_states(
 
 
 def take_groups(
-    names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[Shard] = ()
+    names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[FlatShard] = ()
 ) -> list[Group]:
     """Return the optimizer's groups, with names for parameters. CheckpointError for parameters without a name."""
     return [
@@ -111,11 +111,11 @@ class _Stepped(NamedTuple):
 
     names: tuple[str, ...]
     tensor: Tensor
-    shard: Shard | None
+    shard: FlatShard | None
 
 
 def _list_stepped(
-    names: Mapping[str, Tensor], group: Mapping[str, Any], shards: Sequence[Shard]
+    names: Mapping[str, Tensor], group: Mapping[str, Any], shards: Sequence[FlatShard]
 ) -> list[_Stepped]:
     known = {id(tensor): _Stepped((name,), tensor, None) for name, tensor in names.items()}
     known |= {id(shard.own): _Stepped(shard.names, shard.own, shard) for shard in shards}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.placement import Placement
+from autoptd.runtime.program.placement import AxisPlacement
 
 # Of one piece, unless a row has more: ranks that hold the same elements divide the pieces among themselves.
 PIECE_ELEMENTS = 1 << 20
@@ -87,7 +87,7 @@ class Piece(NamedTuple):
 def list_pieces(manifest: Manifest, rank: Rank, name: str, flat: FlatRange | None) -> list[Piece]:
     """Return the pieces of the tensor `name` that this rank holds: of its slice, or of a `flat` range of the slice."""
     parameter, at = manifest.parameters[name], rank.coordinates
-    regions = list_regions(parameter.shape, parameter.placement, manifest.mesh.tensor, at.tensor)
+    regions = list_regions(parameter.shape, parameter.placement["tensor"], manifest.mesh.tensor, at.tensor)
     pieces = [Piece(name, *entry) for entry in regions]
     if flat is None:
         return pieces
@@ -100,7 +100,7 @@ def list_pieces(manifest: Manifest, rank: Rank, name: str, flat: FlatRange | Non
 
 
 def list_regions(
-    shape: Sequence[int], placement: Placement, size: int, index: int
+    shape: Sequence[int], placement: AxisPlacement, size: int, index: int
 ) -> list[tuple[Region, Region, bool]]:
     """Return the regions of a tensor of `shape` that tensor rank `index` of `size` holds, without padding.
 

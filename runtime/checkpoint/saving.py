@@ -42,7 +42,7 @@ from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces
 from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.optimizer.loss_scale import LossScale
-from autoptd.runtime.optimizer.zero1 import Shard, is_shaped
+from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.tagged_json import encode_value
 
@@ -76,7 +76,7 @@ class Training:
     manifest: Manifest
     rank: Rank
     slices: Mapping[str, Tensor]
-    shards: Sequence[Shard]
+    shards: Sequence[FlatShard]
     optimizer: torch.optim.Optimizer | None
     schedulers: Mapping[str, Stateful]
     loss_scale: LossScale | None

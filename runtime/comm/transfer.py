@@ -23,7 +23,7 @@ from autoptd.runtime.program.manifest import Boundary
 
 def is_scattered(boundary: Boundary, tensor: int, scatter_gather: bool) -> bool:
     """Return whether `boundary` is sent in `tensor` equal pieces; it is sent whole if its elements do not divide."""
-    whole = boundary.divided or not scatter_gather or tensor == 1
+    whole = boundary.placement.is_divided or not scatter_gather or tensor == 1
     return not whole and prod(boundary.shape) % tensor == 0
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.executor import Executor
 from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.weights.slices import Constants, refresh_constants
@@ -49,7 +49,7 @@ class BoundShape:
         self._connection = connection
         self._constants = program.constants
 
-    def share_steps(self, shards: Sequence[Shard]) -> None:
+    def share_steps(self, shards: Sequence[FlatShard]) -> None:
         """Let the optimizer step `shards` from now on, and no parameter that is in one."""
         self.sums = GradientSums(
             self.manifest, self._connection, self.completion, shards, self.executor.measured

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.zero1 import FlatShard
 
 LEAVE = "or train without shard_optimizer"
 
@@ -23,7 +23,7 @@ class GradientPlaceholders:
     writes them is refused: by torch, since one NaN stands for all elements, or before the next step.
     """
 
-    def __init__(self, shard: Shard, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, shard: FlatShard, parameters: Mapping[str, nn.Parameter]) -> None:
         """Place them after each backward from now on; `parameters` are the shard's."""
         self.parameters = parameters
         self._own = shard.own

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 
@@ -31,7 +31,7 @@ class StateMarks:
         self._held: dict[int, list[str]] = {}
         self._names: dict[int, tuple[str, ...]] = {}
 
-    def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[Shard]) -> None:
+    def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[FlatShard]) -> None:
         """Take `parameters` and `shards` as the tensors that optimizers step; they live until the next call."""
         self._held = {id(p): [self._slices[name]] for name, p in parameters.items()}
         self._names = {id(p): (name,) for name, p in parameters.items()}
@@ -100,9 +100,9 @@ class StateMarks:
 
 def _describe(parameter: Parameter, rank: Rank) -> str:
     """Describe the slice of a `parameter` that `rank` has."""
-    placement, at = parameter.placement, rank.group("tensor")
-    local = f"{parameter.name}{list(placement.local_shape(parameter.shape, at.size))}"
-    if placement.dim is None or at.size == 1:
+    on_tensor, at = parameter.placement["tensor"], rank.group("tensor")
+    local = f"{parameter.name}{list(parameter.local_shape(rank.mesh.axes))}"
+    if on_tensor.dim is None or at.size == 1:
         return local
-    rows = ", ".join(f"{first}:{end}" for first, end in placement.runs(at.size, at.index))
-    return f"{local} ({rows} of dimension {placement.dim})"
+    rows = ", ".join(f"{first}:{end}" for first, end in on_tensor.runs(at.size, at.index))
+    return f"{local} ({rows} of dimension {on_tensor.dim})"

@@ -17,7 +17,7 @@ from autoptd.runtime.guards.gradient_placeholders import GradientPlaceholders
 from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.guards.state_marks import StateMarks
 from autoptd.runtime.guards.step_agreement import compare_shards
-from autoptd.runtime.optimizer.zero1 import Shard, fill_groups, lay_out_shards
+from autoptd.runtime.optimizer.zero1 import FlatShard, fill_groups, lay_out_shards
 from autoptd.runtime.program.manifest import Manifest
 
 
@@ -44,14 +44,14 @@ class TrainedWeights:
         self.narrow = narrow
         self._share_steps(module, ())
 
-    def _share_steps(self, module: nn.Module, shards: Sequence[Shard]) -> None:
+    def _share_steps(self, module: nn.Module, shards: Sequence[FlatShard]) -> None:
         """Let the optimizer step `shards` from now on, and no parameter of `module` that is in one."""
         self.shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
         self.watch = ParameterWatch(self._manifest, module, sharded)
         self._marks.hold(self.watch.parameters, self.shards)
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
-        self._gathering: dict[Shard, Posted[Tensor]] = {}  # the new weights on their way
+        self._gathering: dict[FlatShard, Posted[Tensor]] = {}  # the new weights on their way
         for shape in self._shapes:
             shape.share_steps(self.shards)
         parameters = self.watch.parameters

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.optimizer.gradient_buckets import split_rows
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 
 
 def global_norm(
-    manifest: Manifest, rank: Rank, gradients: Mapping[str, Tensor], shards: Sequence[Shard], norm_type: float
+    manifest: Manifest,
+    rank: Rank,
+    gradients: Mapping[str, Tensor],
+    shards: Sequence[FlatShard],
+    norm_type: float,
 ) -> Tensor:
     """Return the `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
 
@@ -70,14 +73,14 @@ def _norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> 
     return whole
 
 
-def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]:
+def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Tensor]:
     """Yield the elements that this rank counts of the gradient of its part of a shard."""
     gradient = shard.own.grad
     if gradient is None:
         return
     for name, (inside, part) in shard.ranges().items():
         parameter = manifest.parameters[name]
-        shape = parameter.placement.local_shape(parameter.shape, rank.group("tensor").size)
+        shape = parameter.local_shape(manifest.mesh.axes)
         counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
         for rows in _own_rows(manifest, rank, name, counted):
             rows.fill_(True)
@@ -89,8 +92,8 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: Shard) -> Iterator[Tensor]
 def _own_rows(manifest: Manifest, rank: Rank, name: str, gradient: Tensor) -> list[Tensor]:
     if manifest.homes(name)[0] != rank.coordinates.pipeline:
         return []
-    placement, tensor = manifest.parameters[name].placement, rank.group("tensor").size
-    rows = split_rows(placement, gradient, tensor, divided=True)
-    if rank.group("tensor").index == 0:
-        rows += split_rows(placement, gradient, tensor, divided=False)
+    on_tensor, tensor = manifest.parameters[name].placement["tensor"], rank.group("tensor")
+    rows = on_tensor.split(gradient, tensor.size, divided=True)
+    if tensor.index == 0:
+        rows += on_tensor.split(gradient, tensor.size, divided=False)
     return rows

@@ -10,19 +10,9 @@ from torch import Tensor
 
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.program.placement import Placement
 
 BUCKET_BYTES = 25 * 2**20
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def split_rows(placement: Placement, local: Tensor, tensor: int, *, divided: bool) -> list[Tensor]:
-    """Return views of the rows of a `local` slice that are divided over the `tensor` ranks, or that are not."""
-    if placement.dim is None:
-        return [] if divided else [local]
-    widths = [s.rows // tensor if s.divided else s.rows for s in placement.segments]
-    pieces = local.split(widths, placement.dim)
-    return [rows for rows, s in zip(pieces, placement.segments, strict=True) if s.divided is divided]
 
 
 def sum_over(group: Group, tensors: list[Tensor]) -> None:

@@ -13,8 +13,8 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.kernels.precision import HALF
-from autoptd.runtime.optimizer.gradient_buckets import fill_buckets, split_rows, sum_over
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.gradient_buckets import fill_buckets, sum_over
+from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Action, last_gradients
 
@@ -90,7 +90,7 @@ class GradientSums:
         manifest: Manifest,
         connection: Connection,
         completion: Completion,
-        shards: Sequence[Shard],
+        shards: Sequence[FlatShard],
         measured: Measured,
     ) -> None:
         self._manifest = manifest
@@ -178,8 +178,8 @@ class GradientSums:
         partial = [
             rows
             for name, gradient in gradients.items()
-            if (parameter := self._manifest.parameters[name]).partial_gradient
-            for rows in split_rows(parameter.placement, gradient, tensor.size, divided=False)
+            if (on_tensor := self._manifest.parameters[name].placement["tensor"]).partial_gradient
+            for rows in on_tensor.split(gradient, tensor.size, divided=False)
         ]
         sums = list(partial)
         sum_over(tensor, sums)

@@ -21,7 +21,7 @@ ELEMENTWISE = (
 SINGLE = ("step", "mu_product", "eta", "mu")
 
 
-class Shard:
+class FlatShard:
     """This replica's part of some parameters in a row: `own` [n] of `flat` [size · n], for `size` replicas.
 
     `flat` has the parameters' elements in the order of `names`, then zeros; the parameters are views of it. `own` is
@@ -179,7 +179,7 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
             )
 
 
-def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def join_states(shard: FlatShard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of a shard's parameters, as in `fill`, to those of its own part.
 
     ValueError where their steps differ.
@@ -210,7 +210,7 @@ def join_states(shard: Shard, states: Mapping[str, Mapping[str, Any]]) -> dict[s
     return joined
 
 
-def split_states(shard: Shard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def split_states(shard: FlatShard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Split the states of a shard's own part into those of each of its parameters, in a row."""
     split = {
         key: shard.split_own(value) if is_shaped(value) else dict.fromkeys(shard.names, value)
@@ -252,16 +252,16 @@ def lay_out_shards(
     dtypes: Mapping[str, torch.dtype],
     buckets: Sequence[Sequence[Sequence[str]]],
     group: Group,
-) -> list[Shard]:
+) -> list[FlatShard]:
     """Make shards of the `buckets` of each group of `optimizer`, which steps these from now on, with their states.
 
     ValueError, with nothing changed, for states that cannot be joined.
     """
-    layout: list[list[tuple[Shard, dict[str, Any]]]] = []
+    layout: list[list[tuple[FlatShard, dict[str, Any]]]] = []
     for own in buckets:
         made = []
         for bucket in own:
-            shard = Shard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+            shard = FlatShard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
             found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
             states = {name: state for name, state in found.items() if state}
             made.append((shard, join_states(shard, states)))

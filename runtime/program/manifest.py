@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.placement import REPLICATED, Parameter, Placement
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Fixed:
 class Boundary:
     """One tensor that crosses from a stage to the next, as one tensor rank holds it.
 
-    `divided`: each tensor rank holds its own part already (no scatter/gather); otherwise all hold the same.
+    Where `placement` divides it, each tensor rank holds its own part already (no scatter/gather); else all the same.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    divided: bool = False
+    placement: Placement = REPLICATED
 
     @property
     def bytes(self) -> int:

@@ -14,8 +14,10 @@ import torch
 
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
+from autoptd.runtime.program.placement import AxisPlacement, Partial, Placement, Replicate, Shard
 
-FORMAT = "autoptd 4"
+FORMAT = "autoptd 5"
+_ON_AXIS = {kind.__name__.lower(): kind for kind in (Replicate, Shard, Partial)}
 
 
 def to_json(manifest: Manifest) -> str:
@@ -64,7 +66,8 @@ def encode(value: Any) -> Any:
         axes = dict(tuple(value.axes.items())[::-1])  # the innermost first, as in mesh=(t, p, d)
         return axes if value.ranks is None else {**axes, "ranks": list(value.ranks)}
     if dataclasses.is_dataclass(value):
-        return {
+        kind = {"kind": type(value).__name__.lower()} if isinstance(value, AxisPlacement) else {}
+        return kind | {
             field.name: encode(getattr(value, field.name))
             for field in dataclasses.fields(value)
             if getattr(value, field.name) != field.default
@@ -83,6 +86,12 @@ def decode(kind: Any, value: Any, place: str) -> Any:
         return value
     if kind is Mesh:
         return _decode_mesh(_expect(value, dict, place), place)
+    if kind is Placement:
+        return Placement(**decode(dict[str, AxisPlacement], value, place))
+    if kind is AxisPlacement:
+        fields = dict(_expect(value, dict, place))
+        found = decode(Literal[*_ON_AXIS], fields.pop("kind", None), f"{place}: kind")
+        return _decode_fields(_ON_AXIS[found], fields, place)
     if dataclasses.is_dataclass(kind):
         return _decode_fields(kind, _expect(value, dict, place), place)
     if kind is torch.dtype:

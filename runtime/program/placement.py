@@ -1,10 +1,10 @@
-"""The division of one tensor over the tensor ranks, as plain data, and the slicing that it means."""
+"""The placement of one tensor on the axes of the mesh, as plain data, and the slicing that it means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 class Segment:
     """Consecutive rows of a dimension, viewed as [outer, size, inner] (row-major).
 
-    Where `divided`, tensor rank i owns the i-th of t equal runs of the middle axis, for every outer index;
+    Where `divided`, rank i of the axis owns the i-th of t equal runs of the middle axis, for every outer index;
     otherwise every rank holds all rows. A packed [3 * heads * head_size] projection is one segment
     (3, heads, head_size).
     """
@@ -33,7 +33,7 @@ class Segment:
 class Rows:
     """Rows `first` to ``first + count`` of a tensor: those from `local` on of a rank's slice.
 
-    They are `shared` if all tensor ranks hold them.
+    They are `shared` if all ranks of the axis hold them.
     """
 
     first: int
@@ -43,26 +43,34 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The division of a tensor on the tensor axis: replicated (`dim` None), or divided along `dim`.
+class AxisPlacement:
+    """The placement of a tensor on one mesh axis: `Replicate`, `Shard` or `Partial`.
 
-    The segments' rows add up to the dimension's global size plus `padding` zero rows that exist in memory only
-    (an odd vocabulary).
+    A shard lies along `dim`, and its `segments` add up to the rows of that dimension; a value's are not known: (). Zero
+    rows behind them, in memory only (an odd vocabulary), are not counted in `extent`; None where there are none. With
+    `partial_gradient` each rank has a term of the gradient of the rows that all ranks hold.
     """
 
     dim: int | None = None
     segments: tuple[Segment, ...] = ()
-    padding: int = 0
+    extent: int | None = None
+    partial_gradient: bool = False
+    word: ClassVar[str] = ""
 
-    def local_shape(self, shape: Sequence[int], tensor: int) -> tuple[int, ...]:
-        """One rank's shape of a tensor of global `shape`, for `tensor` ranks."""
+    @property
+    def padding(self) -> int:
+        """Rows of zeros behind the dimension's own."""
+        return 0 if self.extent is None else sum(s.rows for s in self.segments) - self.extent
+
+    def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+        """Return one rank's shape of a tensor of global `shape`, for `size` ranks on the axis."""
         local = list(shape)
         if self.dim is not None:
-            local[self.dim] = sum(s.rows // tensor if s.divided else s.rows for s in self.segments)
+            local[self.dim] = sum(s.rows // size if s.divided else s.rows for s in self.segments)
         return tuple(local)
 
     def rows(self, size: int, index: int) -> Iterator[Rows]:
-        """Yield the rows that tensor rank `index` of `size` holds, in order, of a tensor that is divided.
+        """Yield the rows that rank `index` of `size` holds of a shard, in order.
 
         The rows of padding are left out: they are the last of the rank's slice.
         """
@@ -81,7 +89,7 @@ class Placement:
             first += segment.rows
 
     def take(self, tensor: Tensor, size: int, index: int) -> Tensor:
-        """Return the contiguous slice of a global `tensor` that tensor rank `index` of `size` holds."""
+        """Return the contiguous slice of a global `tensor` that rank `index` of `size` holds."""
         if self.dim is None:
             return tensor.contiguous()
         pieces = [tensor.narrow(self.dim, rows.first, rows.count) for rows in self.rows(size, index)]
@@ -99,18 +107,101 @@ class Placement:
             found.append((begin, rows.first + rows.count))
         return found
 
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the global tensor of all tensor ranks' shards, in order: the inverse of `take`."""
+    def split(self, local: Tensor, size: int, *, divided: bool) -> list[Tensor]:
+        """Return views of the rows of a rank's slice that are divided over the `size` ranks, or that are not."""
         if self.dim is None:
-            return shards[0]
-        shape = list(shards[0].shape)
+            return [] if divided else [local]
+        widths = [s.rows // size if s.divided else s.rows for s in self.segments]
+        pieces = zip(local.split(widths, self.dim), self.segments, strict=True)
+        return [rows for rows, segment in pieces if segment.divided is divided]
+
+    def join(self, slices: Sequence[Tensor]) -> Tensor:
+        """Return the global tensor of all ranks' slices, in order: the inverse of `take`."""
+        if self.dim is None:
+            return slices[0]
+        shape = list(slices[0].shape)
         shape[self.dim] = sum(segment.rows for segment in self.segments) - self.padding
-        whole = shards[0].new_empty(shape)
-        for index, shard in reversed(list(enumerate(shards))):  # rows that all hold are the first rank's
-            for rows in self.rows(len(shards), index):
-                own = shard.narrow(self.dim, rows.local, rows.count)
+        whole = slices[0].new_empty(shape)
+        for index, part in reversed(list(enumerate(slices))):  # rows that all hold are the first rank's
+            for rows in self.rows(len(slices), index):
+                own = part.narrow(self.dim, rows.local, rows.count)
                 whole.narrow(self.dim, rows.first, rows.count).copy_(own)
         return whole
+
+
+@dataclass(frozen=True)
+class Replicate(AxisPlacement):
+    """All ranks of the axis hold the same tensor."""
+
+    word = "whole"
+
+
+@dataclass(frozen=True)
+class Shard(AxisPlacement):
+    """Each rank of the axis holds its rows of dimension `dim`."""
+
+    word = "divided"
+
+
+@dataclass(frozen=True)
+class Partial(AxisPlacement):
+    """Each rank of the axis holds a term of a sum over them."""
+
+    word = "a partial sum"
+
+
+REPLICATE = Replicate()
+
+
+class Placement(Mapping[str, AxisPlacement]):
+    """The placement of a tensor on each mesh axis: ``placement["tensor"]``; an axis that is not named replicates it."""
+
+    def __init__(self, **axes: AxisPlacement) -> None:
+        self._axes = {axis: on for axis, on in axes.items() if on != REPLICATE}
+
+    def __getitem__(self, axis: str) -> AxisPlacement:
+        return self._axes.get(axis, REPLICATE)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._axes.items()))
+
+    def __repr__(self) -> str:
+        return f"Placement({', '.join(f'{axis}={on}' for axis, on in self.items())})"
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether ranks hold different rows."""
+        return any(isinstance(on, Shard) for on in self.values())
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether ranks hold terms of a sum."""
+        return any(isinstance(on, Partial) for on in self.values())
+
+    @property
+    def has_partial_gradient(self) -> bool:
+        """Return whether ranks hold terms of the gradient, of rows that they hold alike."""
+        return any(on.partial_gradient for on in self.values())
+
+    def with_partial_gradient(self, axis: str) -> Placement:
+        """Return the same placement where each rank of the `axis` has a term of the gradient."""
+        return Placement(**{**self, axis: replace(self[axis], partial_gradient=True)})
+
+    def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return one rank's shape of a tensor of global `shape` on a mesh whose axes have these `sizes`."""
+        for axis, on in self.items():
+            shape = on.local_shape(shape, sizes[axis])
+        return tuple(shape)
+
+
+REPLICATED = Placement()
+PARTIAL_SUM = Placement(tensor=Partial())
 
 
 @dataclass(frozen=True)
@@ -153,10 +244,9 @@ _PLACES = {
 class Parameter:
     """A tensor that a stage owns, under its name in the user's ``state_dict``.
 
-    `kind` "constant" is computed once at bind by the program's own ``constants`` function. With
-    `partial_gradient` each tensor rank's gradient of the undivided rows is a partial sum, to be summed over the
-    tensor group once per step. `initial` is what a model on the meta device begins with, a later draw over an
-    earlier one; empty where weights must be given.
+    `kind` "constant" is computed once at bind by the program's own ``constants`` function. A partial gradient of its
+    undivided rows, by its `placement` on an axis, is summed over the ranks of that axis once per step. `initial` is
+    what a model on the meta device begins with, a later draw over an earlier one; empty where weights must be given.
     """
 
     name: str
@@ -164,14 +254,17 @@ class Parameter:
     dtype: torch.dtype
     kind: Literal["parameter", "buffer", "constant"] = "parameter"
     requires_grad: bool = True
-    placement: Placement = Placement()
-    partial_gradient: bool = False
+    placement: Placement = REPLICATED
     initial: tuple[Draw, ...] = ()
 
     @property
     def is_trained(self) -> bool:
         """Return whether the user's module trains it."""
         return self.kind == "parameter" and self.requires_grad
+
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape that one rank holds, on a mesh whose axes have these `sizes`."""
+        return self.placement.local_shape(self.shape, sizes)
 
     @property
     def bytes(self) -> int:

@@ -39,7 +39,7 @@ def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
 
     Rows of padding are zero.
     """
-    shape = parameter.placement.local_shape(parameter.shape, rank.group("tensor").size)
+    shape = parameter.local_shape(rank.mesh.axes)
     made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
     flat, rows = made.view(-1), _find_rows(parameter, rank)
     chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
@@ -67,16 +67,16 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
 
 def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
     """Return the global row of each of this rank's rows of the divided dimension, -1 for padding; None for all rows."""
-    placement = parameter.placement
-    if placement.dim is None:
+    on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
+    if on_tensor.dim is None:
         return None
-    numbers = torch.arange(1, parameter.shape[placement.dim] + 1, device=rank.device)
-    return replace(placement, dim=0).take(numbers, rank.group("tensor").size, rank.group("tensor").index) - 1
+    numbers = torch.arange(1, parameter.shape[on_tensor.dim] + 1, device=rank.device)
+    return replace(on_tensor, dim=0).take(numbers, tensor.size, tensor.index) - 1
 
 
 def _find_elements(parameter: Parameter, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the elements of the whole tensor at `places` of the slice, and a mask of those that are padding."""
-    dim = parameter.placement.dim
+    dim = parameter.placement["tensor"].dim
     assert dim is not None
     inner = math.prod(parameter.shape[dim + 1 :])
     row = rows[places // inner % len(rows)]

@@ -92,7 +92,7 @@ def take_slices(
                 slices[name] = draw_slice(parameter, rank, manifest.seed)
                 continue
             own = find_name(manifest, source, name)
-            if isinstance(source, Stored) and parameter.placement.dim is not None:
+            if isinstance(source, Stored) and parameter.placement.is_divided:
                 slices[name] = read_slice(parameter, source, own, rank)
             else:
                 slices[name] = take_slice(parameter, source[own], rank)
@@ -109,7 +109,7 @@ def refresh_constants(
 
     def join(name: str) -> Tensor:
         placement, own = manifest.parameters[name].placement, slices[name].detach()
-        return own if placement.dim is None else placement.join(rank.group("tensor").all_gather(own))
+        return placement["tensor"].join(rank.group("tensor").all_gather(own)) if placement.is_divided else own
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         computed = constants(OnCPU(slices, join))
@@ -149,19 +149,20 @@ def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
 def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
     """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
     _check_whole(parameter, tuple(whole.shape), whole.is_meta)
-    own = parameter.placement.take(whole.detach(), rank.group("tensor").size, rank.group("tensor").index)
+    tensor = rank.group("tensor")
+    own = parameter.placement["tensor"].take(whole.detach(), tensor.size, tensor.index)
     return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
 
 
 def read_slice(parameter: Parameter, stored: Stored, name: str, rank: Rank) -> Tensor:
     """Return this rank's slice of the divided tensor `stored` as `name`, and read only the rows in it."""
     _check_whole(parameter, stored.shape(name), stored.is_meta(name))
-    placement, dim = parameter.placement, parameter.placement.dim
+    on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
+    dim, shape = on_tensor.dim, parameter.local_shape(rank.mesh.axes)
     assert dim is not None
-    shape = placement.local_shape(parameter.shape, rank.group("tensor").size)
     made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
     filled = 0
-    for first, end in placement.runs(rank.group("tensor").size, rank.group("tensor").index):
+    for first, end in on_tensor.runs(tensor.size, tensor.index):
         stored.copy_rows(name, dim, first, end, made.narrow(dim, filled, end - first))
         filled += end - first
     made.narrow(dim, filled, shape[dim] - filled).zero_()  # the rows of padding
@@ -299,7 +300,7 @@ def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], 
     whole = torch.empty(0)
     if at.pipeline == home:
         own = slices[name].detach().to(parameter.dtype)
-        whole = parameter.placement.join(rank.group("tensor").all_gather(own))
+        whole = parameter.placement["tensor"].join(rank.group("tensor").all_gather(own))
     if at.tensor != root.tensor:
         return None
     if at.pipeline != home:

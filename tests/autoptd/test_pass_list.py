@@ -11,6 +11,7 @@ from autoptd.pass_list import PASSES, is_described, is_reduced, select_passes
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import collectives
+from autoptd.runtime.program.placement import REPLICATED
 from tests.models import tiny
 
 
@@ -42,10 +43,10 @@ def test_a_partial_sum_read_as_if_it_were_whole_is_named() -> None:
     reduced = next(node for node in graph.nodes if node.target is collectives.reduce_from_tensor)
     partial_sum = reduced.args[1]
     reduced.replace_all_uses_with(partial_sum)
-    assert info(partial_sum).partial
+    assert info(partial_sum).is_partial
     with pytest.raises(ValueError, match=rf"reads {partial_sum.name}, whose terms are not summed"):
         is_reduced(type(stage)(graph, stage.parameters, stage.constants), "after sharding")
-    change_info(partial_sum, partial=False)
+    change_info(partial_sum, placement=REPLICATED)
     is_reduced(type(stage)(graph, stage.parameters, stage.constants), "after sharding")
 
 

@@ -15,7 +15,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import Parameter, Placement, Segment, Shard
 from autoptd.runtime.program.schedule import make_schedule
 
 WIDTH = 8
@@ -86,7 +86,7 @@ class Chain:
 
     def _parameters(self) -> dict[str, Parameter]:
         def divided(dim: int) -> Placement:
-            return Placement(dim, (Segment(1, HIDDEN, 1, True),))
+            return Placement(tensor=Shard(dim, (Segment(1, HIDDEN, 1, True),)))
 
         made = []
         if self.tied:

@@ -49,7 +49,7 @@ def program() -> autoptd.CompiledProgram:
 
 
 def test_a_rule_covers_its_operator(program: autoptd.CompiledProgram) -> None:
-    assert program.manifest.parameters["factors"].placement.dim == 0
+    assert program.manifest.parameters["factors"].placement["tensor"].dim == 0
     assert program.check() == ()
     assert not any("check does not cover" in line for line in program.log)
 

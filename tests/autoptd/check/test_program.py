@@ -24,7 +24,7 @@ from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Placement, Segment
+from autoptd.runtime.program.placement import REPLICATED, Placement, Segment, Shard
 from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 from autoptd.text.reader import trace_program
 from samples.gpt import GPT, GPTConfig
@@ -233,8 +233,8 @@ COLLECTIVES = [
     (
         apart("h0_attn_c_attn", without("h0_ln1_f")),
         "stage 0: h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1 as it is, so "
-        "that each tensor rank has one term of the gradient only, up to h.0.ln_1.bias, a parameter without "
-        "partial_gradient: expected h0_attn_c_attn to read collectives.copy_to_tensor(rank, h0_ln1)",
+        "that each tensor rank has one term of the gradient only, up to h.0.ln_1.bias, a parameter whose "
+        "placement has no partial gradient: expected h0_attn_c_attn to read collectives.copy_to_tensor(rank, h0_ln1)",
     ),
     (
         twice("h0_attn_c_proj_g"),
@@ -349,9 +349,12 @@ def test_an_edited_text_is_judged(program: CompiledProgram, old: str, new: str, 
 
 
 def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
-    message = refusal(program, **with_parameter(program, "h.1.ln_1.weight", partial_gradient=True))
+    message = refusal(
+        program,
+        **with_parameter(program, "h.1.ln_1.weight", placement=REPLICATED.with_partial_gradient("tensor")),
+    )
     assert message.startswith(
-        "stage 1: h.1.ln_1.weight is marked partial_gradient, although every tensor rank has"
+        "stage 1: h.1.ln_1.weight has a partial gradient in its placement, although every tensor rank has"
     )
 
 
@@ -371,7 +374,7 @@ def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
 )
 def test_rows_that_no_two_ranks_share_are_refused(layout: str, where: str) -> None:
     program = compile_gpt((2, 2, 1), layout=layout)
-    unpacked = Placement(0, (Segment(1, 96, 1, True),))
+    unpacked = Placement(tensor=Shard(0, (Segment(1, 96, 1, True),)))
     changes = with_parameter(program, "h.0.attn.c_attn.weight", placement=unpacked)
     manifest = changes.pop("manifest")
     other = with_parameter(
@@ -393,20 +396,20 @@ def replace_manifest(
 
 def test_a_wrong_placement_is_named(program: CompiledProgram) -> None:
     name = "h.0.mlp.c_fc.weight"
-    short = Placement(0, (Segment(1, 126, 1, True),))
+    short = Placement(tensor=Shard(0, (Segment(1, 126, 1, True),)))
     assert refusal(program, **with_parameter(program, name, placement=short)) == (
-        "parameter h.0.mlp.c_fc.weight[128, 32]: the segments of its placement have 126 rows, expected 128 "
-        "of dimension 0 and 0 of padding; correct its placement in the manifest"
+        "parameter h.0.mlp.c_fc.weight[128, 32]: the segments of its placement have 126 rows without "
+        "padding, expected 128 of dimension 0; correct its placement in the manifest"
     )
-    odd = Placement(0, (Segment(1, 127, 1, True), Segment(1, 1, 1, False)))
+    odd = Placement(tensor=Shard(0, (Segment(1, 127, 1, True), Segment(1, 1, 1, False))))
     assert "a segment of 1 x 127 x 1 rows does not divide over tensor=2" in refusal(
         program, **with_parameter(program, name, placement=odd)
     )
-    nowhere = Placement(2, (Segment(1, 128, 1, True),))
+    nowhere = Placement(tensor=Shard(2, (Segment(1, 128, 1, True),)))
     assert "is divided along dimension 2, which does not exist" in refusal(
         program, **with_parameter(program, name, placement=nowhere)
     )
-    whole = with_parameter(program, name, placement=Placement())
+    whole = with_parameter(program, name, placement=REPLICATED)
     assert refusal(program, **whole) == (
         'stage 0: p["h.0.mlp.c_fc.weight"] is float32[64, 32]; its placement in the manifest '
         "says float32[128, 32]: they must be the same"
@@ -488,7 +491,7 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
         "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, "
         "2, 32]: they must be the same"
     )
-    received = with_stage(manifest, 1, receives=(replace(sent, divided=True),))
+    received = with_stage(manifest, 1, receives=(replace(sent, placement=Placement(tensor=Shard(0))),))
     assert refusal(program, manifest=received) == (
         "boundary between stages 0 and 1: value 0 is sent with divided False and received with divided "
         "True; correct one of the two in the manifest"

@@ -218,7 +218,7 @@ def test_parameters_without_gradient_take_no_adam_state(tensor: int) -> None:
     simulated = program.simulate(SELENE)
     assert estimate.memory_bytes == simulated.memory_bytes
     held = {
-        name: p.dtype.itemsize * prod(p.placement.local_shape(p.shape, tensor))
+        name: p.dtype.itemsize * prod(p.placement["tensor"].local_shape(p.shape, tensor))
         for name, p in program.manifest.parameters.items()
     }
     trained = sum(held[name] for name, _ in model.named_parameters() if name.startswith("gpt"))

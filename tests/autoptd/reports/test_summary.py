@@ -41,7 +41,7 @@ def test_the_plan_is_shown_in_numbers() -> None:
     assert rows[1][-4:] == ["2.05", "kB", "4.1", "kB"]
     held = sum(int(row[4].replace(",", "")) for row in rows)
     local = [
-        torch.Size(p.placement.local_shape(p.shape, 2)).numel() * len(program.manifest.owners(name))
+        torch.Size(p.placement["tensor"].local_shape(p.shape, 2)).numel() * len(program.manifest.owners(name))
         for name, p in program.manifest.parameters.items()
         if p.kind == "parameter"
     ]
@@ -97,7 +97,9 @@ def test_gradients_summed_over_tensor_ranks_are_named() -> None:
     program = compile_gpt((2, 1, 1))
     parameters = dict(program.manifest.parameters)
     for name in list(parameters)[:5]:
-        parameters[name] = replace(parameters[name], partial_gradient=True)
+        parameters[name] = replace(
+            parameters[name], placement=parameters[name].placement.with_partial_gradient("tensor")
+        )
     text = summarize(Overview.of(replace(program.manifest, parameters=parameters), program.stages, (), ""))
     assert "once a step: the gradients of wte.weight, wpe.weight, h.0.ln_1.weight and 2 more" in text
 

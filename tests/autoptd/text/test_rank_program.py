@@ -11,7 +11,7 @@ from torch import fx
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates, Mesh
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import AxisPlacement, Parameter, Placement, Segment, Shard
 from autoptd.text.rank_program import RankProgram, find_slice
 from autoptd.text.writer import emit_texts
 from tests.two_stages import random_tensors, two_stages
@@ -53,19 +53,19 @@ def test_parameters_are_slices() -> None:
 
 
 SEGMENTS = [
-    (Placement(0, (Segment(1, 8, 1, True),)), 8),
-    (Placement(0, (Segment(1, 10, 1, True),), padding=1), 9),
-    (Placement(0, (Segment(3, 4, 2, True),)), 24),
-    (Placement(0, (Segment(1, 4, 2, True), Segment(1, 1, 2, False), Segment(1, 1, 2, False))), 12),
+    (Shard(0, (Segment(1, 8, 1, True),)), 8),
+    (Shard(0, (Segment(1, 10, 1, True),), 9), 9),
+    (Shard(0, (Segment(3, 4, 2, True),)), 24),
+    (Shard(0, (Segment(1, 4, 2, True), Segment(1, 1, 2, False), Segment(1, 1, 2, False))), 12),
 ]
 
 
 @pytest.mark.parametrize(("placement", "rows"), SEGMENTS)
 @pytest.mark.parametrize("index", [0, 1])
-def test_slice_is_what_placement_takes(placement: Placement, rows: int, index: int) -> None:
+def test_slice_is_what_placement_takes(placement: AxisPlacement, rows: int, index: int) -> None:
     whole = torch.arange(1, rows + 1)
     taken = placement.take(whole, 2, index)
-    part = find_slice(Parameter("w", (rows,), torch.int64, placement=placement), 2, index)
+    part = find_slice(Parameter("w", (rows,), torch.int64, placement=Placement(tensor=placement)), 2, index)
     listed = [row for run in part.rows for row in run]
     assert [int(whole[row]) for row in listed] == [int(x) for x in taken if x]
     assert all(a.stop < b.start for a, b in zip(part.rows, part.rows[1:], strict=False))

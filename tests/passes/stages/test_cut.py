@@ -125,9 +125,9 @@ def test_between_tensor_ranks_only_whole_values_cross() -> None:
     cut = cut_stages(program, num_stages=finish_uncut(program, "none").units)
     crossing = [n for s in cut.stages for n in s.graph.nodes if info(n).role == "boundary"]
     assert crossing
-    assert not any(info(n).partial or info(n).partial_gradient for n in crossing)
-    divided = {b.name for received in boundaries(cut) for b in received if b.divided}
-    assert divided == {n.name for n in crossing if info(n).divided is not None} != set()
+    assert not any(info(n).is_partial or info(n).has_partial_gradient for n in crossing)
+    divided = {b.name for received in boundaries(cut) for b in received if b.placement.is_divided}
+    assert divided == {n.name for n in crossing if info(n).is_divided} != set()
 
 
 def test_behind_frozen_embeddings_a_residual_stream_is_cut() -> None:
@@ -304,7 +304,7 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
         for node in stage.graph.nodes:
             if info(node).role == "boundary":
                 assert isinstance(node.meta["val"], torch.Tensor)
-                assert info(node).partial is False
+                assert not info(node).is_partial
     assert finish_uncut(program, "none").units == 5
     with_pieces = next(s for s in cut.stages if any(n.target is operator.getitem for n in s.graph.nodes))
     assert [n.target for n in with_pieces.graph.nodes].count(operator.getitem) == 2

@@ -141,7 +141,7 @@ def compile_with(inside: Callable[[Tensor], Tensor]) -> autoptd.CompiledProgram:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elements_for_themselves_are_divided(name: str) -> None:
     program = compile_with(ELEMENTWISE[name])
-    assert program.manifest.parameters["up.weight"].placement.local_shape((16, 8), 2) == (8, 8)
+    assert program.manifest.parameters["up.weight"].placement["tensor"].local_shape((16, 8), 2) == (8, 8)
     assert program.verify().passed
 
 

@@ -109,9 +109,11 @@ def run_sharded(
     def body(rank: Rank) -> tuple[Tensor, dict[str, Tensor]]:
         local = {}
         for name, parameter in stage.parameters.items():
-            own = parameter.placement.take(
-                {**whole, **constants}[name].detach(), size, rank.group("tensor").index
-            ).clone()
+            own = (
+                parameter.placement["tensor"]
+                .take({**whole, **constants}[name].detach(), size, rank.group("tensor").index)
+                .clone()
+            )
             local[name] = own.requires_grad_(parameter.requires_grad and own.is_floating_point())
         loss = run_stage(stage.graph, local, {"rank": rank, **inputs})
         loss.backward()
@@ -127,11 +129,11 @@ def join_gradients(program: Program, shards: Mapping[str, list[Tensor]]) -> dict
     joined = {}
     for name, parts in shards.items():
         parameter = program.stages[0].parameters[name]
-        placement = parameter.placement
-        if parameter.partial_gradient and placement.dim is None:
+        placement = parameter.placement["tensor"]
+        if parameter.placement.has_partial_gradient and placement.dim is None:
             joined[name] = torch.stack(parts).sum(0)
             continue
-        if parameter.partial_gradient:
+        if parameter.placement.has_partial_gradient:
             parts = sum_undivided(parts, placement.dim or 0, placement.segments)
         elif placement.dim is None:
             for part in parts[1:]:
@@ -210,7 +212,7 @@ def test_the_sample_gpt_in_float64(tensor: int, tied: bool, bias: bool) -> None:
 
 
 def segments(program: Program, name: str) -> tuple[int | None, list[tuple[int, int, int, bool]]]:
-    placement = program.stages[0].parameters[name].placement
+    placement = program.stages[0].parameters[name].placement["tensor"]
     return placement.dim, [(s.outer, s.size, s.inner, s.divided) for s in placement.segments]
 
 
@@ -235,14 +237,14 @@ def test_key_value_heads_fewer_than_t_are_replicated_and_reported() -> None:
     name = "model.layers.0.self_attn.qkv_proj.weight"
     dim, found = segments(program, name)
     assert (dim, [row[-1] for row in found]) == (0, [True, False, False])
-    assert program.stages[0].parameters[name].partial_gradient
+    assert program.stages[0].parameters[name].placement.has_partial_gradient
     assert any(line.startswith("2 key-value heads replicated over tensor=4") for line in program.log)
     assert all_reduces(program) == (5, 5)  # no further all-reduce: gradients of k and v are summed with x's
 
 
 def test_an_odd_vocabulary_is_padded_in_memory_only() -> None:
     program = prepare(build("llama"), 2, tokens())
-    placement = program.stages[0].parameters["lm_head.weight"].placement
+    placement = program.stages[0].parameters["lm_head.weight"].placement["tensor"]
     assert (placement.dim, placement.padding) == (0, 1)
     assert any(line.startswith("an axis of 67 padded by 1 in memory") for line in program.log)
 

@@ -13,15 +13,15 @@ from autoptd.runtime.checkpoint.regions import FlatRange, Region, assign_pieces,
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import Parameter, Placement, Segment, Shard
 
-PACKED = Placement(0, (Segment(3, 4, 5, True), Segment(1, 6, 1, False), Segment(1, 8, 2, True)))
-PADDED = Placement(0, (Segment(1, 56, 1, True),), padding=3)
-COLUMNS = Placement(1, (Segment(1, 8, 2, True),))
+PACKED = Shard(0, (Segment(3, 4, 5, True), Segment(1, 6, 1, False), Segment(1, 8, 2, True)))
+PADDED = Shard(0, (Segment(1, 56, 1, True),), 53)
+COLUMNS = Shard(1, (Segment(1, 8, 2, True),))
 PARAMETERS = {
-    "packed": Parameter("packed", (82, 3), torch.float32, placement=PACKED),
-    "padded": Parameter("padded", (53, 2), torch.float32, placement=PADDED),
-    "columns": Parameter("columns", (7, 16), torch.float32, placement=COLUMNS),
+    "packed": Parameter("packed", (82, 3), torch.float32, placement=Placement(tensor=PACKED)),
+    "padded": Parameter("padded", (53, 2), torch.float32, placement=Placement(tensor=PADDED)),
+    "columns": Parameter("columns", (7, 16), torch.float32, placement=Placement(tensor=COLUMNS)),
     "whole": Parameter("whole", (40,), torch.float32),
     "number": Parameter("number", (), torch.float32),
     "empty": Parameter("empty", (0, 4), torch.float32),
@@ -40,7 +40,7 @@ def divide_flat(manifest: Manifest, rank: Rank) -> dict[str, FlatRange]:
     """The ranges of this replica if a stage's parameters, in a row with their padding, are divided evenly."""
     at, mesh = rank.coordinates, manifest.mesh
     names = [n for n in PARAMETERS if at.pipeline in manifest.owners(n) and n != "constant"]
-    shapes = [PARAMETERS[n].placement.local_shape(PARAMETERS[n].shape, mesh.tensor) for n in names]
+    shapes = [PARAMETERS[n].placement["tensor"].local_shape(PARAMETERS[n].shape, mesh.tensor) for n in names]
     width = -(-sum(prod(shape) for shape in shapes) // mesh.data)
     flats, begin = {}, 0
     for name, shape in zip(names, shapes, strict=True):
@@ -65,7 +65,11 @@ def test_pieces_are_every_element_once(shape: tuple[int, int, int], elements: in
             flats = divide_flat(manifest, rank) if divided else {}
             for piece in assign_pieces(manifest, rank, flats):
                 name, region = piece.name, piece.region
-                own = PARAMETERS[name].placement.take(logical[name], mesh.tensor, rank.coordinates.tensor)
+                own = (
+                    PARAMETERS[name]
+                    .placement["tensor"]
+                    .take(logical[name], mesh.tensor, rank.coordinates.tensor)
+                )
                 if divided:
                     own = own.reshape(-1)[flats[name].first : flats[name].end]
                 assert torch.equal(piece.view(own, flats.get(name)), logical[name][region.slices])
@@ -102,7 +106,7 @@ def test_a_divided_tensor_has_a_region_for_each_run() -> None:
 
 def test_padding_is_in_no_region() -> None:
     assert [region.sizes for region, _, _ in list_regions((53, 2), PADDED, 4, 3)] == [(11, 2)]
-    assert list_regions((13,), Placement(0, (Segment(1, 16, 1, True),), padding=3), 8, 7) == []
+    assert list_regions((13,), Shard(0, (Segment(1, 16, 1, True),), 13), 8, 7) == []
 
 
 def test_regions_intersect() -> None:

@@ -14,6 +14,7 @@ from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, is_scattered
 from autoptd.runtime.program.manifest import Boundary
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import REPLICATED, Placement, Shard
 
 X = Boundary("x", (2, 6), torch.float32, True)
 
@@ -31,7 +32,9 @@ X = Boundary("x", (2, 6), torch.float32, True)
 def test_boundaries_scattered_over_the_tensor_ranks(
     shape: tuple[int, ...], divided: bool, tensor: int, scatter_gather: bool, scattered: bool
 ) -> None:
-    boundary = Boundary("x", shape, torch.float32, True, divided)
+    boundary = Boundary(
+        "x", shape, torch.float32, True, Placement(tensor=Shard(0)) if divided else REPLICATED
+    )
     assert is_scattered(boundary, tensor, scatter_gather) is scattered
 
 
@@ -43,7 +46,7 @@ def test_values_arrive_as_they_left(scatter_gather: bool) -> None:
     boundaries = [
         X,
         Boundary("odd", (3,), torch.int64, False),
-        Boundary("own", (2, 3), torch.float32, True, True),
+        Boundary("own", (2, 3), torch.float32, True, Placement(tensor=Shard(0))),
     ]
     own = [torch.full((2, 3), float(i)) for i in range(2)]
     values = [torch.arange(12.0).view(6, 2).t(), torch.tensor([7, 8, 9])]

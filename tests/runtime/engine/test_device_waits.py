@@ -79,9 +79,9 @@ def test_the_norm_of_a_shard_chooses_no_elements() -> None:
     """A tensor chosen by a mask has as many elements as the host must wait to know."""
     chain = Chain((2, 1, 2))
     name, parameter = next(
-        (n, p) for n, p in chain.manifest.parameters.items() if p.placement.dim is not None
+        (n, p) for n, p in chain.manifest.parameters.items() if p.placement["tensor"].dim is not None
     )
-    count = torch.Size(parameter.placement.local_shape(parameter.shape, 2)).numel()
+    count = torch.Size(parameter.placement["tensor"].local_shape(parameter.shape, 2)).numel()
     places = slice(0, count // 2), slice(0, count // 2)
     gradient = torch.zeros(count // 2, dtype=torch.float64, device=META)
     shard: Any = SimpleNamespace(own=SimpleNamespace(grad=gradient), ranges=lambda: {name: places})

@@ -77,7 +77,7 @@ def test_all_three_axes_meet_the_plain_loop(scatter_gather: bool, tied: bool) ->
         tensor = chain.mesh.coordinates(rank).tensor
         for name, gradient in own.items():
             mean = (plain[0][1][name] + plain[1][1][name]) / 2
-            expected = chain.manifest.parameters[name].placement.take(mean, 2, tensor)
+            expected = chain.manifest.parameters[name].placement["tensor"].take(mean, 2, tensor)
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14, msg=name)
 
 

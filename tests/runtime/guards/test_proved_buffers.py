@@ -176,7 +176,7 @@ def run_all(program: CompiledProgram, state: dict[str, Tensor], load: str) -> li
         if load == "load_full_state_dict":
             parallel.load_full_state_dict(state)
         else:
-            own = {n: p.placement for n, p in program.manifest.parameters.items()}
+            own = {n: p.placement["tensor"] for n, p in program.manifest.parameters.items()}
             tensor = connection.rank.group("tensor")
             kept = parallel.state_dict()
             parallel.load_state_dict({n: own[n].take(state[n], tensor.size, tensor.index) for n in kept})

@@ -50,8 +50,10 @@ def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: b
         for name, gradient in own.items():
             whole = plain.get_parameter(name).grad
             assert whole is not None
-            part = chain.manifest.parameters[name].placement.take(
-                whole, 2, chain.mesh.coordinates(rank).tensor
+            part = (
+                chain.manifest.parameters[name]
+                .placement["tensor"]
+                .take(whole, 2, chain.mesh.coordinates(rank).tensor)
             )
             torch.testing.assert_close(gradient, part, rtol=1e-11, atol=1e-14)
 
@@ -155,7 +157,7 @@ def test_replaced_gradients_are_clipped_as_the_plain_models(name: str, mesh: tup
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
         for n, weight in own.items():
             at = chain.mesh.coordinates(rank).tensor
-            part = chain.manifest.parameters[n].placement.take(whole[n], mesh[0], at)
+            part = chain.manifest.parameters[n].placement["tensor"].take(whole[n], mesh[0], at)
             torch.testing.assert_close(weight, part, rtol=1e-11, atol=1e-14)
 
 

@@ -270,7 +270,7 @@ def test_clip_takes_the_norm_of_the_whole_model(norm_type: float) -> None:
         for name, gradient in own.items():
             whole = plain.get_parameter(name).grad
             assert whole is not None
-            placement = chain.manifest.parameters[name].placement
+            placement = chain.manifest.parameters[name].placement["tensor"]
             part = placement.take(whole, 2, chain.mesh.coordinates(rank).tensor)
             torch.testing.assert_close(gradient, part, rtol=1e-11, atol=1e-14)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.optimizer import gradient_buckets
-from autoptd.runtime.optimizer.gradient_buckets import share_loss, split_rows, sum_over
+from autoptd.runtime.optimizer.gradient_buckets import share_loss, sum_over
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import Parameter, Replicate, Segment, Shard
 from tests.runtime.chain import Chain
 
 
@@ -21,12 +21,12 @@ def manifest_of(mesh: tuple[int, int, int], *parameters: Parameter) -> Manifest:
     return replace(manifest, parameters={p.name: p for p in parameters})
 
 
-def test_split_rows_tells_divided_from_undivided() -> None:
-    placement = Placement(0, (Segment(1, 4, 1, True), Segment(1, 3, 1, False), Segment(1, 2, 1, True)))
+def test_split_tells_divided_from_undivided() -> None:
+    placement = Shard(0, (Segment(1, 4, 1, True), Segment(1, 3, 1, False), Segment(1, 2, 1, True)))
     local = torch.arange(6.0)
-    assert [x.tolist() for x in split_rows(placement, local, 2, divided=True)] == [[0, 1], [5]]
-    assert [x.tolist() for x in split_rows(placement, local, 2, divided=False)] == [[2, 3, 4]]
-    assert split_rows(Placement(), local, 2, divided=True) == []
+    assert [x.tolist() for x in placement.split(local, 2, divided=True)] == [[0, 1], [5]]
+    assert [x.tolist() for x in placement.split(local, 2, divided=False)] == [[2, 3, 4]]
+    assert Replicate().split(local, 2, divided=True) == []
 
 
 def test_buckets_keep_order_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> None:

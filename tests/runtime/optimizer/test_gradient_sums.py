@@ -14,9 +14,9 @@ from autoptd.runtime.comm.groups import Done
 from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
-from autoptd.runtime.optimizer.zero1 import Shard
+from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import REPLICATED, Parameter, Placement, Segment, Shard
 from autoptd.runtime.program.schedule import Action, Kind
 from tests.runtime.chain import Chain
 
@@ -29,7 +29,10 @@ def manifest_of(mesh: tuple[int, int, int], *parameters: Parameter) -> Manifest:
 
 
 def sum_gradients(
-    manifest: Manifest, connection: Connection, gradients: Mapping[str, Tensor], shards: Sequence[Shard] = ()
+    manifest: Manifest,
+    connection: Connection,
+    gradients: Mapping[str, Tensor],
+    shards: Sequence[FlatShard] = (),
 ) -> dict[str, Tensor]:
     """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
     here = connection.rank.coordinates.pipeline
@@ -47,11 +50,13 @@ def sum_gradients(
 
 
 def test_partial_rows_are_summed_over_the_tensor_ranks_and_the_rest_is_left() -> None:
-    placement = Placement(0, (Segment(1, 4, 1, True), Segment(1, 1, 1, False)))
+    placement = Placement(
+        tensor=Shard(0, (Segment(1, 4, 1, True), Segment(1, 1, 1, False)), partial_gradient=True)
+    )
     manifest = manifest_of(
         (2, 1, 1),
-        Parameter("packed", (5,), torch.float32, placement=placement, partial_gradient=True),
-        Parameter("norm", (2,), torch.float32, partial_gradient=True),
+        Parameter("packed", (5,), torch.float32, placement=placement),
+        Parameter("norm", (2,), torch.float32, placement=REPLICATED.with_partial_gradient("tensor")),
         Parameter("bias", (2,), torch.float32),
     )
 
@@ -102,7 +107,7 @@ def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(s
 
             data.post_all_reduce = lambda tensors: Done(list(map(add_up, tensors)))  # type: ignore[method-assign]
             data.post_reduce_scatter = lambda x: Done([add_up(x)[at.data, None]])  # type: ignore[method-assign]
-        shards = [Shard({"tied": torch.zeros(3).double()}, torch.float64, data)] if sharded else []
+        shards = [FlatShard({"tied": torch.zeros(3).double()}, torch.float64, data)] if sharded else []
         own = [1e16, -1e16, 1.0][at.data]
         summed = sum_gradients(manifest, connection, {"tied": torch.full((3,), own).double()}, shards)
         return summed["tied"]

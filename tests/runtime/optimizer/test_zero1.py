@@ -17,7 +17,7 @@ from autoptd.runtime.comm.connection import Connection, connect, run_threads
 from autoptd.runtime.comm.groups import LocalGroup, Posted, ProcessGroup
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.optimizer import gradient_buckets
-from autoptd.runtime.optimizer.zero1 import SINGLE, Shard, is_shaped, join_states
+from autoptd.runtime.optimizer.zero1 import SINGLE, FlatShard, is_shaped, join_states
 from tests.checkpoints import bind_thread
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
@@ -186,7 +186,7 @@ def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
 
 
 def test_a_parameter_without_a_gradient_is_named() -> None:
-    shard = Shard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
+    shard = FlatShard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
     with pytest.raises(
         ValueError,
         match=r"second took no part in the loss and has no gradient, .*: make the optimizer without it",
@@ -195,7 +195,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
 
 
 def test_steps_of_one_shard_must_agree() -> None:
-    shard = Shard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
+    shard = FlatShard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
     states = {name: {"step": torch.tensor(float(i))} for i, name in enumerate(shard.names)}
     with pytest.raises(ValueError, match="the optimizer's step differs among first, second"):
         join_states(shard, states)
@@ -529,7 +529,7 @@ def test_gradients_that_autograd_was_asked_for_are_stepped_by() -> None:
 
 
 def test_a_large_part_is_looked_at_to_its_end() -> None:
-    shard = Shard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, LocalGroup(1, 0))
+    shard = FlatShard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, LocalGroup(1, 0))
     assert not shard.is_written()
     shard.flat[-1] = 1
     assert shard.is_written()

@@ -7,32 +7,32 @@ from itertools import pairwise
 import pytest
 import torch
 
-from autoptd.runtime.program.placement import Parameter, Placement, Segment
+from autoptd.runtime.program.placement import AxisPlacement, Parameter, Replicate, Segment, Shard
 
 PLACEMENTS = [
-    pytest.param((5, 3), 2, Placement(), id="replicated"),
-    pytest.param((8, 3), 4, Placement(0, (Segment(1, 8, 1, True),)), id="column-parallel"),
-    pytest.param((3, 8), 2, Placement(1, (Segment(1, 8, 1, True),)), id="row-parallel"),
-    pytest.param((3 * 4 * 5, 2), 2, Placement(0, (Segment(3, 4, 5, True),)), id="packed qkv by block"),
-    pytest.param((4 * 3 * 5,), 4, Placement(0, (Segment(1, 4, 15, True),)), id="packed qkv by head"),
+    pytest.param((5, 3), 2, Replicate(), id="replicated"),
+    pytest.param((8, 3), 4, Shard(0, (Segment(1, 8, 1, True),)), id="column-parallel"),
+    pytest.param((3, 8), 2, Shard(1, (Segment(1, 8, 1, True),)), id="row-parallel"),
+    pytest.param((3 * 4 * 5, 2), 2, Shard(0, (Segment(3, 4, 5, True),)), id="packed qkv by block"),
+    pytest.param((4 * 3 * 5,), 4, Shard(0, (Segment(1, 4, 15, True),)), id="packed qkv by head"),
     pytest.param(
         (4 * 5 + 2 * 5 + 2 * 5, 2),
         2,
-        Placement(0, (Segment(1, 4, 5, True), Segment(2, 2, 5, True))),
+        Shard(0, (Segment(1, 4, 5, True), Segment(2, 2, 5, True))),
         id="gqa",
     ),
     pytest.param(
         (4 * 5 + 5 + 5, 2),
         2,
-        Placement(0, (Segment(1, 4, 5, True), Segment(1, 10, 1, False))),
+        Shard(0, (Segment(1, 4, 5, True), Segment(1, 10, 1, False))),
         id="multi-query",
     ),
-    pytest.param((37, 2), 4, Placement(0, (Segment(1, 40, 1, True),), padding=3), id="odd vocabulary"),
+    pytest.param((37, 2), 4, Shard(0, (Segment(1, 40, 1, True),), 37), id="odd vocabulary"),
 ]
 
 
 @pytest.mark.parametrize(("shape", "size", "placement"), PLACEMENTS)
-def test_parts_join_to_the_whole(shape: tuple[int, ...], size: int, placement: Placement) -> None:
+def test_parts_join_to_the_whole(shape: tuple[int, ...], size: int, placement: AxisPlacement) -> None:
     whole = torch.randn(shape)
     parts = [placement.take(whole, size, index) for index in range(size)]
     padded = list(shape)
@@ -45,7 +45,9 @@ def test_parts_join_to_the_whole(shape: tuple[int, ...], size: int, placement: P
 
 
 @pytest.mark.parametrize(("shape", "size", "placement"), PLACEMENTS[1:])
-def test_runs_are_the_rows_that_are_taken(shape: tuple[int, ...], size: int, placement: Placement) -> None:
+def test_runs_are_the_rows_that_are_taken(
+    shape: tuple[int, ...], size: int, placement: AxisPlacement
+) -> None:
     assert placement.dim is not None
     whole = torch.randn(shape)
     for index in range(size):
@@ -61,12 +63,12 @@ def test_runs_are_the_rows_that_are_taken(shape: tuple[int, ...], size: int, pla
 
 def test_packed_qkv_takes_the_same_heads_of_each_block() -> None:
     heads = torch.arange(3 * 4).repeat_interleave(2)  # block * 4 + head, for each of a head's two rows
-    part = Placement(0, (Segment(3, 4, 2, True),)).take(heads, 2, 1)
+    part = Shard(0, (Segment(3, 4, 2, True),)).take(heads, 2, 1)
     assert part.tolist() == [2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11]
 
 
 def test_undivided_rows_are_every_ranks() -> None:
-    placement = Placement(0, (Segment(1, 2, 1, True), Segment(1, 1, 1, False)))
+    placement = Shard(0, (Segment(1, 2, 1, True), Segment(1, 1, 1, False)))
     assert [placement.take(torch.tensor([1, 2, 9]), 2, index).tolist() for index in (0, 1)] == [
         [1, 9],
         [2, 9],
@@ -74,7 +76,7 @@ def test_undivided_rows_are_every_ranks() -> None:
 
 
 def test_padding_is_zeros_on_the_last_rank() -> None:
-    placement = Placement(0, (Segment(1, 6, 1, True),), padding=1)
+    placement = Shard(0, (Segment(1, 6, 1, True),), 5)
     assert placement.take(torch.ones(5), 3, 2).tolist() == [1, 0]
 
 

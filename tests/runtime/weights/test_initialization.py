@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.mesh import Coordinates, Mesh
-from autoptd.runtime.program.placement import Draw, Parameter, Placement, Segment
+from autoptd.runtime.program.placement import (
+    REPLICATED,
+    Draw,
+    Parameter,
+    Placement,
+    Replicate,
+    Segment,
+    Shard,
+)
 from autoptd.runtime.randomness import CPU_CHUNK, Randomness, philox
 from autoptd.runtime.weights import initialization
 from autoptd.runtime.weights.initialization import draw_elements, draw_slice
@@ -32,7 +40,7 @@ def rank_of(size: int, index: int) -> Rank:
 
 def draw(parameter: Parameter, seed: int = 0) -> Tensor:
     """The whole tensor."""
-    return draw_slice(replace(parameter, placement=Placement()), rank_of(1, 0), seed)
+    return draw_slice(replace(parameter, placement=REPLICATED), rank_of(1, 0), seed)
 
 
 def make(shape: tuple[int, ...], *draws: Draw, name: str = "weight") -> Parameter:
@@ -117,18 +125,18 @@ def test_later_draws_lie_over_earlier_ones() -> None:
 
 
 PLACEMENTS = {
-    "rows": ((24, 10), Placement(0, (Segment(1, 24, 1, True),))),
-    "columns": ((10, 24), Placement(1, (Segment(1, 24, 1, True),))),
-    "packed qkv": ((72, 10), Placement(0, (Segment(3, 12, 2, True),))),
-    "packed qkv, in x out": ((10, 72), Placement(1, (Segment(3, 12, 2, True),))),
+    "rows": ((24, 10), Shard(0, (Segment(1, 24, 1, True),))),
+    "columns": ((10, 24), Shard(1, (Segment(1, 24, 1, True),))),
+    "packed qkv": ((72, 10), Shard(0, (Segment(3, 12, 2, True),))),
+    "packed qkv, in x out": ((10, 72), Shard(1, (Segment(3, 12, 2, True),))),
     "grouped queries": (
         (48 + 12 + 12, 7),
-        Placement(0, (Segment(1, 12, 4, True), Segment(1, 12, 1, True), Segment(1, 12, 1, False))),
+        Shard(0, (Segment(1, 12, 4, True), Segment(1, 12, 1, True), Segment(1, 12, 1, False))),
     ),
-    "padded vocabulary": ((61, 5), Placement(0, (Segment(1, 72, 1, True),), padding=11)),
-    "middle": ((3, 24, 5), Placement(1, (Segment(2, 12, 1, True),))),
-    "replicated": ((5, 7), Placement()),
-    "large": ((36, 3000), Placement(1, (Segment(1, 3000, 1, True),))),
+    "padded vocabulary": ((61, 5), Shard(0, (Segment(1, 72, 1, True),), 61)),
+    "middle": ((3, 24, 5), Shard(1, (Segment(2, 12, 1, True),))),
+    "replicated": ((5, 7), Replicate()),
+    "large": ((36, 3000), Shard(1, (Segment(1, 3000, 1, True),))),
 }
 
 
@@ -137,7 +145,9 @@ PLACEMENTS = {
 def test_slices_are_cut_from_one_tensor(kind: str, size: int) -> None:
     shape, placement = PLACEMENTS[kind]
     for wanted in (NORMAL, TRUNCATED):
-        parameter = Parameter("w", shape, torch.float64, placement=placement, initial=(wanted,))
+        parameter = Parameter(
+            "w", shape, torch.float64, placement=Placement(tensor=placement), initial=(wanted,)
+        )
         whole = draw(parameter, seed=3)
         assert len(whole.unique()) == whole.numel()
         slices = [draw_slice(parameter, rank_of(size, index), 3) for index in range(size)]
@@ -178,9 +188,13 @@ class Storages(TorchDispatchMode):
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_never_holds_more_than_its_slice(dim: int) -> None:
-    placement = Placement(dim, (Segment(1, 1 << 12, 1, True),))
+    placement = Shard(dim, (Segment(1, 1 << 12, 1, True),))
     parameter = Parameter(
-        "w", (1 << 12, 1 << 12), torch.float32, placement=placement, initial=(TRUNCATED, NORMAL)
+        "w",
+        (1 << 12, 1 << 12),
+        torch.float32,
+        placement=Placement(tensor=placement),
+        initial=(TRUNCATED, NORMAL),
     )
     with Storages() as storages:  # type: ignore[no-untyped-call]
         own = draw_slice(parameter, rank_of(64, 17), 0)
