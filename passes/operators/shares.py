@@ -22,7 +22,7 @@ class ShareError(Exception):
     """Tensor ranks that would compute something else than the undivided program: the first place found."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Unknown(AxisPlacement):
     """What an unfamiliar operator makes of divided values: the proof has nothing to say about it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -42,7 +42,7 @@ class Rows:
     shared: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AxisPlacement:
     """The placement of a tensor on one mesh axis: `Replicate`, `Shard` or `Partial`.
 
@@ -56,6 +56,11 @@ class AxisPlacement:
     extent: int | None = None
     partial_gradient: bool = False
     word: ClassVar[str] = ""
+
+    def __repr__(self) -> str:
+        named = [(field, getattr(self, field.name)) for field in fields(self)]
+        shown = ", ".join(f"{field.name}={value}" for field, value in named if value != field.default)
+        return f"{type(self).__name__}({shown})"
 
     @property
     def padding(self) -> int:
@@ -129,21 +134,21 @@ class AxisPlacement:
         return whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Replicate(AxisPlacement):
     """All ranks of the axis hold the same tensor."""
 
     word = "whole"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shard(AxisPlacement):
     """Each rank of the axis holds its rows of dimension `dim`."""
 
     word = "divided"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Partial(AxisPlacement):
     """Each rank of the axis holds a term of a sum over them."""
 

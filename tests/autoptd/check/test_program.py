@@ -262,7 +262,7 @@ COLLECTIVES = [
     ),
     (
         reading("h0_mlp_gelu", 1, "wte"),
-        "stage 0: h0_mlp_gelu at h.0.mlp (gpt.py:N) hands wte, which is partial, to a divided region: expected a "
+        "stage 0: h0_mlp_gelu at h.0.mlp (gpt.py:N) hands wte, which is a partial sum, to a divided region: expected a "
         "whole value; compute the linear_gelu without an all-reduce, or all-reduce its argument first",
     ),
 ]
@@ -493,8 +493,8 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     )
     received = with_stage(manifest, 1, receives=(replace(sent, placement=Placement(tensor=Shard(0))),))
     assert refusal(program, manifest=received) == (
-        "boundary between stages 0 and 1: value 0 is sent with divided False and received with divided "
-        "True; correct one of the two in the manifest"
+        "boundary between stages 0 and 1: value 0 is sent with placement Placement() and received with "
+        "placement Placement(tensor=Shard(dim=0)); correct one of the two in the manifest"
     )
     nothing = with_stage(manifest, 0, sends=())
     assert refusal(program, manifest=nothing) == (

@@ -33,7 +33,7 @@ from autoptd.runtime import aten, collectives
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Input, Output
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.placement import PARTIAL_SUM, Parameter
 from samples.gpt import GPT, GPTConfig
 from tests.captures import shared_capture
 from tests.cuts import cut_stages, finish_uncut
@@ -295,7 +295,7 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
     left = sketch.call(operator.getitem, pieces, 0)
     between = sketch.call(aten.relu.default, left)
     right = sketch.call(operator.getitem, pieces, 1)
-    product = sketch.call(aten.mul.Tensor, between, right, partial=True)
+    product = sketch.call(aten.mul.Tensor, between, right, placement=PARTIAL_SUM)
     total = sketch.call(collectives.reduce_from_tensor, sketch.rank, product)
     program = sketch.program(sketch.call(aten.sum.default, total), 1)
     # linear + split + both getitems | relu | mul + reduce | sum
