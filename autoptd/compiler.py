@@ -49,7 +49,7 @@ from autoptd.planning.search import plan
 from autoptd.progress import Watch
 from autoptd.runtime.launch import end_with_launcher
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import Schedule, make_schedule
+from autoptd.runtime.program.schedule import check_shape, make_schedule
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.simulate.stage_times import count_flops
 from autoptd.text.pass_dump import keep_text
@@ -188,9 +188,7 @@ class _Job:
             program = replace(program, model_flops=count_flops(program.stages[0]))
             return run_passes(select_passes(self.options, "divide"), program, watch, keep_text)
 
-    def finish(
-        self, cut: Program, divided: Program, actions: Schedule, watch: Watch, shape: int = 0
-    ) -> CompiledProgram:
+    def finish(self, cut: Program, divided: Program, watch: Watch, shape: int = 0) -> CompiledProgram:
         """Rewrite the stages of a `cut` program, emit and check their texts; `divided` is the uncut program."""
         keep_text(cut, "cut stages")
         program = run_passes(select_passes(self.options, "finish"), cut, watch, keep_text)
@@ -210,7 +208,9 @@ class _Job:
                 warn_caller(text)
         title = write_title(type(self.model).__name__, parameters)
         flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
-        texts = emit_texts(program, manifest, actions, title=title, flops=flops)
+        schedule = make_schedule(self.schedule, self.mesh.pipeline, self.count, manifest.num_model_chunks)
+        texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
+        del schedule  # of a long pipeline it is large, and the check reads it from the texts
         result = CompiledProgram(
             program.stages,
             program.log,
@@ -241,8 +241,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
             watch.say("finish uncut")
             uncut = FusedOrder(divided, select_passes(job.options, "finish"))
             chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
-            # Refuses before the cut is solved.
-            actions = make_schedule(job.schedule, job.mesh.pipeline, job.count, chunks)
+            check_shape(job.schedule, job.mesh.pipeline, job.count, chunks)
 
             def find(besides: Sequence[int]) -> Found:
                 watch.say("cut stages")
@@ -258,7 +257,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
             def finish(found: Found) -> CompiledProgram:
                 cut = cut_at(divided, found.positions, found.entry)
                 collect_garbage()
-                return job.finish(cut, divided, actions, watch)
+                return job.finish(cut, divided, watch)
 
             positions, first = fit_program(find, finish, described)
         further = []
@@ -269,7 +268,7 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
                 with leave_autocast():
                     aligned = align_cut(other, divided, positions)
                     cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
-                    program = job.finish(cut, other, actions, watch, number)
+                    program = job.finish(cut, other, watch, number)
                 reason = find_disagreement(first.manifest, program.manifest)
                 if reason:
                     raise ValueError(

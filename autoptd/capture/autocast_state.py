@@ -29,12 +29,15 @@ def read_autocast(model: nn.Module) -> Autocast | None:
 @contextmanager
 def trace_under(state: Autocast | None) -> Iterator[None]:
     """Trace under the dtypes of `state` although the traced tensors are on the CPU: forwards read ``x.dtype``."""
-    with torch.autocast("cpu", state.dtype) if state else nullcontext(), NoGradRegions():
+    with torch.autocast("cpu", state.dtype) if state else nullcontext():
         yield
 
 
 class NoGradRegions(TorchFunctionMode):
-    """Detached results in place of ``torch.no_grad`` inside autocast regions, where torch.export forgets it."""
+    """Detached results in place of ``torch.no_grad`` inside autocast regions, where torch.export forgets it.
+
+    Entered in forward alone: around torch.export it would slow down each call that the tracer makes for itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()

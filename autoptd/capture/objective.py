@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.fx.traceback
 from torch import Tensor, fx, nn
 
+from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.side_effects import refuse_side_effects
 from autoptd.runtime.program.manifest import Output
@@ -29,7 +29,7 @@ class Objective(nn.Module):
     """A module that calls `model` with the inputs named in `names` and returns the scalar loss alone.
 
     `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that are not
-    tensors. After a call, `result` describes the model's whole output, and `calls` its calls.
+    tensors. After a call, `result` describes the model's whole output, and after a traced one `calls` its calls.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class Objective(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor:
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
-        self.calls.made.clear()
         try:
-            exporting, assigned = torch.compiler.is_exporting(), self.result.assigned
-            with refuse_side_effects(self, assigned) if exporting else nullcontext(), self.calls:
+            if not torch.compiler.is_exporting():
+                return self._find_loss(given)
+            self.calls.made.clear()
+            with refuse_side_effects(self, self.result.assigned), NoGradRegions(), self.calls:
                 return self._find_loss(given)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():

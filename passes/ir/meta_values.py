@@ -23,6 +23,12 @@ def _operator_place(target: Any) -> int | None:
     return names.index("operator") if "operator" in names else None
 
 
+def shaping_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return the arguments of a call without the number of a dropout, which says nothing about shapes or costs."""
+    place = _operator_place(node.target)
+    return node.args if place is None else (*node.args[:place], *node.args[place + 1 :])
+
+
 class Propagation:
     """Runs nodes on their arguments' ``meta["val"]``; equal calls of repeated layers share one result."""
 
@@ -32,10 +38,8 @@ class Propagation:
 
     def run(self, node: fx.Node) -> Any:
         """Return the meta value of a ``call_function`` node, from its arguments' values."""
-        args, place = node.args, _operator_place(node.target)
-        if place is not None:  # the number of a dropout says nothing about shapes
-            args = (*args[:place], *args[place + 1 :])
-        key = (node.target, self._key(args), self._key(tuple(sorted(node.kwargs.items()))))
+        arguments = shaping_arguments(node), tuple(sorted(node.kwargs.items()))
+        key = (node.target, self._key(arguments))
         if key not in self.known:
             args = fx.node.map_arg(node.args, self._value)
             kwargs = fx.node.map_arg(node.kwargs, self._value)

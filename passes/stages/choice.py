@@ -65,8 +65,7 @@ class Pipeline:
     @cached_property
     def _orders(self) -> dict[int, list[tuple[int, Action]]]:
         counts = (self.m,) if self.m <= 4 * self.p else (2 * self.p, 4 * self.p)
-        schedules = {count: make_schedule(self.schedule, self.p, count, self.v) for count in counts}
-        return {count: walking_order(schedule) for count, schedule in schedules.items()}
+        return {count: walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts}
 
     @cached_property
     def _sums(self) -> tuple[Ints, Ints]:

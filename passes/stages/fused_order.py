@@ -22,6 +22,7 @@ from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.meta_values import shaping_arguments
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, recomputed_groups
 from autoptd.passes.stages.choice import ItemTimes
@@ -134,7 +135,7 @@ class FusedOrder:
             return which, node.meta.get("val"), node in row.trained
 
         sends = [node for node in nodes if not node.users.keys() <= place.keys()]
-        calls = [(n.target, fx.map_arg((n.args, n.kwargs), read), n in sends) for n in nodes]
+        calls = [(n.target, fx.map_arg((shaping_arguments(n), n.kwargs), read), n in sends) for n in nodes]
         if (key := repr((again, calls))) not in known:
             sources = (source for node in nodes for source in node.all_input_nodes)
             receives = dict.fromkeys(s for s in sources if s in row.position and s not in place)

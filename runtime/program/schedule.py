@@ -130,7 +130,7 @@ def make_schedule(
     cannot be scheduled.
     """
     p, m, v = num_pipeline_ranks, num_microbatches, num_model_chunks
-    _check_shape(name, p, m, v)
+    check_shape(name, p, m, v)
     return _add_transfers([list(compute_order(name, rank, p, m, v)) for rank in range(p)], p * v - 1)
 
 
@@ -174,7 +174,8 @@ def last_gradients(actions: Sequence[Action]) -> dict[int, int]:
     return {action.stage: i for i, action in enumerate(actions) if action.kind.produces_gradients}
 
 
-def _check_shape(name: str, p: int, m: int, v: int) -> None:
+def check_shape(name: str, p: int, m: int, v: int) -> None:
+    """Raise ValueError unless the named schedule can run v chunks on each of p pipeline ranks with m microbatches."""
     if name not in SCHEDULES:
         nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.0)[0]
         raise ValueError(

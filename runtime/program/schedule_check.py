@@ -53,10 +53,13 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             action = actions[index]
             stage, kind, microbatch = action
             if kind.computes:
-                if action in posted and action not in sent:
-                    waiting[action] = rank
-                    position[rank] = index
-                    break
+                if action in posted:
+                    if action not in sent:
+                        waiting[action] = rank
+                        position[rank] = index
+                        break
+                    posted.remove(action)  # asked for no more: the sets stay small
+                    sent.remove(action)
             elif kind.receives:
                 posted.add((stage, kind.compute, microbatch))
             else:
@@ -73,25 +76,30 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) -> None:
     """Check one row by itself."""
-    last = p * v - 1
+    stages = range(rank, p * v, p)
+    needs = {stage: {kind: _needed(stage, kind, p, p * v - 1) for kind in Kind} for stage in stages}
     done: set[Key] = set()
-    next_backward = dict.fromkeys(range(rank, p * v, p), 0)
+    next_backward = dict.fromkeys(stages, 0)
     for action in actions:
         stage, kind, microbatch = action
-        if stage not in next_backward or not 0 <= microbatch < m:
+        if stage not in needs or not 0 <= microbatch < m:
             raise ScheduleError(
                 f"rank {rank}: {action} does not belong here: expected stage "
-                f"{' or '.join(map(str, next_backward))} and a microbatch from 0 to {m - 1}"
+                f"{' or '.join(map(str, needs))} and a microbatch from 0 to {m - 1}"
             )
         if action in done:
             raise ScheduleError(f"rank {rank}: {action} comes twice: expected once")
-        if not kind.computes:
-            _check_transfer(rank, action, p, last)
-        for needed in _needed(action, p, last):
-            if needed not in done:
-                raise ScheduleError(
-                    f"rank {rank}: {action} comes too early: expected {Action(*needed)} before it"
-                )
+        needed = needs[stage][kind]
+        if needed is None:
+            place = "first" if stage == 0 else "last"
+            reason = (
+                f"stage {stage} is the {place} stage" if p > 1 else "all stages are on this one pipeline rank"
+            )
+            raise ScheduleError(f"rank {rank}: {action} leads nowhere: {reason}")
+        for other, before in needed:
+            if (other, before, microbatch) not in done:
+                expected = Action(other, before, microbatch)
+                raise ScheduleError(f"rank {rank}: {action} comes too early: expected {expected} before it")
         if kind is Kind.BACKWARD:
             if microbatch != next_backward[stage]:
                 raise ScheduleError(
@@ -100,32 +108,25 @@ def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) ->
                 )
             next_backward[stage] = microbatch + 1
         done.add(action)
-    for expected in _expected(rank, p, v, m):
-        if expected not in done:
-            raise ScheduleError(_describe_missing(rank, Action(*expected), p, m))
+    for missing in _expected(rank, p, v, m):
+        if missing not in done:
+            raise ScheduleError(_describe_missing(rank, Action(*missing), p, m))
 
 
-def _needed(action: Action, p: int, last: int) -> list[Key]:
-    """List what has to come before an action on its rank."""
-    stage, kind, microbatch = action
-    if kind.sends:
-        return [(stage, kind.compute, microbatch)]
-    if kind.receives:
-        return []
-    needed: list[Key] = [(stage, Kind.FORWARD, microbatch)] if kind is Kind.BACKWARD else []
-    source = stage - kind.direction
-    if 0 <= source <= last:
-        needed.append((stage, kind.receive, microbatch) if p > 1 else (source, kind, microbatch))
+def _needed(stage: int, kind: Kind, p: int, last: int) -> list[tuple[int, Kind]] | None:
+    """List the stages and kinds of what comes before an action on its rank, for the same microbatch.
+
+    None for a send or receive without a neighbouring stage on another rank.
+    """
+    neighbour = stage + kind.direction if kind.sends else stage - kind.direction
+    has_neighbour = 0 <= neighbour <= last
+    if not kind.computes:
+        known = [(stage, kind.compute)] if kind.sends else []
+        return known if p > 1 and has_neighbour else None
+    needed = [(stage, Kind.FORWARD)] if kind is Kind.BACKWARD else []
+    if has_neighbour:
+        needed.append((stage, kind.receive) if p > 1 else (neighbour, kind))
     return needed
-
-
-def _check_transfer(rank: int, action: Action, p: int, last: int) -> None:
-    """Check that a send or receive has a neighbouring stage, on another rank."""
-    if p == 1:
-        raise ScheduleError(f"rank {rank}: {action} leads nowhere: all stages are on this one pipeline rank")
-    if not 0 <= action.counterpart.stage <= last:
-        place = "first" if action.stage == 0 else "last"
-        raise ScheduleError(f"rank {rank}: {action} leads nowhere: stage {action.stage} is the {place} stage")
 
 
 def _expected(rank: int, p: int, v: int, m: int) -> Iterator[Key]:
@@ -151,29 +152,25 @@ def _describe_missing(rank: int, missing: Action, p: int, m: int) -> str:
 
 def _check_channels(schedule: Schedule, p: int) -> None:
     """Check that each channel's receives are posted in the order of its sends."""
-    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.kind.computes:
-                continue
-            counterpart = action.counterpart
-            peer = counterpart.stage % p
             if action.kind.receives:
-                receives[peer, rank].append(action)
-            else:
-                sends[rank, peer].append(counterpart)
-    for channel in sorted(sends.keys() | receives.keys()):
-        if sends[channel] == receives[channel]:
-            continue
-        source, destination = channel
-        # Every value is sent and received exactly once by now, so the two differ in order, not in length.
-        pairs = zip(sends[channel], receives[channel], strict=True)
-        index, (expected, found) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise ScheduleError(
-            f"rank {destination}: {found} is message {index} from rank {source}, which sends "
-            f"{expected.counterpart} there: expected {expected}, receives in the order of the sends"
-        )
+                receives[(action.stage - action.kind.direction) % p, rank].append(action)
+    arriving = {channel: enumerate(actions) for channel, actions in receives.items()}
+    for source, actions in enumerate(schedule):
+        for action in actions:
+            if not action.kind.sends:
+                continue
+            expected = action.counterpart
+            destination = expected.stage % p
+            # Every value is sent and received exactly once by now: the two ends differ in order, if at all.
+            index, found = next(arriving[source, destination])
+            if found != expected:
+                raise ScheduleError(
+                    f"rank {destination}: {found} is message {index} from rank {source}, which sends "
+                    f"{action} there: expected {expected}, receives in the order of the sends"
+                )
 
 
 def _describe_wait(schedule: Schedule, position: Sequence[int], rank: int) -> str:
