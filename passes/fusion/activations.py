@@ -48,16 +48,15 @@ KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
 
 def match_activation(node: fx.Node) -> Match | None:
     """Match the written-out activation that ends in `node`."""
-    if node.target not in ANALYTIC or not node.meta["val"].is_floating_point():
+    if not node.meta["val"].is_floating_point():
         return None
     for source, members in _chains(node):
         target, kwargs = _recognize(tuple(_signature(source, members)))
         if target is not None and target is not kernels.bias_gelu:
-            return Match(Call(target, (source,), node, kwargs), (node,), frozenset(members))
+            return Match(Call(target, (source,), node, kwargs), members)
         biased = split_bias(source, members, of_linear=True) if target else None
         if biased is not None:
-            call = Call(target, (biased.x, biased.bias), node, kwargs)
-            return Match(call, (node,), frozenset((*members, *biased.members)))
+            return Match(Call(target, (biased.x, biased.bias), node, kwargs), (*members, *biased.members))
     return None
 
 

@@ -22,7 +22,7 @@ REDUCTIONS = {1: "mean", 2: "sum"}
 
 def match_half_loss(node: fx.Node) -> Match | None:
     """Match kernels.cross_entropy(logits.float(), target), of logits divided over the tensor ranks."""
-    narrow = _narrow(node.args[1]) if is_call(node, kernels.cross_entropy) else None
+    narrow = _narrow(node.args[1])
     if narrow is None:
         return None
     return _match(node, *narrow, node.args[2:], {**node.kwargs, "dtype": torch.float32})
@@ -30,8 +30,6 @@ def match_half_loss(node: fx.Node) -> Match | None:
 
 def match_whole_loss(node: fx.Node) -> Match | None:
     """Match cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
-    if not is_call(node, aten.cross_entropy_loss.default):
-        return None
     logits: Any = node.args[0]
     target: Any = node.args[1]
     weight, reduction, ignored, smoothing = (argument(node, i, name, d) for i, name, d in _OPTIONS)
@@ -50,7 +48,7 @@ def _match(
     node: fx.Node, logits: Any, cast: Sequence[fx.Node], rest: Sequence[Any], options: Mapping[str, Any]
 ) -> Match:
     rank = next(iter(node.graph.nodes))
-    return Match(Call(kernels.cross_entropy, (rank, logits, *rest), node, options), (node,), frozenset(cast))
+    return Match(Call(kernels.cross_entropy, (rank, logits, *rest), node, options), cast)
 
 
 _OPTIONS = ((2, "weight", None), (3, "reduction", 1), (4, "ignore_index", -100), (5, "label_smoothing", 0.0))

@@ -30,14 +30,19 @@ class Call:
 class Match:
     """A chain that one call replaces.
 
-    `results` are the nodes whose values the call gives: one, or one per element of the tuple it returns, in graph
-    order. `members` are the further nodes it makes superfluous, `constants` those it gives no gradient.
+    The call gives the value of the node that it is like; if it returns several, first those of the `earlier` nodes.
+    `members` are the further nodes that it makes superfluous, `constants` those to which it gives no gradient.
     """
 
     call: Call
-    results: tuple[fx.Node, ...]
-    members: frozenset[fx.Node]
+    members: Collection[fx.Node] = ()
+    earlier: tuple[fx.Node, ...] = ()
     constants: tuple[fx.Node, ...] = ()
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """Return the nodes whose values the call gives, in graph order."""
+        return (*self.earlier, self.call.like)
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,17 @@ row-parallel bias stands after the all-reduce already, and goes from there into 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from autoptd.passes.cost.work import describe_saving
-from autoptd.passes.fusion.activations import match_activation
+from autoptd.passes.fusion.activations import ANALYTIC, match_activation
 from autoptd.passes.fusion.losses import match_half_loss, match_whole_loss
 from autoptd.passes.fusion.norms import (
     match_layer_norm,
@@ -46,13 +45,17 @@ from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program, Stage, copy_graph
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.placement import REPLICATED
 
-Rule = Callable[[fx.Node], Match | None]
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
+
+
+class Rule(NamedTuple):
+    """A rule reads a call of one of its `targets`, and describes the chain that ends there and its replacement."""
+
+    targets: Collection[Any]
+    match: Callable[[fx.Node], Match | None]
 
 
 def fuse_operators(program: Program) -> Program:
@@ -61,56 +64,64 @@ def fuse_operators(program: Program) -> Program:
     Raises ValueError if a kernel's result has another shape or dtype than the chain's.
     """
     propagation = Propagation(program.mesh)
+    rules = (*RULES, _WHOLE_LOSS) if program.mesh.tensor == 1 else RULES
     counts: Counter[str] = Counter()
-    stages = tuple(replace(stage, graph=_fuse(stage, propagation, counts)) for stage in program.stages)
+    stages: list[Stage] = []
+    for stage in program.stages:
+        copied = replace(stage, graph=copy_graph(stage.graph))
+        written: set[fx.Node] = set()
+        for rule in rules:
+            _apply(rule, copied, propagation, written)
+        counts.update(operator_word(node.target) for node in copied.graph.nodes if node in written)
+        stages.append(replace(stage, graph=rename_nodes(copied.graph)))
     found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     entry = f"{found}; {describe_saving(program.stages, stages)}" if found else "nothing to fuse"
-    return program.replace_stages(stages, f"fuse_operators {entry}")
+    return program.replace_stages(tuple(stages), f"fuse_operators {entry}")
 
 
-def _fuse(stage: Stage, propagation: Propagation, counts: Counter[str]) -> fx.Graph:
-    graph = copy_graph(stage.graph)
-    whole = (match_whole_loss,) if propagation.rank.mesh.tensor == 1 else ()
-    for rule in (*RULES, *whole):
-        trained = find_trained(replace(stage, graph=graph))  # anew: the rule before wrote calls
-        counted = accumulate(bool(find_factors(node)) for node in graph.nodes)
-        products = dict(zip(graph.nodes, counted, strict=True))
-        for node in list(graph.nodes):
-            match = rule(node) if node.op == "call_function" and node.users else None
-            if match is None or not (_is_near(match, products) and _is_one_region(match)):
-                continue
-            if _keeps_gradients(match, trained):
-                _replace(graph, match, propagation)
-    for node in graph.nodes:
-        if info(node).fused:
-            change_info(node, fused=False)
-            counts[operator_word(node.target)] += 1
-    return rename_nodes(graph)
+def _apply(rule: Rule, stage: Stage, propagation: Propagation, written: set[fx.Node]) -> None:
+    """Replace the chains that the rule describes and `_Judge` allows; the calls in their place are `written`."""
+    graph = stage.graph
+    calls = (graph.find_nodes(op="call_function", target=target, sort=False) for target in rule.targets)
+    judge: _Judge | None = None
+    for node in sorted(itertools.chain.from_iterable(calls)):
+        match = rule.match(node) if node.users else None
+        if match is not None:
+            judge = judge or _Judge(stage)
+            if judge.allows(match):
+                _replace(graph, match, propagation, written)
 
 
-def _is_near(match: Match, products: Mapping[fx.Node, int]) -> bool:
-    """Return whether the chain lies in one layer: a long skip spans all layers, and no stage may end in a kernel.
+class _Judge:
+    """The judge of the chains that a rule matches, by the `stage` before the rule writes a call."""
 
-    `products` counts the GEMMs up to each node; the nodes written by this rule itself are not among them.
-    """
-    places = [products[node] for node in (*match.members, *match.results) if node in products]
-    return not places or max(places) - min(places) <= NEAR
+    def __init__(self, stage: Stage) -> None:
+        self._trained = find_trained(stage)
+        counted = itertools.accumulate(bool(find_factors(node)) for node in stage.graph.nodes)
+        self._products = dict(zip(stage.graph.nodes, counted, strict=True))
+
+    def allows(self, match: Match) -> bool:
+        """Return whether the chain lies in one layer and one region of recomputation, and keeps its gradients.
+
+        A long skip spans all layers, and no stage may end in a kernel. A call has gradients for all its results or for
+        none, and none for constants.
+        """
+        chain = {*match.members, *match.results}
+        places = [self._products[node] for node in chain if node in self._products]
+        return (
+            max(places, default=0) - min(places, default=0) <= NEAR
+            and len({info(node).recompute for node in chain}) == 1
+            and self._trained.isdisjoint(match.constants)
+            and len({node in self._trained for node in match.results}) == 1
+        )
 
 
-def _is_one_region(match: Match) -> bool:
-    """Return whether the chain lies in one region of recomputation, or in none."""
-    return len({info(node).recompute for node in (*match.members, *match.results)}) == 1
-
-
-def _keeps_gradients(match: Match, trained: set[fx.Node]) -> bool:
-    """Return whether no constant has a gradient and all results have one, or none: a call has them for all."""
-    return trained.isdisjoint(match.constants) and len({node in trained for node in match.results}) == 1
-
-
-def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
+def _replace(graph: fx.Graph, match: Match, propagation: Propagation, written: set[fx.Node]) -> None:
     """Write the call at its first result, and remove the chain."""
     first = match.results[0]
-    made = _write(graph, match.call, first, propagation)
+    made = _write(graph, match.call, first, propagation, written)
+    if not is_reshape(made):
+        written.add(made)
     values = [made]
     if len(match.results) > 1:
         name = f"{_name(match.results[-1])}_pair"
@@ -123,25 +134,30 @@ def _replace(graph: fx.Graph, match: Match, propagation: Propagation) -> None:
             raise ValueError(
                 f"{operator_name(made.target)} returns {val} for {old}; expected {old.meta['val']}"
             )
-        describe(new, val, info(old).at(info(made)), name=_name(old), fused=False)
+        describe(new, val, info(old).at(info(made)), name=_name(old))
         old.replace_all_uses_with(new)
     items: set[int] = set()
     for node in sorted({*match.members, *match.results, *values}, reverse=True):
         if not node.users:
             items.update(info(node).items)
             graph.erase_node(node)
-    change_info(made, fused=not is_reshape(made), items=tuple(sorted(items)))
+    change_info(made, items=tuple(sorted(items)))
 
 
-def _write(graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation) -> fx.Node:
+def _write(
+    graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation, written: set[fx.Node]
+) -> fx.Node:
     """Write the call before `place`, after its arguments."""
-    args = tuple(_write(graph, a, place, propagation) if isinstance(a, Call) else a for a in call.args)
+    rest = place, propagation, written
+    args = tuple(_write(graph, a, *rest) if isinstance(a, Call) else a for a in call.args)
     for node in args:
         if isinstance(node, fx.Node) and node.op == "get_attr" and place < node:
             place.prepend(node)
     with graph.inserting_before(place):
         made = graph.call_function(call.target, args, dict(call.kwargs))
     describe(made, propagation.run(made), info(call.like), name=_name(call.like), value=None)
+    if call.like in written and not is_reshape(made):
+        written.add(made)
     return made
 
 
@@ -155,7 +171,7 @@ def _name(node: fx.Node) -> str:
 
 def _linear_gelu(node: fx.Node) -> Match | None:
     """Match gelu(linear(x, weight, bias)), also with rows reshaped to a matrix and back (GPT-2)."""
-    product: Any = node.args[0] if is_call(node, aten.gelu.default) else None
+    product: Any = node.args[0]
     reshaped = [product] if is_reshape(product) else []
     linear = read_linear(product.args[0] if reshaped else product)
     if linear is None or not all(map(is_single, (linear.node, *reshaped))):
@@ -168,65 +184,60 @@ def _linear_gelu(node: fx.Node) -> Match | None:
         return None
     options = {**node.kwargs, **({"transposed": True} if linear.transposed else {})}
     call = Call(kernels.linear_gelu, (x, linear.weight, linear.bias), node, options)
-    return Match(call, (node,), frozenset({linear.node, *reshaped}))
+    return Match(call, (linear.node, *reshaped))
 
 
 def _bias_gelu(node: fx.Node) -> Match | None:
     """Match gelu(x + bias)."""
-    if not is_call(node, aten.gelu.default):
-        return None
     biased = split_bias(node.args[0])  # type: ignore[arg-type]
     if biased is None:
         return None
-    call = Call(kernels.bias_gelu, (biased.x, biased.bias), node, dict(node.kwargs))
-    return Match(call, (node,), frozenset(biased.members))
+    return Match(Call(kernels.bias_gelu, (biased.x, biased.bias), node, node.kwargs), biased.members)
 
 
 def _grouped_attention(node: fx.Node) -> Match | None:
     """Match fused attention of fewer key and value heads than query heads, without a mask."""
-    grouped = has_trait(node, Trait.FUSED_ATTENTION) and node.kwargs.get("enable_gqa")
-    if not grouped or len(node.args) > 3 or node.kwargs.get("attn_mask") is not None:
+    if not node.kwargs.get("enable_gqa") or len(node.args) > 3 or node.kwargs.get("attn_mask") is not None:
         return None
     options = {name: value for name, value in node.kwargs.items() if name in ("is_causal", "scale")}
-    return Match(Call(kernels.grouped_attention, node.args, node, options), (node,), frozenset())
+    return Match(Call(kernels.grouped_attention, node.args, node, options))
 
 
-def _gated_product(activation: str, target: Any, kwargs: dict[str, Any], node: fx.Node) -> Match | None:
+def _gated_product(node: fx.Node) -> Match | None:
     """Match activation(gate) * up."""
-    if not is_call(node, aten.mul.Tensor):
-        return None
-    for active, up in both_orders(node):
-        if not (is_call(active, target) and active.kwargs == kwargs and is_single(active)):
-            continue
-        gate = active.args[0]
-        if isinstance(up, fx.Node) and up is not active and alike(gate.meta["val"], up.meta["val"]):
-            call = Call(kernels.gated_product, (gate, up, activation), node)
-            return Match(call, (node,), frozenset({active}))
+    for (activation, target, kwargs), (active, up) in itertools.product(_GATES, both_orders(node)):
+        if is_call(active, target) and active.kwargs == kwargs and is_single(active):
+            gate = active.args[0]
+            if isinstance(up, fx.Node) and up is not active and alike(gate.meta["val"], up.meta["val"]):
+                return Match(Call(kernels.gated_product, (gate, up, activation), node), (active,))
     return None
+
+
+_GATES: tuple[tuple[str, Any, Mapping[str, Any]], ...] = (
+    ("silu", aten.silu.default, {}),
+    ("gelu", aten.gelu.default, {}),
+    ("gelu_tanh", aten.gelu.default, {"approximate": "tanh"}),
+)
 
 
 def _dropout_add(node: fx.Node) -> Match | None:
     """Match dropout(x + bias) + residual, or (x + bias) + residual, of a value that nobody else reads."""
-    terms = plain_add(node)
-    for branch, residual in (terms, (terms[1], terms[0])) if terms else ():
+    for branch, residual in both_orders(node) if plain_add(node) else ():
         found = _dropped(branch) if is_single(branch) else None
         if found is not None:
-            call, members = found
-            full = Call(call.target, (*call.args[:3], residual, *call.args[4:]), node, call.kwargs)
-            return Match(full, (node,), members)
+            args = (*found.call.args[:3], residual, *found.call.args[4:])
+            return Match(replace(found.call, args=args, like=node), (branch, *found.members))
     return None
 
 
 def _dropout_bias(node: fx.Node) -> Match | None:
     """Match dropout(x + bias) alone."""
-    found = _dropped(node) if is_call(node, kernels.dropout) else None
-    if found is None or len(found[1]) == 1:
-        return None
-    return Match(Call(found[0].target, found[0].args, node, found[0].kwargs), (node,), found[1])
+    found = _dropped(node)
+    return found if found is not None and found.members else None
 
 
-def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
-    """Return ``bias_dropout_add(rank, x, bias, None, ...)`` for ``dropout(x + bias)`` or ``x + bias``; and members."""
+def _dropped(node: fx.Node) -> Match | None:
+    """Match dropout(x + bias), dropout(x) or x + bias: ``bias_dropout_add(rank, x, bias, None, ...)``."""
     rank: Any = next(iter(node.graph.nodes))
     x: Any
     x, drawn = (node.args[1], node.args[2:]) if is_call(node, kernels.dropout) else (node, ())
@@ -234,13 +245,12 @@ def _dropped(node: fx.Node) -> tuple[Call, frozenset[fx.Node]] | None:
     if biased is None and x is node:
         return None
     parts, members = ((biased.x, biased.bias), biased.members) if biased else ((x, None), ())
-    call = Call(kernels.bias_dropout_add, (rank, *parts, None, *drawn), node, node.kwargs)
-    return call, frozenset({node, *members})
+    return Match(Call(kernels.bias_dropout_add, (rank, *parts, None, *drawn), node, node.kwargs), members)
 
 
 def _norm_before_reshape(node: fx.Node) -> Match | None:
     """Match norm(a sum) reshaped for norm(the sum reshaped), if rows stay rows (OPT)."""
-    source: Any = node.args[0] if is_call(node, *_ADDED_NORMS) else None
+    source: Any = node.args[0]
     if not is_reshape(source):
         return None
     x: Any = source.args[0]
@@ -248,27 +258,25 @@ def _norm_before_reshape(node: fx.Node) -> Match | None:
     if not is_sum or shape_of(x)[-1] != shape_of(node)[-1]:
         return None
     norm = Call(node.target, (x, *node.args[1:]), node, node.kwargs)
-    return Match(Call(source.target, (norm, list(shape_of(node))), node), (node,), frozenset({source}))
+    return Match(Call(source.target, (norm, list(shape_of(node))), node), (source,))
 
 
 def _add_norm(node: fx.Node) -> Match | None:
     """Match a norm with the sum that it normalises, which others may read too."""
-    if not is_call(node, *_ADDED_NORMS) or not is_vector(node.args[1], shape_of(node)[-1]):
-        return None
     total: Any = node.args[0]
-    if total.meta["val"].dtype != node.meta["val"].dtype:
+    plain = is_vector(node.args[1], shape_of(node)[-1])
+    if not plain or total.meta["val"].dtype != node.meta["val"].dtype:
         return None
     rank = next(iter(node.graph.nodes))
     if is_call(total, kernels.bias_dropout_add):
         x, *rest = total.args[1:]
-        kwargs = dict(total.kwargs)
     else:
         terms = plain_add(total)
         if terms is None:
             return None
-        x, rest, kwargs = terms[0], [None, terms[1]], {}
+        x, rest = terms[0], [None, terms[1]]
     arguments = (rank, x, *node.args[1:], *rest)
-    return Match(Call(_ADDED_NORMS[node.target], arguments, node, kwargs), (total, node), frozenset())
+    return Match(Call(_ADDED_NORMS[node.target], arguments, node, total.kwargs), earlier=(total,))
 
 
 _ADDED_NORMS: Mapping[Any, Any] = {
@@ -276,22 +284,21 @@ _ADDED_NORMS: Mapping[Any, Any] = {
     kernels.rms_norm: kernels.add_rms_norm,
 }
 
-RULES: tuple[Rule, ...] = (
-    match_activation,
-    match_half_loss,
-    _grouped_attention,
-    match_layer_norm,
-    match_rms_norm,
-    match_torch_rms_norm,
-    match_rotary,
-    match_partial_rotary,
-    partial(_gated_product, "silu", aten.silu.default, {}),
-    partial(_gated_product, "gelu", aten.gelu.default, {}),
-    partial(_gated_product, "gelu_tanh", aten.gelu.default, {"approximate": "tanh"}),
-    _linear_gelu,
-    _bias_gelu,
-    _dropout_add,
-    _dropout_bias,
-    _norm_before_reshape,
-    _add_norm,
+RULES = (
+    Rule(ANALYTIC, match_activation),
+    Rule((kernels.cross_entropy,), match_half_loss),
+    Rule((aten.scaled_dot_product_attention.default,), _grouped_attention),
+    Rule((aten.layer_norm.default,), match_layer_norm),
+    Rule((aten.mul.Tensor,), match_rms_norm),
+    Rule((aten.rms_norm.default,), match_torch_rms_norm),
+    Rule((aten.add.Tensor,), match_rotary),
+    Rule((aten.cat.default,), match_partial_rotary),
+    Rule((aten.mul.Tensor,), _gated_product),
+    Rule((aten.gelu.default,), _linear_gelu),
+    Rule((aten.gelu.default,), _bias_gelu),
+    Rule((aten.add.Tensor,), _dropout_add),
+    Rule((kernels.dropout,), _dropout_bias),
+    Rule(_ADDED_NORMS, _norm_before_reshape),
+    Rule(_ADDED_NORMS, _add_norm),
 )
+_WHOLE_LOSS = Rule((aten.cross_entropy_loss.default,), match_whole_loss)

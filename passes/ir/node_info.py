@@ -26,7 +26,6 @@ class NodeInfo:
     - `recompute`: the label of the group that the backward computes again; None where the result is kept.
     - `region`: the graph of a higher-order operator, in a captured graph only.
     - `name`: the name that `rename_nodes` gives the node; empty where it has that already.
-    - `fused`: whether fusion wrote the node and has still to look at it.
     - `items`: the positions in the order before fusion that the call stands for, and `value` that of its result.
     """
 
@@ -39,7 +38,6 @@ class NodeInfo:
     recompute: str | None = None
     region: fx.Graph | None = None
     name: str = ""
-    fused: bool = False
     items: tuple[int, ...] = ()
     value: int | None = None
 
