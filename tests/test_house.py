@@ -60,7 +60,7 @@ IMPORTS = {
         "cost": "ir operators",
         "fusion": "cost ir operators",
         "ir": "",
-        "layout": "cost ir operators tensor_parallel",
+        "layout": "ir operators tensor_parallel",
         "normal_form": "ir operators",
         "operators": "ir",
         "recompute": "cost ir operators structure",

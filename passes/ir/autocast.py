@@ -16,7 +16,10 @@ dtype. "widest": all take float32 if one has it. "inside": no kernel of its own 
 arguments are cast where torch's own result is in autocast's dtype. "refused": torch refuses it.
 """
 
-_CPU: dict[Policy, str] = {
+KERNELS: dict[str, dict[Policy, str]] = {}
+"""The operators that torch has an autocast kernel of, by device; not every version has them all."""
+
+KERNELS["cpu"] = {
     "lower": """
         _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d
         conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc conv_transpose1d conv_transpose2d.input
@@ -42,7 +45,7 @@ _CPU: dict[Policy, str] = {
     "widest": "cat index_copy stack",
 }
 
-_CUDA: dict[Policy, str] = {
+KERNELS["cuda"] = {
     "lower": """
         _convolution _convolution.deprecated _cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell
         _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
@@ -70,9 +73,6 @@ _CUDA: dict[Policy, str] = {
     """,
     "refused": "binary_cross_entropy",
 }
-
-KERNELS: dict[str, dict[Policy, str]] = {"cpu": _CPU, "cuda": _CUDA}
-"""The operators that torch has an autocast kernel of, by device; not every version has them all."""
 
 # Operators that are made of those. On CUDA torch rounds log-probabilities to fewer bits between the two halves of
 # cross_entropy_loss; here it is in float32 as on CPUs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -13,6 +13,7 @@ from torch import fx
 from autoptd.passes.ir.node_info import describe, info
 
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
+_Copies = dict[fx.Node, fx.Node]
 
 
 def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
@@ -27,28 +28,27 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
     live = live_nodes(graph)
     containers = find_containers(info(node).path for node in live)
     heads = _module_results(live)
-    copy = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in _order_constants(live, buffers):
-        name = _candidate(node, node in heads, containers, values)
-        args = fx.map_arg(node.args, values.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, values.__getitem__)
-        values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
-        made.meta = node.meta
-    return copy
+    return _copy_named(
+        _order_constants(live, buffers),
+        lambda node, values: _candidate(node, node in heads, containers, values),
+    )
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:
     """Copy a graph and name each rewritten node after the one that it replaces: ``info(node).name``."""
-    copy = fx.Graph()
-    copy.set_codegen(graph._codegen)
-    values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+    return _copy_named(graph.nodes, lambda node, _: info(node).name or node.name)
+
+
+def _copy_named(nodes: Iterable[fx.Node], find_name: Callable[[fx.Node, _Copies], str]) -> fx.Graph:
+    """Copy nodes into a new graph; `find_name` gets a node and the copies so far."""
+    graph = fx.Graph()
+    values: _Copies = {}
+    for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        name = info(node).name or node.name
-        values[node] = made = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
+        name = find_name(node, values)
+        values[node] = made = graph.create_node(node.op, node.target, args, kwargs, name)
         describe(made, node.meta["val"], info(node), name="")
-    return copy
+    return graph
 
 
 def short_path(path: str, containers: tuple[str, ...]) -> str:
@@ -100,8 +100,9 @@ def find_containers(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def _module_results(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The last node of each call of a module that calls no other and gives one result."""
-    inner = {path[:dot] for path in {info(node).path for node in nodes} for dot in _dots(path)} | {""}
+    """Return the last node of each call of a module that calls no other and gives one result."""
+    paths = {info(node).path for node in nodes}
+    inner = {path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path)} | {""}
     results: set[fx.Node] = set()
     calls = [node for node in nodes if node.op == "call_function"]
     for path, run in itertools.groupby(calls, key=lambda node: info(node).path):
@@ -113,13 +114,7 @@ def _module_results(nodes: list[fx.Node]) -> set[fx.Node]:
     return results
 
 
-def _dots(path: str) -> list[int]:
-    return [place for place, letter in enumerate(path) if letter == "."]
-
-
-def _candidate(
-    node: fx.Node, result: bool, containers: tuple[str, ...], values: dict[fx.Node, fx.Node]
-) -> str:
+def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values: _Copies) -> str:
     if node.op in ("placeholder", "output"):
         return node.name
     if node.op == "get_attr":

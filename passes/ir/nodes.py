@@ -94,11 +94,6 @@ def walk(
         pending += fresh
 
 
-def loads_under(node: fx.Node) -> set[fx.Node]:
-    """Return the loads of parameters, buffers and constants under a value, which may be a load itself."""
-    return {n for n in walk([node]) if n.op == "get_attr"}
-
-
 def is_lifted(name: str) -> bool:
     """Return whether a tensor stems from the forward's code, not from the user's modules."""
     return name.rpartition(".")[2].startswith("lifted_tensor_")

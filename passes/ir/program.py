@@ -85,10 +85,9 @@ Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Copy a graph, with its own ``meta`` dicts per node (values are shared: replace them, never mutate)."""
     copy = fx.Graph()
-    copy.set_codegen(graph._codegen)
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        values[node] = copy.node_copy(node, lambda n: values[n])
+        values[node] = copy.node_copy(node, values.__getitem__)
     return copy
 
 

@@ -7,25 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait, rules_of
-from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 
 
 def count_copied_bytes(graph: fx.Graph, strides: Strides) -> int:
-    """Bytes that one run of `graph` copies only because its tensors lie in memory as they do."""
+    """Return the bytes that one run of `graph` copies only because its tensors lie in memory as they do."""
     return sum(find_copies(graph, strides).values())
-
-
-def count_launches(graph: fx.Graph, mesh: Mesh) -> int:
-    """Operators that one run of `graph` launches: a view none, what copies before it computes two."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    work = sum(forward_work(node).launches for node in calls if node.target is not aten.contiguous.default)
-    return work + len(find_copies(graph, Strides(mesh)))
 
 
 def find_copies(graph: fx.Graph, strides: Strides) -> dict[fx.Node, int]:
@@ -75,7 +66,7 @@ class Strides(Propagation):
         return self.rank if info(node).role == "rank" else self.values[node]
 
     def _attention_output(self, node: fx.Node, value: Tensor) -> Tensor:
-        """The fused kernels write their result in the order of the queries' memory; meta tensors do not know that."""
+        """Return a result that lies in memory as the queries do: so the fused kernels write it, unlike meta kernels."""
         operands: list[Any] = [self.values[n] for n in node.args[:3]]  # type: ignore[index]
         query = operands[0]
         fused = query.shape == value.shape and query.dim() == 4 and all(x.stride(-1) == 1 for x in operands)

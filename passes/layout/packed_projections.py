@@ -44,13 +44,13 @@ def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Does it multiply two batches of matrices?"""
+    """Return whether the call multiplies two batches of matrices."""
     product = read_product(node)
     return product is not None and all(len(shape_of(factor)) > 2 for factor in product.factors)
 
 
 def _chain(split: fx.Node) -> list[fx.Node]:
-    """The linear that `split` takes apart, and the reshape of its rows behind it if any; [] where it is none."""
+    """Return the linear that `split` takes apart, and the reshape of its rows behind it, if any; else nothing."""
     if aten_name(split.target) not in ("split", "split_with_sizes", "chunk"):
         return []
     source: Any = split.args[0]
@@ -72,7 +72,7 @@ def _chain(split: fx.Node) -> list[fx.Node]:
 
 
 def _is_heads(node: fx.Node) -> bool:
-    """Does it split the last dimension of its argument, and no other?"""
+    """Return whether the call splits the last dimension of its argument, and no other."""
     if not has_trait(node, Trait.RESHAPES):
         return False
     before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
@@ -86,24 +86,22 @@ def _unpack(
     values: dict[fx.Node, fx.Node],
     propagation: Propagation,
 ) -> fx.Node:
+    """Write the linear of a `chain`, the reshape behind it and its split as parts that lie by themselves."""
     linear, *reshaped = chain
-    sections = len(split.meta["val"])
     product = read_product(linear)
     assert product is not None
+
+    def write(target: Any, arguments: Any, like: fx.Node) -> fx.Node:
+        node = graph.create_node("call_function", target, arguments, {}, like.name)
+        describe(node, propagation.run(node), info(like))
+        return node
+
+    sections = len(split.meta["val"])
     options = (True,) if product.transposed else ()
     arguments: Any = (product.x, product.weight, product.bias, sections, *options)
-    node = graph.create_node(
-        "call_function", kernels.split_linear, fx.map_arg(arguments, values.__getitem__), {}, linear.name
-    )
-    _describe(node, linear, propagation)
+    made = write(kernels.split_linear, fx.map_arg(arguments, values.__getitem__), linear)
     for view in reshaped:
-        shape = [sections, *shape_of(view)[:-1], shape_of(view)[-1] // sections]
-        node = graph.create_node("call_function", view.target, (node, shape), {}, view.name)
-        _describe(node, view, propagation)
-    node = graph.create_node("call_function", aten.unbind.int, (node, 0), {}, split.name)
-    _describe(node, split, propagation)
-    return node
-
-
-def _describe(node: fx.Node, like: fx.Node, propagation: Propagation) -> None:
-    describe(node, propagation.run(node), info(like))
+        made = write(
+            view.target, (made, [sections, *shape_of(view)[:-1], shape_of(view)[-1] // sections]), view
+        )
+    return write(aten.unbind.int, (made, 0), split)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.autocast import KERNELS, Autocast
+from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.normal_form.functionalize import is_mutation
 from autoptd.passes.normal_form.writer import Writer
@@ -36,65 +36,6 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
     return Autocast(outer.device, dtype, enabled)
 
 
-def find_casts(
-    state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[frozenset[fx.Node], torch.dtype] | None:
-    """Return the arguments of the call `node`, of the new graph, that autocast casts, and to what; None: none.
-
-    Raises ValueError, with file and line, for what torch refuses under autocast.
-    """
-    policy = state.policy(node.target)
-    eligible = [n for n in _nodes((args, kwargs)) if is_eligible(n.meta["val"])]
-    if policy is None or not eligible:
-        return None
-    dtype = torch.float32
-    if policy == "refused":
-        raise ValueError(
-            f"{where(node)}: torch refuses to autocast {node.target}: use the form with logits, or disable autocast "
-            "there"
-        )
-    if policy == "lower" or (policy == "inside" and node.meta["val"].dtype == state.dtype):
-        dtype = state.dtype
-    elif policy == "inside":
-        return None
-    elif policy == "widest":
-        dtypes = {n.meta["val"].dtype for n in eligible}
-        if len(dtypes) == 1:
-            return None
-        if not dtypes <= {torch.float32, state.dtype}:
-            raise ValueError(
-                f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast to "
-                f"{state.dtype}, which torch does not promote; cast its arguments explicitly"
-            )
-    elif policy == "sum":
-        first = args[0]
-        if first not in eligible or _says_dtype(node.target, args, kwargs):
-            return None
-        eligible = [first]
-    cast = frozenset(n for n in eligible if n.meta["val"].dtype != dtype)
-    return (cast, dtype) if cast else None
-
-
-def is_eligible(value: object) -> bool:
-    """Return whether autocast may cast a value: floating and not float64."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return list(dict.fromkeys(found))
-
-
-def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the call names the dtype of its result."""
-    names = [argument.name for argument in target._schema.arguments]
-    if "dtype" not in names:
-        return False
-    place = names.index("dtype")
-    return (args[place] if place < len(args) else kwargs.get("dtype")) is not None
-
-
 class Casts:
     """A writer of autocast's casts into a normalised graph: each value once per dtype, at its first such use.
 
@@ -110,26 +51,67 @@ class Casts:
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return the arguments, of the new graph, of the exported call `node`, cast according to `state`.
 
-        Raises ValueError as `find_casts` does.
+        Raises ValueError, with file and line, for what torch refuses under autocast.
         """
-        found = find_casts(state, node, args, kwargs)
-        if found is None:
+        policy = state.policy(node.target)
+        eligible = {n for n in _nodes((args, kwargs)) if _is_eligible(n.meta["val"])}
+        if policy == "sum":
+            eligible = set() if _says_dtype(node.target, args, kwargs) else eligible & {args[0]}
+        if policy is None or not eligible:
             return args, kwargs
-        cast, dtype = found
+        dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
 
         def read(source: fx.Node) -> fx.Node:
-            return self._take(source, dtype, node) if source in cast else source
+            if dtype is None or source not in eligible or source.meta["val"].dtype == dtype:
+                return source
+            if (source, dtype) in self._known:
+                return self._known[source, dtype]
+            meta = {**node.meta, "val": _retype(source.meta["val"], dtype)}
+            made = self.writer.emit(aten.to.dtype, (source, dtype), meta)
+            if source.op != "get_attr":
+                self._known[source, dtype] = made
+            return made
 
         return fx.map_arg(args, read), fx.map_arg(kwargs, read)
 
-    def _take(self, source: fx.Node, dtype: torch.dtype, user: fx.Node) -> fx.Node:
-        if (source, dtype) in self._known:
-            return self._known[source, dtype]
-        meta = {**user.meta, "val": _retype(source.meta["val"], dtype)}
-        made = self.writer.emit(aten.to.dtype, (source, dtype), meta)
-        if source.op != "get_attr":
-            self._known[source, dtype] = made
-        return made
+
+def _choose_dtype(
+    policy: Policy, state: Autocast, node: fx.Node, dtypes: Set[torch.dtype]
+) -> torch.dtype | None:
+    """Return the dtype that a call casts arguments of these `dtypes` to; None: it casts none."""
+    if policy == "refused":
+        raise ValueError(
+            f"{where(node)}: torch refuses to autocast {node.target}: use the form with logits, or disable autocast "
+            "there"
+        )
+    if policy == "widest" and len(dtypes) > 1 and not dtypes <= {torch.float32, state.dtype}:
+        raise ValueError(
+            f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast to "
+            f"{state.dtype}, which torch does not promote; cast its arguments explicitly"
+        )
+    if policy == "lower" or (policy == "inside" and node.meta["val"].dtype == state.dtype):
+        return state.dtype
+    return None if policy == "inside" or (policy == "widest" and len(dtypes) == 1) else torch.float32
+
+
+def _is_eligible(value: object) -> bool:
+    """Return whether autocast may cast a value: floating and not float64."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
+
+
+def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the call names the dtype of its result."""
+    names = [argument.name for argument in target._schema.arguments]
+    if "dtype" not in names:
+        return False
+    place = names.index("dtype")
+    return (args[place] if place < len(args) else kwargs.get("dtype")) is not None
 
 
 def describe_result(
@@ -156,7 +138,7 @@ def describe_result(
             f"{where(node)}: under autocast {node.target} gets {_names(given)}, which it does not accept "
             f"({str(error).splitlines()[0]}); cast its arguments explicitly"
         ) from error
-    checked = state is not None and state.enabled and state.device == "cpu" and not is_mutation(node.target)
+    checked = state is not None and enabled and state.device == "cpu" and not is_mutation(node.target)
     if checked and _dtypes(found) != _dtypes(traced):
         raise ValueError(
             f"{where(node)}: under autocast torch casts inside {node.target}, which returns {_names(traced)}; "

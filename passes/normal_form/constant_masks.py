@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.nodes import is_lifted, loads_under
+from autoptd.passes.ir.nodes import is_lifted, walk
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.shares import elementwise
 from autoptd.passes.operators.table import has_trait, rules_of
@@ -115,7 +115,7 @@ class MaskJudge:
 
 def buffers_under(constant: fx.Node) -> frozenset[str]:
     """Return the user's buffers whose values a constant is computed from."""
-    names = {str(load.target) for load in loads_under(constant)}
+    names = (str(node.target) for node in walk([constant]) if node.op == "get_attr")
     return frozenset(name for name in names if not is_lifted(name))
 
 

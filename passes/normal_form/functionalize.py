@@ -13,6 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.strides import is_view
 from autoptd.passes.normal_form.writer import Writer
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
@@ -152,9 +153,4 @@ def _copies(made: fx.Node, source: fx.Node) -> bool:
     """Return whether an operator that may give a view had to copy."""
     if made.target in (aten.to.dtype, aten.contiguous.default):
         return True
-    if made.target is aten.reshape.default:
-        try:
-            source.meta["val"].view(made.args[1])
-        except RuntimeError:
-            return True
-    return False
+    return made.target is aten.reshape.default and not is_view(source.meta["val"], made.args[1])  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def label_layers(program: Program) -> Program:
 
 
 def _join_stages(program: Program) -> tuple[Stage, Mapping[fx.Node, tuple[int, fx.Node]]]:
-    """The model as one stage again, and for each of its calls the stage and node that it is."""
+    """Return the model as one stage again, and for each of its calls the stage and node that it is."""
     graph = fx.Graph()
     home: dict[fx.Node, tuple[int, fx.Node]] = {}
     given: dict[tuple[str, str], fx.Node] = {}
@@ -110,15 +110,12 @@ class _Search:
         self._defined: Codes = np.array(trained, dtype=np.int64)
         self._trained = np.searchsorted(trained, np.arange(len(row.items) + 1))  # before each position
         self._last_use: Codes = np.array([row.last_use[row.items[i]] for i in trained], dtype=np.int64)
-        # A call with several results is no single value.
-        tensors = [isinstance(row.items[i].meta["val"], torch.Tensor) for i in trained]
-        changes = np.zeros((2, len(row.items) + 2), dtype=np.int64)
-        for i, whole in zip(trained, tensors, strict=True):
-            value = row.items[i].meta["val"]
-            weights = (1 if whole else 2, tensor_bytes(value) if whole else 0)
-            changes[:, i + 1] += weights
-            changes[:, row.last_use[row.items[i]] + 1] -= weights
-        self._live, self._bytes = changes.cumsum(1)  # before each position
+        tensors = {n for n in row.trained if isinstance(n.meta["val"], torch.Tensor)}
+        self._live, self._bytes = row.sum_alive(
+            # A call with several results is no single value.
+            lambda node: 1 if node in tensors else 2 if node in row.trained else 0,
+            lambda node: tensor_bytes(node.meta["val"]) if node in tensors else 0,
+        )
 
     def find(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Return the layers between two positions, each from its first position to behind its last."""
@@ -132,7 +129,7 @@ class _Search:
                 return
 
     def _runs(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Of each period its longest run with a gradient as (first, behind, period); what covers most comes first."""
+        """List the longest run of each period with a gradient as (first, behind, period), the longest of all first."""
         runs = []
         codes = self._codes[start:end]
         for period in range(1, len(codes) // 2 + 1):
@@ -148,7 +145,7 @@ class _Search:
         return sorted(runs, key=lambda run: (run[0] - run[1], run[2]))
 
     def _place_borders(self, first: int, behind: int, period: int) -> list[int]:
-        """The borders of the run's layers; none where no place in the period is narrow.
+        """Return the borders of the run's layers; none where no place in the period is narrow.
 
         Most whole layers win, then the smallest value to keep, then the latest begin.
         """
@@ -167,7 +164,7 @@ class _Search:
         return [begin + period * i for i in range(count + 1)]
 
     def _extend(self, borders: list[int], start: int) -> list[int]:
-        """With a layer in front that does all that the first of them does, and less than as much again."""
+        """Add a layer in front that does all that the first of them does, and less than as much again."""
         first, period = borders[0], borders[1] - borders[0]
         pattern = Counter(self._codes[first : first + period].tolist())
         for begin in range(first - period, max(start, first - 2 * period + 1) - 1, -1):
@@ -177,12 +174,12 @@ class _Search:
         return borders
 
     def _count_shared(self, first: int, last: int) -> int:
-        """Values from before the first layer that the last one, or what follows, still reads."""
+        """Count the values from before the first layer that the last one, or what follows, still reads."""
         return int(((self._defined < first) & (self._last_use >= last)).sum())
 
 
 def _sign(node: fx.Node) -> Any:
-    """What a call has in common with its repeats: operator and shapes. Numbers may differ by layer."""
+    """Return what a call has in common with its repeats: operator and shapes. Numbers may differ by layer."""
     sources = (source for source in node.all_input_nodes if info(source).role != "rank")
     return node.target, _shapes(node.meta["val"]), tuple(_shapes(source.meta["val"]) for source in sources)
 

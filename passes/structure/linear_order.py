@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import UntypedStorage, fx
 
 from autoptd.passes.cost.durations import Durations
@@ -59,7 +60,7 @@ class Row:
         self.trained = find_reached(self.loss.all_input_nodes, find_trained(stage))
 
     def _is_replicable(self, node: fx.Node) -> bool:
-        """Whether every stage can have the node for itself: no call on parameters."""
+        """Return whether every stage can have the node for itself: no call on parameters."""
         if node.op != "call_function":
             return True
         return all(
@@ -69,38 +70,41 @@ class Row:
     def _is_parameter(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
 
+    def sum_alive(self, *measures: Callable[[fx.Node], int]) -> NDArray[np.int64]:
+        """Return, for each of the `measures`, its sums over the values alive before each item and behind the last."""
+        ends = [self.last_use[node] + 1 for node in self.items]
+        changes = np.zeros((len(measures), len(self.items) + 2), np.int64)
+        for row, measure in zip(changes, measures, strict=True):
+            sizes = [measure(node) for node in self.items]
+            row[1:-1] += sizes
+            np.subtract.at(row, ends, sizes)
+        return changes.cumsum(1)[:, :-1]
+
     def allowed(self) -> list[bool]:
         """Return whether a cut may stand before each item: live values are whole real tensors with whole gradients."""
-        count = len(self.items)
-        live, unfit = [0] * (count + 2), [0] * (count + 2)
-        for defined, node in enumerate(self.items):
-            first, behind = defined + 1, self.last_use[node] + 1
-            partial = info(node).is_partial or info(node).has_partial_gradient
-            value = node.meta["val"]
-            whole = isinstance(value, torch.Tensor) and not value.is_complex() and not partial
-            for changes in (live,) if whole else (live, unfit):
-                changes[first] += 1
-                changes[behind] -= 1
-        return [
-            number > 0 and bad == 0
-            for number, bad in zip(accumulate(live[:count]), accumulate(unfit[:count]), strict=True)
-        ]
 
-    def transfer_times(self, durations: Durations) -> tuple[list[int], list[int]]:
-        """Nanoseconds to send what lives before each item, and the gradients of it back."""
-        ahead, back = ([0] * (len(self.items) + 2) for _ in range(2))
-        for defined, node in enumerate(self.items):
+        def is_unfit(node: fx.Node) -> bool:
+            value, about = node.meta["val"], info(node)
+            real = isinstance(value, torch.Tensor) and not value.is_complex()
+            return not real or about.is_partial or about.has_partial_gradient
+
+        live, unfit = self.sum_alive(lambda _: 1, is_unfit)
+        allowed: list[bool] = ((live > 0) & (unfit == 0))[:-1].tolist()
+        return allowed
+
+    def transfer_times(self, durations: Durations) -> NDArray[np.int64]:
+        """Return the nanoseconds to send the values that live before each item, and to send their gradients back."""
+
+        def time(node: fx.Node) -> int:
             value = node.meta["val"]
-            if self.last_use[node] > defined and isinstance(value, torch.Tensor):
-                time = durations.of_transfer(value, divided=info(node).is_divided)
-                for changes in (ahead, back) if node in self.trained else (ahead,):
-                    changes[defined + 1] += time
-                    changes[self.last_use[node] + 1] -= time
-        count = len(self.items)
-        return list(accumulate(ahead[:count])), list(accumulate(back[:count]))
+            if not isinstance(value, torch.Tensor):
+                return 0
+            return durations.of_transfer(value, divided=info(node).is_divided)
+
+        return self.sum_alive(time, lambda node: time(node) if node in self.trained else 0)[:, :-1]
 
     def memory(self, ledger: Ledger, recomputed: Sequence[Sequence[fx.Node]], *, once: bool) -> RowBytes:
-        """Bytes of each item: its parameters with their state, and what is kept for the backward on its behalf.
+        """Return the bytes of each item: its parameters with their state, and what it keeps for the backward.
 
         The first item that saves a tensor has it; of a `recomputed` group the first has all that the group takes,
         the others nothing. A tied parameter counts where it is used, each time; `once`: only the first.
@@ -123,7 +127,8 @@ class Row:
     def build_graph(
         self, items: Sequence[fx.Node], receives: Sequence[fx.Node], sends: Sequence[fx.Node] | None
     ) -> fx.Graph:
-        """One stage: what it receives, the batch inputs it reads, its items and what they need beside them."""
+        """Return the graph of one stage: the values that it `receives`, the batch inputs that it reads, its `items`,
+        and the replicable nodes that these need."""
         needed = self.needed(items)
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
@@ -133,13 +138,8 @@ class Row:
                 values[node] = graph.node_copy(node)
         for node in receives:
             values[node] = graph.create_node("placeholder", node.name, name=node.name)
-            describe(
-                values[node],
-                node.meta["val"],
-                info(node),
-                role="boundary",
-                requires_grad=node in self.trained,
-            )
+            wanted = node in self.trained
+            describe(values[node], node.meta["val"], info(node), role="boundary", requires_grad=wanted)
         for node in placeholders:
             if node in needed and node not in values:
                 values[node] = graph.node_copy(node)
@@ -152,7 +152,6 @@ class Row:
             results = tuple(values[node] for node in sends)
             output = graph.output(results if len(results) > 1 else results[0])
         output.meta = dict(self.loss.meta)
-        graph.lint()
         return graph
 
     def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
@@ -172,7 +171,7 @@ class Row:
 
 
 def _order(graph: fx.Graph) -> list[fx.Node]:
-    """All nodes but the output, each getitem right behind the call that it takes a result of."""
+    """Return all nodes but the output, each getitem right behind the call that it takes a result of."""
     order: list[fx.Node] = []
     for node in graph.nodes:
         if node.op == "output" or node.target is operator.getitem:

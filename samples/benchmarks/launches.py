@@ -9,10 +9,13 @@ import argparse
 from collections.abc import Callable
 
 import transformers
-from torch import nn
+from torch import fx, nn
 
 import autoptd
-from autoptd.passes.layout.copies import count_launches
+from autoptd.passes.cost.work import forward_work
+from autoptd.passes.layout.copies import Strides, find_copies
+from autoptd.runtime import aten
+from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig
 
@@ -54,6 +57,13 @@ def count(make: Callable[[int, float], nn.Module], dropout: float, *, rewritten:
         )  # fmt: skip
         totals.append(count_launches(program.stages[0].graph, program.mesh))
     return totals[1] - totals[0]
+
+
+def count_launches(graph: fx.Graph, mesh: Mesh) -> int:
+    """Operators that one run of `graph` launches: a view none, what copies before it computes two."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    work = sum(forward_work(node).launches for node in calls if node.target is not aten.contiguous.default)
+    return work + len(find_copies(graph, Strides(mesh)))
 
 
 def main() -> None:
