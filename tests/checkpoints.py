@@ -17,7 +17,7 @@ from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from tests.generated_models import ModelConfig, make_batch, make_model
-from tests.parity import Batch, one_thread, split_batch
+from tests.parity import Batch, split_batch
 
 MeshShape = tuple[int, int, int]
 SEQUENCES = 4  # of a step, over all replicas
@@ -129,8 +129,7 @@ def run_mesh(
         own = OPTIMIZERS[optimizer](trained) if trained else None
         return body(parallel, own, connection.rank.coordinates.data)
 
-    with one_thread():
-        return run_threads(program.manifest, work)
+    return run_threads(program.manifest, work)
 
 
 def move(kind: str, saved: MeshShape, loaded: MeshShape, optimizer: str, folder: Path) -> None:

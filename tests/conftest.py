@@ -20,6 +20,11 @@ from tests.captures import SHARED, Captures
 # "bit for bit" is a statement about our graphs. It is read at the first product.
 os.environ["MKL_CBWR"] = "COMPATIBLE"
 
+# One thread, as each rank has: some operators add up in another order with two, tiny ones gain nothing from them, and
+# workers that wait for each other's threads lose much.
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that a test starts
+torch.set_num_threads(1)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Without ``-m gpu`` no test sees a GPU: what they say of the CPU they say on any machine."""

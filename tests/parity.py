@@ -7,8 +7,7 @@ rank, joins what the ranks hold, and insists that copies of one tensor are the s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,18 +67,6 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as each rank does: some operators add up in another order with two."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
-
-
-@one_thread()
 def train_plain(
     model: nn.Module,
     batches: Sequence[Batch],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -97,6 +98,7 @@ def _work(
     pipe: Connection,
     timeout: float,
 ) -> None:
+    gc.freeze()  # a collection would copy every page that the rank shares with its parent
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

@@ -25,7 +25,6 @@ from tests.parity import (
     Training,
     compare,
     gradient_errors,
-    one_thread,
     split_batch,
     train_compiled,
     train_plain,
@@ -128,7 +127,6 @@ class OneDevice:
 
 
 @cache
-@one_thread()
 def train_one_device(kind: str, microbatches: int, separate: tuple[str, ...]) -> Run:
     """The reference run; each use of the weights `separate` accumulates apart, and they are added once."""
     model = make_model(CONFIGS[kind])
@@ -198,9 +196,8 @@ def test_the_captured_graph_is_the_plain_model(kind: str) -> None:
     batch = make_batch(config, 4)
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=make_batch(config, 1), num_microbatches=4)
     parallel = program.bind()
-    with one_thread():
-        loss = parallel(**batch)
-        loss.backward()
+    loss = parallel(**batch)
+    loss.backward()
     found = {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
     (expected,) = train_plain(model, [batch], 4).steps
     compare(Step(loss.detach(), found), expected, loss_tolerance=1e-14, gradient_tolerance=1e-14)

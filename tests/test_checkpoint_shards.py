@@ -32,7 +32,6 @@ from tests.checkpoints import (
     train_steps,
 )
 from tests.generated_models import make_batch
-from tests.parity import one_thread
 from tests.runtime.chain import Chain
 from tests.test_checkpoint_precision import start, step
 
@@ -135,8 +134,7 @@ def test_a_rank_writes_and_reads_what_it_steps(
         )
         return measure(connection, parallel, optimizer, tmp_path, read_bytes)
 
-    with one_thread():
-        ranks = run_threads(program.manifest, work)
+    ranks = run_threads(program.manifest, work)
     whole, _ = read_logical(tmp_path)
     assert sum(rank.written for rank in ranks) >= sum(x.nbytes for x in whole.values())
     for rank in ranks:
@@ -189,8 +187,7 @@ def save(
         parallel.finish_checkpoint()
         return losses
 
-    with one_thread():
-        return run_threads(program.manifest, work)
+    return run_threads(program.manifest, work)
 
 
 WAYS = [(True, True), (True, False), (False, True)]
@@ -241,9 +238,8 @@ def test_a_rank_reads_little_more_of_a_checkpoint_of_another_layout(
         parallel.load_checkpoint(tmp_path, optimizer)
         return Bytes(own_bytes(parallel, optimizer), read=read_bytes[threading.get_ident()])
 
-    with one_thread():
-        for rank in run_threads(program.manifest, work):
-            assert rank.read <= 1.25 * rank.own
+    for rank in run_threads(program.manifest, work):
+        assert rank.read <= 1.25 * rank.own
 
 
 class Odd(nn.Module):
@@ -317,9 +313,8 @@ def test_states_of_a_number_or_of_nothing_are_kept(
         train_whole(parallel, own, batch, 2)
         return {name: p.detach().clone() for name, p in parallel.named_parameters()}
 
-    with one_thread():
-        expected = run_threads(programs[0].manifest, lambda connection: work(connection, first, False))
-        found = run_threads(programs[1].manifest, lambda connection: work(connection, second, True))
+    expected = run_threads(programs[0].manifest, lambda connection: work(connection, first, False))
+    found = run_threads(programs[1].manifest, lambda connection: work(connection, second, True))
     for name, weight in expected[0].items():
         torch.testing.assert_close(found[0][name], weight, rtol=1e-5, atol=1e-7)
 

@@ -17,7 +17,7 @@ from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.gpt import GPT, GPTConfig
-from tests.parity import Batch, Run, Training, loss_of, one_thread, train_compiled
+from tests.parity import Batch, Run, Training, loss_of, train_compiled
 from tests.plain_models import LENGTH, VOCABULARY, _llama_like
 
 MICROBATCHES, LAYERS = 4, 4
@@ -119,7 +119,6 @@ def test_processes_in_the_other_precision(
     test_processes(name, mesh, dtype, recompute)
 
 
-@one_thread()
 def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Batch) -> dict[Any, Tensor]:
     """Losses and gradients, by tensor rank and name, after one step in training mode, the ranks as threads."""
     texts = [read_program(text, f"program_{i:02}.py") for i, text in enumerate(program.texts)]

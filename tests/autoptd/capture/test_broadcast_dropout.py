@@ -11,7 +11,6 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
 from tests.checkpoints import bind_thread
-from tests.parity import one_thread
 
 LENGTH = 6
 WAYS = {  # how positions come to the table, and whether each sequence has its own there
@@ -92,8 +91,7 @@ def test_masks_do_not_depend_on_the_microbatch(way: str) -> None:
     torch.manual_seed(0)
     model = Positions(way)
     batch = {name: torch.randint(16, (4, LENGTH)) for name in ("idx", "targets")}
-    with one_thread():
-        alone, pairs = (find_dropped(compile_way(model, size), batch) for size in (1, 2))
+    alone, pairs = (find_dropped(compile_way(model, size), batch) for size in (1, 2))
     torch.testing.assert_close(alone, pairs)
     # What all share loses half of its gradient; of four sequences with masks of their own one or another has it.
     assert bool((alone == 0).sum() > alone.numel() // 4) is not WAYS[way]

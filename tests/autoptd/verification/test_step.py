@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +24,6 @@ from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.report import Report
 from samples.gpt import GPT, GPTConfig
 from tests.plain_models import HUGGING_FACE, LENGTH
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny operators gain nothing from more, and lose much on a machine that is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gpt(**options: Any) -> GPT:
