@@ -16,6 +16,7 @@ import autoptd
 from autoptd.runtime.engine.batch import unequal_counts
 from autoptd.runtime.engine.label_weights import count_valid
 from samples.attention_coverage import make_model
+from tests.marks import slow
 
 VOCABULARY, LENGTH = 12, 6
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -89,23 +90,17 @@ UNCOUNTED = (
 SUMS = ("sum", "of all elements", "of all labels", "likelihood's sum")
 
 
-@pytest.mark.filterwarnings("ignore:the loss is a sum over its batch")
-@pytest.mark.filterwarnings("ignore:labels reaches the loss changed")
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", LOSSES)
-def test_labels_have_their_losses_ignore_index(name: str, mesh: tuple[int, int, int]) -> None:
-    loss, expected = LOSSES[name]
-    ids, labels = compile_small(loss, mesh).manifest.inputs
-    assert (ids.ignore_index, ids.skipped) == (None, 0)
-    assert (labels.ignore_index, labels.skipped) == expected
-
-
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_that_cannot_count_its_labels_is_said(name: str, mesh: tuple[int, int, int]) -> None:
+def test_labels_have_their_losses_ignore_index_and_a_mean_that_cannot_count_them_is_said(
+    name: str, mesh: tuple[int, int, int]
+) -> None:
+    loss, left_out = LOSSES[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compile_small(LOSSES[name][0], mesh)
+        ids, labels = compile_small(loss, mesh).manifest.inputs
+    assert (ids.ignore_index, ids.skipped) == (None, 0)
+    assert (labels.ignore_index, labels.skipped) == left_out
     assert all(warning.filename == __file__ for warning in caught)
     said = [str(warning.message) for warning in caught]
     expected = ["labels reaches the loss changed"] * (name in UNCOUNTED)
@@ -179,18 +174,19 @@ class Weighing(Small):
         return self.loss(self.head(self.table(ids)), labels, w)  # type: ignore[call-arg]
 
 
-def find_warnings(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int) -> list[str]:
-    """How compile's warnings begin, of microbatches of `size` samples on one rank and on a mesh."""
+ONE, MANY = (1, 1, 1), (2, 2, 1)
+
+
+def find_warnings(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int, mesh: tuple[int, int, int] = MANY
+) -> list[str]:
+    """How compile's warnings begin, of microbatches of `size` samples."""
     example = {name: torch.zeros(size, LENGTH, dtype=torch.long) for name in ("ids", "labels")}
     example["w"] = torch.ones(size, LENGTH)
-    said = []
-    for mesh in ((1, 1, 1), (2, 2, 1)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            autoptd.compile(Weighing(loss), mesh, example_inputs=example, num_microbatches=2)  # type: ignore[arg-type]
-        said.append([str(warning.message).split(",")[0] for warning in caught])
-    assert said[0] == said[1]
-    return said[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        autoptd.compile(Weighing(loss), mesh, example_inputs=example, num_microbatches=2)  # type: ignore[arg-type]
+    return [str(warning.message).split(",")[0] for warning in caught]
 
 
 MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -224,13 +220,13 @@ MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("size", "mesh"), [(1, MANY), (2, ONE), slow(1, ONE), slow(2, MANY)])
 @pytest.mark.parametrize("name", MEANS)
-def test_a_mean_is_not_taken_for_a_sum(name: str, size: int) -> None:
-    assert find_warnings(MEANS[name], size) == []
+def test_a_mean_is_not_taken_for_a_sum(name: str, size: int, mesh: tuple[int, int, int]) -> None:
+    assert find_warnings(MEANS[name], size, mesh) == []
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "mesh"), [(1, MANY), (3, ONE), slow(1, ONE), slow(3, MANY)])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -252,8 +248,10 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, size: int) -> None:
         lambda x, y, w: ((x / 3) @ torch.ones(VOCABULARY, 2)).square().sum(),
     ],
 )
-def test_a_sum_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int) -> None:
-    assert find_warnings(loss, size) == ["the loss is a sum over its batch"]
+def test_a_sum_is_said(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int, mesh: tuple[int, int, int]
+) -> None:
+    assert find_warnings(loss, size, mesh) == ["the loss is a sum over its batch"]
 
 
 def count(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -270,8 +268,11 @@ def count(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         lambda x, y, w: mean(x, y) / w[0, 0],
     ],
 )
-def test_a_factor_is_not_taken_for_a_count(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    assert find_warnings(loss, 2) == []
+@pytest.mark.parametrize("mesh", [MANY, slow(ONE)])
+def test_a_factor_is_not_taken_for_a_count(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], mesh: tuple[int, int, int]
+) -> None:
+    assert find_warnings(loss, 2, mesh) == []
 
 
 @pytest.mark.parametrize(
@@ -287,8 +288,11 @@ def test_a_factor_is_not_taken_for_a_count(loss: Callable[[Tensor, Tensor, Tenso
         lambda x, y, w: torch.where(w.sum() > 0, count(x, y, w) / w.sum(), 0.0),
     ],
 )
-def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    assert find_warnings(loss, 2) == ["w reaches the loss changed"]
+@pytest.mark.parametrize("mesh", [MANY, slow(ONE)])
+def test_a_count_is_said(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], mesh: tuple[int, int, int]
+) -> None:
+    assert find_warnings(loss, 2, mesh) == ["w reaches the loss changed"]
 
 
 def test_a_cut_that_a_tensor_places_is_refused() -> None:

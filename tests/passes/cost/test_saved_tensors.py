@@ -17,6 +17,7 @@ from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.activation_memory import SavedTensors
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
+from tests.marks import cover_pairs
 from tests.plain_models import HUGGING_FACE, LENGTH, VOCABULARY
 
 B = 2
@@ -65,15 +66,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("fuse", "tensor"),
-    [
-        (True, 1),
-        (False, 2),
-        *(pytest.param(*way, marks=pytest.mark.slow) for way in [(True, 2), (False, 1)]),
-    ],
+    ("name", "recompute", "fuse", "tensor"),
+    cover_pairs(MODELS, ["none", "selective", "full"], [True, False], [1, 2]),
 )
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", MODELS)
 def test_the_ledger_is_what_is_saved(name: str, recompute: str, fuse: bool, tensor: int) -> None:
     model, batch = MODELS[name]()
     if (name, recompute) == ("gpt-neo", "full"):
