@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import gcd, prod
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -222,21 +223,11 @@ def _solve_components(leaves: dict[int, _Leaf]) -> set[int]:
     return chosen
 
 
-def _components(leaves: dict[int, _Leaf]) -> list[list[_Leaf]]:
-    groups, seen = [], set[int]()
-    for serial in sorted(leaves):
-        if serial in seen:
-            continue
-        seen.add(serial)
-        pending, group = [serial], []
-        while pending:
-            leaf = leaves[pending.pop()]
-            group.append(leaf)
-            fresh = sorted(s for s in leaf.excludes if s in leaves and s not in seen)
-            seen.update(fresh)
-            pending.extend(fresh)
-        groups.append(sorted(group, key=lambda leaf: leaf.axis.serial))
-    return groups
+def _components(leaves: Mapping[int, _Leaf]) -> list[list[_Leaf]]:
+    network = nx.Graph()
+    network.add_nodes_from(sorted(leaves))
+    network.add_edges_from((s, rival) for s in leaves for rival in leaves[s].excludes if rival in leaves)
+    return [[leaves[s] for s in sorted(group)] for group in nx.connected_components(network)]
 
 
 def _solve(weights: Sequence[tuple[int, int]], rivals: Sequence[frozenset[int]]) -> tuple[int, ...]:
