@@ -238,28 +238,14 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
         divided = job.divide(examples[0], microbatch_size, watch)
         collect_garbage()
         with leave_autocast():
-            watch.say("finish uncut")
-            uncut = FusedOrder(divided, select_passes(job.options, "finish"))
-            chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
-            check_shape(job.schedule, job.mesh.pipeline, job.count, chunks)
-
-            def find(besides: Sequence[int]) -> Found:
-                watch.say("cut stages")
-                return find_cut(
-                    uncut,
-                    num_stages=job.mesh.pipeline * chunks,
-                    schedule=job.schedule,
-                    num_microbatches=job.count,
-                    cluster=described,
-                    besides=besides,
-                )
 
             def finish(found: Found) -> CompiledProgram:
                 cut = cut_at(divided, found.positions, found.entry)
                 collect_garbage()
                 return job.finish(cut, divided, watch)
 
-            positions, first = fit_program(find, finish, described)
+            # Held by the call alone, which drops what it no longer needs.
+            positions, first = fit_program(_prepare_cut(job, divided, described, watch), finish, described)
         further = []
         for number, example in enumerate(examples[1:], 1):
             with naming_shape(number, example):
@@ -276,6 +262,32 @@ def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) ->
                     )
                 further.append(program)
     return _join(first, further)
+
+
+def _prepare_cut(
+    job: _Job, divided: Program, cluster: Cluster | None, watch: Watch
+) -> Callable[[Sequence[int]], Found]:
+    """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
+
+    Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
+    """
+    watch.say("finish uncut")
+    uncut = FusedOrder(divided, select_passes(job.options, "finish"))
+    chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
+    check_shape(job.schedule, job.mesh.pipeline, job.count, chunks)
+
+    def find(besides: Sequence[int]) -> Found:
+        watch.say("cut stages")
+        return find_cut(
+            uncut,
+            num_stages=job.mesh.pipeline * chunks,
+            schedule=job.schedule,
+            num_microbatches=job.count,
+            cluster=cluster,
+            besides=besides,
+        )
+
+    return find
 
 
 def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> CompiledProgram:

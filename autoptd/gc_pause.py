@@ -30,5 +30,5 @@ def paused_collector() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """Collect the cycles that a paused call has made: graphs are cycles, and a pass leaves those that it replaced."""
-    gc.collect()
+    """Collect the cycles that a paused call has made since it last did: the graphs that passes have replaced."""
+    gc.collect(1)  # the younger generations: older objects are walked by the first collection after the call

@@ -183,7 +183,10 @@ def _first_line(function: Callable[..., Any]) -> int:
 def _find_targets(text: str) -> dict[int, tuple[str, ...]]:
     """Return the names that each line of the text assigns to."""
     found: dict[int, tuple[str, ...]] = {}
-    for statement in ast.walk(ast.parse(text)):
+    pending: list[ast.AST] = [ast.parse(text)]
+    while pending:
+        statement = pending.pop()
+        pending += (child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt))
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target = statement.targets[0]
             parts = target.elts if isinstance(target, ast.Tuple) else [target]

@@ -80,12 +80,12 @@ def backward_work(
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
     """Describe what rewriting stages saves in a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
-    old, new = (
-        sum((forward_work(node) for stage in stages for node in stage.graph.nodes), Work())
-        for stages in (before, after)
-    )
-    moved = [f"{int(work.read + work.written):,}" for work in (old, new)]
-    return f"{old.launches:,} -> {new.launches:,} launches, {' -> '.join(moved)} bytes moved a microbatch"
+    launches, moved = [], []
+    for stages in (before, after):
+        works = [forward_work(node) for stage in stages for node in stage.graph.nodes]
+        launches.append(f"{sum(work.launches for work in works):,}")
+        moved.append(f"{int(sum(work.read for work in works) + sum(work.written for work in works)):,}")
+    return f"{' -> '.join(launches)} launches, {' -> '.join(moved)} bytes moved a microbatch"
 
 
 def is_free(node: fx.Node) -> bool:

@@ -47,7 +47,7 @@ def _copy_named(nodes: Iterable[fx.Node], find_name: Callable[[fx.Node, _Copies]
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         name = find_name(node, values)
         values[node] = made = graph.create_node(node.op, node.target, args, kwargs, name)
-        describe(made, node.meta["val"], info(node), name="")
+        describe(made, node.meta["val"], info(node), **({"name": ""} if info(node).name else {}))
     return graph
 
 
