@@ -22,27 +22,17 @@ from autoptd.passes.ir.nodes import shape_of
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
 
-ANALYTIC = frozenset(
-    {
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.mul.Tensor,
-        aten.div.Tensor,
-        aten.neg.default,
-        aten.pow.Tensor_Scalar,
-        aten.tanh.default,
-        aten.sigmoid.default,
-        aten.erf.default,
-        aten.exp.default,
-        aten.square.default,
-    }
-)
+ANALYTIC = {
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default),
+    *(aten.pow.Tensor_Scalar, aten.square.default, aten.exp.default),
+    *(aten.tanh.default, aten.sigmoid.default, aten.erf.default),
+}
 LONGEST = 12  # operators of a chain; BLOOM's tanh-GELU has ten
 POINTS = torch.cat([torch.linspace(-6, 6, 2001), torch.linspace(-40, 40, 400)]).double()
 KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
-    (aten.gelu.default, {"approximate": "tanh"}, partial(functional.gelu, approximate="tanh")),
-    (aten.gelu.default, {}, functional.gelu),
     (aten.silu.default, {}, functional.silu),
+    (aten.gelu.default, {}, functional.gelu),
+    (aten.gelu.default, {"approximate": "tanh"}, partial(functional.gelu, approximate="tanh")),
 )
 
 

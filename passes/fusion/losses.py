@@ -6,7 +6,6 @@ which becomes the gradient, where torch makes two more tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ REDUCTIONS = {1: "mean", 2: "sum"}
 
 def match_half_loss(node: fx.Node) -> Match | None:
     """Match kernels.cross_entropy(logits.float(), target), of logits divided over the tensor ranks."""
-    narrow = _narrow(node.args[1])
-    if narrow is None:
-        return None
-    return _match(node, *narrow, node.args[2:], {**node.kwargs, "dtype": torch.float32})
+    rank, logits, *rest = node.args
+    narrow, cast = _narrow(logits)
+    options = {**node.kwargs, "dtype": torch.float32}
+    return Match(Call(kernels.cross_entropy, (rank, narrow, *rest), node, options), cast) if cast else None
 
 
 def match_whole_loss(node: fx.Node) -> Match | None:
@@ -36,34 +35,30 @@ def match_whole_loss(node: fx.Node) -> Match | None:
     plain = weight is None and smoothing == 0 and reduction in REDUCTIONS
     if not plain or len(shape_of(logits)) != 2 or len(shape_of(target)) != 1:
         return None
+    narrow, cast = _narrow(logits)
     options = {"ignore_index": ignored, "reduction": REDUCTIONS[reduction]}
-    rest = (target, shape_of(logits)[1])
-    narrow = _narrow(logits)
-    if narrow is None:
-        return _match(node, logits, (), rest, options)
-    return _match(node, *narrow, rest, {**options, "dtype": torch.float32})
-
-
-def _match(
-    node: fx.Node, logits: Any, cast: Sequence[fx.Node], rest: Sequence[Any], options: Mapping[str, Any]
-) -> Match:
-    rank = next(iter(node.graph.nodes))
-    return Match(Call(kernels.cross_entropy, (rank, logits, *rest), node, options), cast)
+    options |= {"dtype": torch.float32} if cast else {}
+    arguments = (next(iter(node.graph.nodes)), narrow, target, shape_of(logits)[1])
+    return Match(Call(kernels.cross_entropy, arguments, node, options), cast)
 
 
 _OPTIONS = ((2, "weight", None), (3, "reduction", 1), (4, "ignore_index", -100), (5, "label_smoothing", 0.0))
 
 
-def _narrow(logits: Any) -> tuple[Any, list[fx.Node]] | None:
-    """Return the half-precision logits behind a cast to float32 and single-use reshapes, and those nodes."""
+def _narrow(logits: Any) -> tuple[Any, list[fx.Node]]:
+    """Return the half-precision logits behind a cast to float32 and single-use reshapes, and those nodes.
+
+    Other logits as they are, and no nodes.
+    """
     if not isinstance(logits, fx.Node) or not is_single(logits):
-        return None
+        return logits, []
     if is_reshape(logits):
-        inner = _narrow(logits.args[0])
-        if inner is None:
-            return None
-        return Call(logits.target, (inner[0], *logits.args[1:]), logits), [*inner[1], logits]
+        inner, cast = _narrow(logits.args[0])
+        return (
+            (Call(logits.target, (inner, *logits.args[1:]), logits), [*cast, logits])
+            if cast
+            else (logits, [])
+        )
     source: Any = logits.args[0] if is_call(logits, aten.to.dtype) else None
-    if source is None or source.meta["val"].dtype not in HALF or logits.meta["val"].dtype != torch.float32:
-        return None
-    return source, [logits]
+    half = source is not None and source.meta["val"].dtype in HALF
+    return (source, [logits]) if half and logits.meta["val"].dtype == torch.float32 else (logits, [])

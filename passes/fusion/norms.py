@@ -20,7 +20,6 @@ from autoptd.passes.fusion.patterns import (
     is_vector,
     last_dim,
     plain_add,
-    statistics_dtype,
     uncast,
 )
 from autoptd.passes.ir.nodes import argument, shape_of
@@ -59,9 +58,10 @@ def match_rms_norm(node: fx.Node) -> Match | None:
         if found is None or shape_of(weight) != shape_of(node)[-1:] or weight.meta["val"].dtype != dtype:
             continue
         x, eps, members = found
-        wide = scaled.meta["val"].dtype
+        # Kernels sum half precision in float32.
+        wide = scaled.meta["val"].dtype == torch.promote_types(dtype, torch.float32)
         chain = {*members, scaled, normed}
-        if x.meta["val"].dtype == dtype and wide == statistics_dtype(dtype) and _inside(chain, node):
+        if x.meta["val"].dtype == dtype and wide and _inside(chain, node):
             return Match(Call(kernels.rms_norm, (x, weight, eps), node), chain)
     return None
 

@@ -50,7 +50,7 @@ class Biased:
     """``x + bias``, with `bias` a parameter of the last dimension's size; `members` are the nodes of the sum."""
 
     x: Any
-    bias: fx.Node
+    bias: Any
     members: tuple[fx.Node, ...]
 
 
@@ -112,16 +112,10 @@ def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool
         shaped = Call(node.target, (inner.x, *node.args[1:]), node)
         return Biased(shaped, inner.bias, (*inner.members, node))
     linear = read_linear(node) if of_linear else None
-    if linear is None or linear.bias is None:
-        return _split_add(node)
-    target = aten.mm.default if linear.transposed else aten.linear.default
-    return Biased(Call(target, (linear.x, linear.weight), node), linear.bias, (node,))
-
-
-def _split_add(node: fx.Node) -> Biased | None:
-    if not is_call(node, aten.add.Tensor) or not shape_of(node):
-        return None
-    for x, bias in both_orders(node):
+    if linear is not None:
+        target = aten.mm.default if linear.transposed else aten.linear.default
+        return Biased(Call(target, (linear.x, linear.weight), node), linear.bias, (node,))
+    for x, bias in both_orders(node) if is_call(node, aten.add.Tensor) and shape_of(node) else ():
         is_bias = is_vector(bias, shape_of(node)[-1])
         if is_bias and isinstance(x, fx.Node) and alike(x.meta["val"], node.meta["val"]):
             return Biased(x, bias, (node,))
@@ -148,8 +142,3 @@ def uncast(node: Any) -> fx.Node:
     """Return the argument of a cast; any other node itself."""
     source: fx.Node = node.args[0] if is_call(node, aten.to.dtype) else node
     return source
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which kernels sum: float32 for half precision, else the values' own."""
-    return torch.promote_types(dtype, torch.float32)

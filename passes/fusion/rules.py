@@ -16,15 +16,9 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autoptd.passes.cost.work import describe_saving
-from autoptd.passes.fusion.activations import ANALYTIC, match_activation
+from autoptd.passes.fusion import norms
+from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
 from autoptd.passes.fusion.losses import match_half_loss, match_whole_loss
-from autoptd.passes.fusion.norms import (
-    match_layer_norm,
-    match_partial_rotary,
-    match_rms_norm,
-    match_rotary,
-    match_torch_rms_norm,
-)
 from autoptd.passes.fusion.patterns import (
     Call,
     Match,
@@ -45,6 +39,8 @@ from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program, Stage, copy_graph
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import OPERATORS
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.placement import REPLICATED
 
@@ -205,19 +201,13 @@ def _grouped_attention(node: fx.Node) -> Match | None:
 
 def _gated_product(node: fx.Node) -> Match | None:
     """Match activation(gate) * up."""
-    for (activation, target, kwargs), (active, up) in itertools.product(_GATES, both_orders(node)):
+    for (target, kwargs, _), (active, up) in itertools.product(KNOWN, both_orders(node)):
         if is_call(active, target) and active.kwargs == kwargs and is_single(active):
             gate = active.args[0]
             if isinstance(up, fx.Node) and up is not active and alike(gate.meta["val"], up.meta["val"]):
+                activation = operator_word(target) + "_tanh" * ("approximate" in kwargs)
                 return Match(Call(kernels.gated_product, (gate, up, activation), node), (active,))
     return None
-
-
-_GATES: tuple[tuple[str, Any, Mapping[str, Any]], ...] = (
-    ("silu", aten.silu.default, {}),
-    ("gelu", aten.gelu.default, {}),
-    ("gelu_tanh", aten.gelu.default, {"approximate": "tanh"}),
-)
 
 
 def _dropout_add(node: fx.Node) -> Match | None:
@@ -287,12 +277,19 @@ _ADDED_NORMS: Mapping[Any, Any] = {
 RULES = (
     Rule(ANALYTIC, match_activation),
     Rule((kernels.cross_entropy,), match_half_loss),
-    Rule((aten.scaled_dot_product_attention.default,), _grouped_attention),
-    Rule((aten.layer_norm.default,), match_layer_norm),
-    Rule((aten.mul.Tensor,), match_rms_norm),
-    Rule((aten.rms_norm.default,), match_torch_rms_norm),
-    Rule((aten.add.Tensor,), match_rotary),
-    Rule((aten.cat.default,), match_partial_rotary),
+    Rule(
+        [
+            getattr(key, "default", key)
+            for key, rules in OPERATORS.items()
+            if Trait.FUSED_ATTENTION & rules.traits
+        ],
+        _grouped_attention,
+    ),
+    Rule((aten.layer_norm.default,), norms.match_layer_norm),
+    Rule((aten.mul.Tensor,), norms.match_rms_norm),
+    Rule((aten.rms_norm.default,), norms.match_torch_rms_norm),
+    Rule((aten.add.Tensor,), norms.match_rotary),
+    Rule((aten.cat.default,), norms.match_partial_rotary),
     Rule((aten.mul.Tensor,), _gated_product),
     Rule((aten.gelu.default,), _linear_gelu),
     Rule((aten.gelu.default,), _bias_gelu),

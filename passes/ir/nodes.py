@@ -53,8 +53,13 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:
     """Return the nodes among the call's arguments, in order and with repetitions."""
+    return nodes_in((node.args, node.kwargs))
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """Return the nodes in nested arguments, in order and with repetitions."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
+    fx.map_arg(value, found.append)
     return found
 
 

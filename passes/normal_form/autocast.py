@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
-from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.nodes import nodes_in, where
 from autoptd.passes.normal_form.functionalize import is_mutation
 from autoptd.passes.normal_form.writer import Writer
 from autoptd.runtime import aten
@@ -54,7 +54,7 @@ class Casts:
         Raises ValueError, with file and line, for what torch refuses under autocast.
         """
         policy = state.policy(node.target)
-        eligible = {n for n in _nodes((args, kwargs)) if _is_eligible(n.meta["val"])}
+        eligible = {n for n in nodes_in((args, kwargs)) if _is_eligible(n.meta["val"])}
         if policy == "sum":
             eligible = set() if _says_dtype(node.target, args, kwargs) else eligible & {args[0]}
         if policy is None or not eligible:
@@ -99,19 +99,10 @@ def _is_eligible(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
-
-
 def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether the call names the dtype of its result."""
-    names = [argument.name for argument in target._schema.arguments]
-    if "dtype" not in names:
-        return False
-    place = names.index("dtype")
-    return (args[place] if place < len(args) else kwargs.get("dtype")) is not None
+    names = (argument.name for argument in target._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get("dtype") is not None
 
 
 def describe_result(
@@ -123,8 +114,7 @@ def describe_result(
     the operator: ValueError.
     """
     traced = node.meta["val"]
-    given = [n.meta["val"] for n in _nodes((args, kwargs))]
-    same = [n.meta["val"] for n in _nodes((node.args, node.kwargs))]
+    given, same = ([n.meta["val"] for n in nodes_in(x)] for x in ((args, kwargs), (node.args, node.kwargs)))
     enabled = state is not None and state.enabled
     if not any(isinstance(v, Tensor) and v.is_floating_point() for v in given) or not (
         enabled or is_mutation(node.target) or _dtypes(given) != _dtypes(same)

@@ -28,16 +28,11 @@ from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
 _DEVICE_ARGUMENTS = ("device", "pin_memory", "layout", "non_blocking")
-_EMPTY = frozenset(
-    {
-        aten._assert_tensor_metadata.default,
-        aten._assert_async.default,
-        aten._assert_async.msg,
-        aten._assert_scalar.default,
-        aten.sym_constrain_range.default,
-        aten.sym_constrain_range_for_size.default,
-    }
-)
+_EMPTY = {
+    *(aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default),
+    *(aten._assert_tensor_metadata.default, aten.sym_constrain_range.default),
+    aten.sym_constrain_range_for_size.default,
+}
 
 
 @dataclass(frozen=True)
