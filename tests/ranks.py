@@ -98,7 +98,7 @@ def _work(
     pipe: Connection,
     timeout: float,
 ) -> None:
-    gc.freeze()  # a collection would copy every page that the rank shares with its parent
+    gc.disable()  # a collection would copy every page that the rank shares with its parent
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
