@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoptd.runtime.kernels import selection
+from autoptd.runtime.kernels import registration
 from tests.captures import SHARED, Captures
 
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
@@ -44,7 +44,7 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     device = torch.device(request.param)
     if torch.cuda.is_available() != (device.type == "cuda"):
         pytest.skip("Triton compiles where there is a GPU, and interprets where there is none")
-    monkeypatch.setattr(selection, "kernel_devices", {device.type})
+    monkeypatch.setattr(registration, "kernel_devices", {device.type})
     return device
 
 

@@ -23,7 +23,7 @@ from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.precision import widen
-from autoptd.runtime.kernels.vocabulary_loss import keeps_softmax, leaves_to_torch
+from autoptd.runtime.kernels.vocabulary import keeps_softmax, leaves_to_torch
 from autoptd.runtime.program.mesh import Mesh
 
 META = torch.device("meta")

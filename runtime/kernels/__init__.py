@@ -1,13 +1,13 @@
 """The operators of a rank program beyond torch's own.
 
-A kernel <name>.py holds, from the top: the function that rank programs call, which refuses what it cannot compute and
-turns a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below it the operators
-``torch.ops.autoptd.<name>`` and ``<name>_backward``, made by `registration.define_operator`, with a fake
-implementation, an autograd formula and, where promotion of dtypes is not all, an autocast rule; and their meaning in
-plain torch. Their Triton form is in triton/<name>.py; where it can run the operator is it, if both take the same
-arguments, or asks `selection.find_kernels` for it. A mask is not saved but drawn again in backward, by
-`randomness.draw_mask` or inside a Triton kernel by `triton.philox.keep`. What comes out has the strides of
-``torch.empty_like(x)``, or is contiguous where rows are reduced.
+A kernel's file holds, from the top: the functions that rank programs call, which refuse what they cannot compute and
+turn a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below them the operators
+``torch.ops.autoptd.<name>`` and ``<name>_backward`` with their meaning in plain torch, made by
+`registration.define_operator`, each with a fake implementation, and an autograd formula; where promotion of dtypes is
+not all, also an autocast rule. A function of the same name in triton/ is the operator's Triton form: where it can run,
+it fills the results that the fake implementation allocates. A mask is not saved but drawn again in backward, by
+`randomness.draw_mask` or inside a Triton kernel by `triton.philox.drop`. Results have the strides of
+``torch.empty_like(x)``, or are contiguous where rows are reduced.
 """
 
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
@@ -17,8 +17,7 @@ from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.packed_linear import split_linear
 from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
-from autoptd.runtime.kernels.vocabulary_loss import cross_entropy
-from autoptd.runtime.kernels.vocabulary_table import embedding
+from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding
 
 __all__ = [
     "add_layer_norm",

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autoptd.runtime.kernels.operands import check_operands, sum_rows
-from autoptd.runtime.kernels.precision import widen
-from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import runs_plainly
+from autoptd.runtime.kernels.operands import check_operands, check_rows, sum_rows
+from autoptd.runtime.kernels.precision import promote, widen
+from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 
 KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -31,7 +30,10 @@ def linear_gelu(
     A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing. Raises
     ValueError on shapes that do not fit.
     """
-    linear = _multiply_transposed if transposed else functional.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, weight.t() if transposed else weight, bias)
+
     return activate_linear(linear, x, weight, bias, approximate, transposed)
 
 
@@ -44,7 +46,7 @@ def activate_linear(
     transposed: bool,
 ) -> Tensor:
     """Compute `linear_gelu` with the product of ``linear(x, weight, bias)``, with the bias or without."""
-    check_operands("linear_gelu", x, weight=weight, bias=bias)
+    check_operands("linear_gelu", x=x, weight=weight, bias=bias)
     _check_approximation("linear_gelu", approximate)
     shape = list(weight.shape)[:: -1 if transposed else 1]
     if len(shape) != 2 or list(x.shape[-1:]) != shape[1:] or list(bias.shape) != shape[:1]:
@@ -55,10 +57,6 @@ def activate_linear(
     if runs_plainly(x):
         return functional.gelu(linear(x, weight, bias), approximate=approximate)
     return bias_gelu(linear(x, weight), bias, approximate)
-
-
-def _multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return functional.linear(x, weight.t(), bias)
 
 
 def bias_gelu(
@@ -72,11 +70,7 @@ def bias_gelu(
     Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient. Under
     autocast a bias takes the dtype of `x`, as that of a linear does. Raises ValueError on other shapes.
     """
-    check_operands("bias_gelu", x, bias=bias)
-    if x.dim() == 0 or bias.shape != x.shape[-1:]:
-        raise ValueError(
-            f"bias_gelu was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
-        )
+    check_rows("bias_gelu", {"x": x}, bias=bias)
     _check_approximation("bias_gelu", approximate)
     if approximate == "none" and coefficient != SQRT_2_OVER_PI:
         raise ValueError(f"bias_gelu was given coefficient={coefficient}, expected approximate='tanh' too")
@@ -93,11 +87,7 @@ def gated_product(
     gate: Tensor, up: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
 ) -> Tensor:
     """Compute ``activation(gate) * up``, both [..., h]; dtypes are promoted as by ``*``, under autocast too."""
-    check_operands("gated_product", gate, up=up)
-    if gate.dim() == 0 or gate.shape != up.shape:
-        raise ValueError(
-            f"gated_product was given gate {list(gate.shape)} and up {list(up.shape)}, expected equal [..., h]"
-        )
+    check_rows("gated_product", {"gate": gate, "up": up})
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"gated_product was given activation={activation!r}, expected 'silu', 'gelu' or 'gelu_tanh'"
@@ -106,13 +96,21 @@ def gated_product(
     return result
 
 
-@define_operator("bias_gelu", triton="activation")
+def _allocate(x: Tensor, other: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=promote(x, other))
+
+
+def _allocate_gradients(_: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(others[0]), torch.empty_like(others[1])
+
+
+@define_operator("bias_gelu", _allocate, triton="elementwise")
 def _bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float) -> Tensor:
     total = x + bias
     return _activate(total, kind, total, coefficient)
 
 
-@define_operator("bias_gelu_backward", triton="activation")
+@define_operator("bias_gelu_backward", _allocate_gradients, triton="elementwise")
 def _bias_gelu_backward(
     gradient: Tensor, x: Tensor, bias: Tensor, kind: str, coefficient: float
 ) -> tuple[Tensor, Tensor]:
@@ -121,25 +119,17 @@ def _bias_gelu_backward(
     return of_total.to(x.dtype), sum_rows(of_total, bias.dtype)
 
 
-@define_operator("gated_product", triton="activation")
+@define_operator("gated_product", _allocate, triton="elementwise")
 def _gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     activated = _activate(gate, kind, out=torch.empty_like(gate))
     return _multiply(activated, up)
 
 
-@define_operator("gated_product_backward", triton="activation")
+@define_operator("gated_product_backward", _allocate_gradients, triton="elementwise")
 def _gated_product_backward(gradient: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     of_up = _multiply(_activate(gate, kind, out=torch.empty_like(up, dtype=gate.dtype)), gradient)
     of_gate = torch.mul(gradient, up, out=torch.empty_like(gate, dtype=gradient.dtype)).to(gate.dtype)
     return _differentiate(of_gate, gate, kind, out=of_gate), of_up.to(up.dtype)
-
-
-def _promote(x: Tensor, other: Tensor, *options: Any) -> Tensor:
-    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, other.dtype))
-
-
-def _imitate(gradient: Tensor, x: Tensor, other: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(other)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -155,10 +145,6 @@ def _differentiate_gated_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | N
     return *_gated_product_backward(gradient, *ctx.saved_tensors, *ctx.options), None
 
 
-_bias_gelu.register_fake(_promote)
-_bias_gelu_backward.register_fake(_imitate)
-_gated_product.register_fake(_promote)
-_gated_product_backward.register_fake(_imitate)
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_save)
 _gated_product.register_autograd(_differentiate_gated_product, setup_context=_save)
 _bias_gelu.register_autocast(lambda x, bias, *options: (x, bias.to(x.dtype), *options))

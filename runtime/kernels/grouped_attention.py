@@ -19,7 +19,7 @@ def grouped_attention(
     torch would write the scores out. Raises ValueError where g does not divide a, and for other dtypes and
     several devices.
     """
-    check_operands("grouped_attention", q, q=q, k=k, v=v)
+    check_operands("grouped_attention", q=q, k=k, v=v)
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[1] > 0
     if not fits or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise ValueError(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
-from autoptd.runtime.kernels.operands import check_operands, sum_rows
+from autoptd.runtime.kernels.operands import check_rows, sum_rows
 from autoptd.runtime.kernels.precision import promote
-from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import runs_plainly
+from autoptd.runtime.kernels.registration import define_operator, runs_plainly
+from autoptd.runtime.randomness import draw_mask, mask_key
 
 
 def dropout(
@@ -51,15 +51,7 @@ def bias_dropout_add(
     in float32 for the bias's gradient. Under autocast a bias takes the dtype of `x`, as that of a linear does.
     Raises ValueError on other shapes.
     """
-    check_operands("bias_dropout_add", x, bias=bias, residual=residual)
-    if bias is not None and (x.dim() == 0 or bias.shape != x.shape[-1:]):
-        raise ValueError(
-            f"bias_dropout_add was given x {list(x.shape)} and bias {list(bias.shape)}, expected [..., h] and [h]"
-        )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"bias_dropout_add was given x {list(x.shape)} and residual {list(residual.shape)}, expected equal"
-        )
+    check_rows("bias_dropout_add", {"x": x, "residual": residual}, bias=bias)
     key = find_key(rank, x, p, operator, sample, divided, shape)
     if not key and runs_plainly(x):
         total = x if bias is None else x + bias
@@ -70,13 +62,13 @@ def bias_dropout_add(
     return result
 
 
-@define_operator("bias_dropout_add", triton="dropout")
+def _allocate(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=promote(x, bias, residual))
+
+
+@define_operator("bias_dropout_add", _allocate, triton="elementwise")
 def bias_dropout_add_operator(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: Sequence[int],
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int]
 ) -> Tensor:
     """Compute `bias_dropout_add`; nothing is dropped where `key` is empty."""
     dtype = promote(x, bias, residual)
@@ -90,29 +82,18 @@ def bias_dropout_add_operator(
     return torch.add(residual, total, alpha=factor, out=out)
 
 
-@define_operator("bias_dropout_add_backward", triton="dropout")
+def _allocate_gradients(gradient: Tensor, p: float, key: Any, *dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
+    of_x, of_bias = dtypes
+    return torch.empty_like(gradient, dtype=of_x), gradient.new_empty(gradient.shape[-1:], dtype=of_bias)
+
+
+@define_operator("bias_dropout_add_backward", _allocate_gradients, triton="elementwise")
 def _bias_dropout_add_backward(
-    gradient: Tensor,
-    p: float,
-    key: Sequence[int],
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    gradient: Tensor, p: float, key: Sequence[int], x_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and bias; without a bias, backward is the dropout itself."""
     of_total = bias_dropout_add_operator(gradient, None, None, p, key)
     return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
-
-
-@bias_dropout_add_operator.register_fake
-def _(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=promote(x, bias, residual))
-
-
-@_bias_dropout_add_backward.register_fake
-def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, x_dtype, bias_dtype = others
-    of_bias = gradient.new_empty(gradient.shape[-1:], dtype=bias_dtype)
-    return torch.empty_like(gradient, dtype=x_dtype), of_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -123,15 +104,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, bias_dtype, residual_dtype = ctx.dtypes
-    drawn = ctx.p, ctx.key
-    of_bias = None
     if ctx.key and bias_dtype is not None:
-        of_x, of_bias = _bias_dropout_add_backward(gradient, *drawn, x_dtype, bias_dtype)
-    elif ctx.key:
-        of_x = bias_dropout_add_operator(gradient, None, None, *drawn).to(x_dtype)
+        of_x, of_bias = _bias_dropout_add_backward(gradient, ctx.p, ctx.key, x_dtype, bias_dtype)
     else:
-        of_x = gradient.to(x_dtype)
-        of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
+        of_x = bias_dropout_add_operator(gradient, None, None, ctx.p, ctx.key) if ctx.key else gradient
+        of_x, of_bias = of_x.to(x_dtype), None if bias_dtype is None else sum_rows(gradient, bias_dtype)
     of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
     return of_x, of_bias, of_residual, None, None
 
@@ -142,3 +119,42 @@ bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
 @bias_dropout_add_operator.register_autocast
 def _(x: Tensor, bias: Tensor | None, *others: Any) -> tuple[Any, ...]:
     return x, None if bias is None else bias.to(x.dtype), *others
+
+
+def find_key(
+    rank: Rank,
+    x: Tensor,
+    p: float,
+    operator: int,
+    sample: int | None,
+    divided: int | None,
+    shape: Sequence[int] | None,
+) -> list[int]:
+    """Return the key of the mask of `x`, for the arguments of `dropout`; empty: nothing is dropped."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability is {p}, expected 0 to 1")
+    if p == 0 or not rank.randomness.training:
+        return []
+    shape = x.shape if shape is None else shape
+    if prod(shape) != x.numel():
+        raise ValueError(f"a dropout's tensor {list(x.shape)} cannot be seen as {list(shape)}")
+    return mask_key(
+        rank.randomness,
+        operator,
+        shape,
+        sample=sample,
+        divided=divided,
+        size=rank.group("tensor").size,
+        index=rank.group("tensor").index,
+    )
+
+
+def apply_mask(x: Tensor, p: float, key: Sequence[int], causal: bool = False) -> Tensor:
+    """Return `x` times the mask of `key`, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
+    mask = draw_mask(key, p, x.shape, x.device, causal)
+    return torch.empty_like(x).copy_(mask).mul_(x)
+
+
+def keep_factor(p: float) -> float:
+    """Return the factor of a kept element; no element is kept where p is 1."""
+    return 0.0 if p == 1 else 1 / (1 - p)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.masking import apply_mask, find_key, keep_factor
+from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.precision import cast_widely, widen
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels
 
 
 def scaled_softmax(
@@ -69,28 +68,22 @@ def _check(scores: Tensor, mask: Tensor | None, is_causal: bool) -> None:
         )
 
 
-@define_operator("scaled_softmax")
+def _allocate(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, key = others
+    return scores.new_empty(scores.shape), scores.new_empty(scores.shape if key else (0,))
+
+
+@define_operator("scaled_softmax", _allocate, triton="softmax")
 def _scaled_softmax(
-    scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: list[int]
+    scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the dropped softmax and the softmax itself, which is empty where nothing is dropped and they are one."""
-    kernels = find_kernels("softmax", scores, mask)
-    if kernels is not None:
-        weights, softmax = _allocate(scores, mask, is_causal, scale, p, key)
-        kernels.normalize_scores(scores, mask, is_causal, scale, p, key, weights, softmax if key else None)
-        return weights, softmax
     exact = _softmax(scores, mask, is_causal, scale)
     softmax = exact.to(scores.dtype)
     if not key:
         return softmax, softmax.new_empty(0)
     weights = apply_mask(exact, p, key, is_causal).mul_(keep_factor(p))
     return weights.to(scores.dtype), softmax
-
-
-def _allocate(
-    scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: list[int]
-) -> tuple[Tensor, Tensor]:
-    return scores.new_empty(scores.shape), scores.new_empty(scores.shape if key else (0,))
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -109,7 +102,9 @@ def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float)
     return scores.masked_fill_(blind, 0).softmax(-1).masked_fill_(blind, 0)
 
 
-@define_operator("scaled_softmax_backward")
+@define_operator(
+    "scaled_softmax_backward", lambda _, softmax, *others: torch.empty_like(softmax), triton="softmax"
+)
 def _scaled_softmax_backward(
     gradient: Tensor,
     softmax: Tensor,
@@ -117,17 +112,12 @@ def _scaled_softmax_backward(
     is_causal: bool,
     scale: float,
     p: float,
-    key: list[int],
+    key: Sequence[int],
 ) -> Tensor:
     """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.
 
     `weights` is the softmax after its dropout; None where nothing is dropped, or in half precision.
     """
-    kernels = find_kernels("softmax", softmax, gradient)
-    if kernels is not None:
-        filled = torch.empty_like(softmax)
-        kernels.differentiate_scores(gradient, softmax, is_causal, scale, p, key, filled)
-        return filled
     if weights is not None:
         # An element of softmax 0 has the gradient 0, whether it was dropped or not.
         kept = gradient * weights
@@ -142,10 +132,6 @@ def _scaled_softmax_backward(
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)
-
-
-def _allocate_gradient(gradient: Tensor, softmax: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(softmax)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -171,7 +157,5 @@ def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None
     return unscaled * scale, unscaled.sum_to_size(shape).to(dtype), *rest
 
 
-_scaled_softmax.register_fake(_allocate)
-_scaled_softmax_backward.register_fake(_allocate_gradient)
 _scaled_softmax.register_autograd(_backward, setup_context=_save)
 _scaled_softmax.register_autocast(cast_widely)

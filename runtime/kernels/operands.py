@@ -1,24 +1,42 @@
-"""Checks of the tensors of elementwise kernels, and the sum over rows for a bias's gradient."""
+"""Checks of the tensors of kernels, and the sum over rows for a bias's gradient."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.selection import KERNEL_DTYPES
+from autoptd.runtime.kernels.registration import KERNEL_DTYPES
 
 
-def check_operands(kernel: str, x: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError unless all are floating-point tensors on the device of `x`."""
-    for name, tensor in {**others, "x": x}.items():
-        if tensor is None:
-            continue
+def check_operands(kernel: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError unless all are floating-point tensors on the device of the first."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, *_ = given.values()
+    for name, tensor in given.items():
         if tensor.dtype not in (torch.float64, *KERNEL_DTYPES):
             raise ValueError(
                 f"{kernel} was given {name} of {tensor.dtype}, expected float64, float32, float16 or bfloat16"
             )
-        if tensor.device != x.device:
-            raise ValueError(f"{kernel} was given {name} on {tensor.device}, the others are on {x.device}")
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{kernel} was given {name} on {tensor.device}, the others are on {first.device}"
+            )
+
+
+def check_rows(kernel: str, rows: Mapping[str, Tensor | None], **vectors: Tensor | None) -> None:
+    """Raise ValueError unless all `rows` have the shape [.., h] of the first, and the `vectors` [h]; None has any."""
+    check_operands(kernel, **rows, **vectors)
+    (first, x), *_ = rows.items()
+    assert x is not None
+    for name, tensor in {**rows, **vectors}.items():
+        shape = x.shape[-1:] if name in vectors else x.shape
+        if tensor is not None and (tensor.shape != shape or (name in vectors and x.dim() == 0)):
+            raise ValueError(
+                f"{kernel} was given {first} {list(x.shape)} and {name} {list(tensor.shape)}, expected [.., h] and "
+                + ("[h]" if name in vectors else "the same")
+            )
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,18 +1,24 @@
-"""Register kernels as operators of torch: ``torch.ops.autoptd.<name>``."""
+"""Register kernels as operators of torch, ``torch.ops.autoptd.<name>``, and choose Triton's form or plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoptd.runtime.kernels.selection import find_kernels
+from autoptd.runtime.kernels.precision import HALF
 
+KERNEL_DTYPES = (torch.float32, *HALF)
 LIBRARY = torch.library.Library("autoptd", "FRAGMENT")
+# Tests add "cpu", where Triton's interpreter runs the kernels.
+kernel_devices = {"cuda"}
 
 
 class Operator:
@@ -53,9 +59,6 @@ class Operator:
             return False
         return self._node is not None or not (differentiates and torch.is_grad_enabled())
 
-    def register_fake(self, function: Callable[..., Any]) -> None:
-        torch.library.register_fake(f"autoptd::{self.name}", function, lib=LIBRARY)
-
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         def forward(ctx: Any, *arguments: Any) -> Any:
             output = self._function(*arguments)
@@ -81,22 +84,59 @@ class Operator:
             LIBRARY.impl(self.name, call, f"Autocast{device}")
 
 
-def define_operator(name: str, triton: str | None = None) -> Callable[[Callable[..., Any]], Operator]:
+def define_operator(
+    name: str, fake: Callable[..., Any], triton: str | None = None
+) -> Callable[[Callable[..., Any]], Operator]:
     """Make the decorated function, which changes none of its arguments, the operator autoptd::`name`.
 
     As ``torch.library.custom_op`` does, but that imports torch._dynamo at the first call: 2 s in every process.
-    Where the module triton/<triton>.py can run, its function of this `name` is called instead, with the same arguments.
+    ``fake(*arguments)`` allocates the results and fills nothing. Where the module triton/<triton>.py can run, its
+    function of this `name` is called with the arguments and these results, and fills them.
     """
 
     def define(function: Callable[..., Any]) -> Operator:
-        def call_on_device(x: Tensor, *others: Any) -> Any:
+        def call_on_device(*arguments: Any) -> Any:
             # Triton launches on the current one.
-            with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-                kernels = find_kernels(triton, x, *others) if triton else None
-                return (getattr(kernels, name) if kernels else function)(x, *others)
+            with torch.cuda.device(arguments[0].device) if arguments[0].is_cuda else nullcontext():
+                kernels = find_kernels(triton, *arguments) if triton else None
+                if kernels is None:
+                    return function(*arguments)
+                results = fake(*arguments)
+                getattr(kernels, name)(*arguments, results)
+                return results
 
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         LIBRARY.impl(name, call_on_device, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"autoptd::{name}", fake, lib=LIBRARY)
         return Operator(name, call_on_device)
 
     return define
+
+
+def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
+    """Return the module triton/<name>.py where it takes these tensors, else None.
+
+    It takes non-empty float32, float16 and bfloat16 tensors (integer and bool ones beside them) on the current
+    GPU, where Triton launches; Triton is an extra and may not be installed.
+    """
+    if x.device.type not in kernel_devices or (x.is_cuda and x.get_device() != torch.cuda.current_device()):
+        return None
+    for tensor in (argument for argument in (x, *others) if isinstance(argument, Tensor)):
+        if tensor.numel() == 0 or (tensor.is_floating_point() and tensor.dtype not in KERNEL_DTYPES):
+            return None
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Any:
+    return import_module(f"autoptd.runtime.kernels.triton.{name}") if find_spec("triton") else None
+
+
+def runs_plainly(x: Tensor) -> bool:
+    """Return whether a chain of torch's own operators, differentiated by torch, may stand for an operator here.
+
+    So it does where no kernel runs, no mask is drawn and autocast has no say, without the 50 microseconds that a call
+    of ours takes.
+    """
+    device = x.device.type
+    return device not in kernel_devices and not (device == "cpu" and torch.is_autocast_enabled(device))

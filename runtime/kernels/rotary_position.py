@@ -10,7 +10,6 @@ from torch import Tensor
 from autoptd.runtime.kernels.operands import check_operands
 from autoptd.runtime.kernels.precision import promote
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -21,7 +20,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     of each pair. Dtypes are promoted as by ``*``, under autocast too. Raises ValueError on other shapes, and for
     tables that require a gradient: they are constants.
     """
-    check_operands("rotary_embedding", x, cos=cos, sin=sin)
+    check_operands("rotary_embedding", x=x, cos=cos, sin=sin)
     turned = cos.shape[-1] if cos.dim() else 0
     fits = x.dim() >= cos.dim() > 0 and cos.shape == sin.shape and turned <= x.shape[-1] and turned % 2 == 0
     pairs = zip(reversed(x.shape[:-1]), reversed(cos.shape[:-1]), strict=False)
@@ -36,16 +35,16 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     return result
 
 
-@define_operator("rotary_embedding")
+def _allocate(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=promote(x, cos, sin))
+
+
+@define_operator("rotary_embedding", _allocate, triton="rotary")
 def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
     """Rotate `x`; with `backward` multiply a gradient by the transposed rotation."""
-    kernels = find_kernels("rotary", x, cos, sin) if x.dim() <= 4 else None
-    if kernels is not None:
-        result: Tensor = kernels.rotary_embedding(x, cos, sin, interleaved, backward)
-        return result
     width = cos.shape[-1]
     turned = x[..., :width]
-    out = torch.empty_like(x, dtype=promote(x, cos, sin))
+    out = _allocate(x, cos, sin)
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
     into = torch.mul(turned, cos, out=out[..., :width])
@@ -58,11 +57,6 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, ba
         into_first.addcmul_(second, of_first, value=-1)
         into_second.addcmul_(first, of_second)
     return out
-
-
-@_rotary_embedding.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
-    return torch.empty_like(x, dtype=promote(x, cos, sin))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

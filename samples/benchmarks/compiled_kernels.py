@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from autoptd.runtime.kernels import selection
+from autoptd.runtime.kernels import registration
 from samples.benchmarks.kernel_cases import CASES, Case, Maker, Sizes
 from samples.benchmarks.kernels import CPU_SIZES, DROPOUT, make_rank, mark, run_backward, run_forward
 from samples.benchmarks.report import publish
@@ -147,7 +147,10 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
         return kernel
 
     driver.set_active(Driver(capability))
-    with patch.object(JITFunction, "run", compile_kernel), patch.object(selection, "kernel_devices", {"cpu"}):
+    with (
+        patch.object(JITFunction, "run", compile_kernel),
+        patch.object(registration, "kernel_devices", {"cpu"}),
+    ):
         yield found
 
 

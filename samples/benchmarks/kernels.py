@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels import selection
+from autoptd.runtime.kernels import registration
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.kernel_cases import CASES, Case, Maker, Sizes
 from samples.benchmarks.memory_traffic import InterpreterChangedError, count_traffic
@@ -149,12 +149,12 @@ def interpret(rows: int) -> Iterator[None]:
     """CPU tensors go to the Triton kernels, under the interpreter; sums over `rows` are split as on a GPU."""
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     tiles = import_module("autoptd.runtime.kernels.triton.tiles")
-    devices, programs = selection.kernel_devices, tiles.PROGRAMS
-    selection.kernel_devices, tiles.PROGRAMS = {"cpu"}, max(1, programs * rows // GPU_SIZES.rows)  # type: ignore[attr-defined]
+    devices, programs = registration.kernel_devices, tiles.PROGRAMS
+    registration.kernel_devices, tiles.PROGRAMS = {"cpu"}, max(1, programs * rows // GPU_SIZES.rows)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        selection.kernel_devices, tiles.PROGRAMS = devices, programs  # type: ignore[attr-defined]
+        registration.kernel_devices, tiles.PROGRAMS = devices, programs  # type: ignore[attr-defined]
 
 
 def count_bytes(case: Case, rank: Rank) -> list[str]:

@@ -9,40 +9,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.triton.rows import WARPS, plan_rows
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, lay_out, plan_rows
 
 
-def sum_exponentials(logits: Tensor, own: int, results: Tensor) -> None:
-    """Fill `results` [2, N]: each row's maximum of the first `own` columns, and its sum of exponentials."""
+def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tuple[Tensor, Tensor]) -> None:
     logits = _lay_out(logits)
     columns = plan_rows(*logits.shape)["COLUMNS"]
-    largest, total = results.unbind()
+    largest, total = results[0].unbind()
     _sum_exponentials[(logits.shape[0],)](
-        logits, largest, total, own, logits.stride(0), COLUMNS=columns, num_warps=WARPS, enable_fp_fusion=True
-    )
+        logits, largest, total, own, logits.stride(0), COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
+    )  # fmt: skip
 
 
-def differentiate_losses(
-    factor: Tensor, logits: Tensor, column: Tensor, largest: Tensor, total: Tensor, own: int, result: Tensor
+def cross_entropy_rows_backward(
+    factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int, result: Tensor
 ) -> None:
-    """Fill `result` with ``(softmax - one_hot(column)) * factor``, and with zeros from column `own` on."""
     logits = _lay_out(logits)
-    rows, width = logits.shape
-    columns = plan_rows(rows, width)["COLUMNS"]
-    _differentiate[(rows, triton.cdiv(width, columns))](
-        factor.contiguous(),
-        logits,
-        column.contiguous(),
-        largest.contiguous(),
-        total.contiguous(),
-        result,
-        own,
-        width,
-        logits.stride(0),
-        COLUMNS=columns,
-        num_warps=WARPS,
-        enable_fp_fusion=True,
-    )
+    count, width = logits.shape
+    columns = plan_rows(count, width)["COLUMNS"]
+    largest, _, total, _ = rows.unbind()
+    _differentiate[(count, triton.cdiv(width, columns))](
+        *lay_out(factor), logits, *lay_out(column, largest, total), result, own, width, logits.stride(0),
+        COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
+    )  # fmt: skip
 
 
 def _lay_out(logits: Tensor) -> Tensor:

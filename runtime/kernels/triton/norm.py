@@ -17,19 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.masking import keep_factor
-from autoptd.runtime.kernels.triton.philox import is_aligned, keep, mask_argument
-from autoptd.runtime.kernels.triton.rows import WARPS, plan_rows
+from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, lay_out, plan_rows
 
 # A backward program adds to its sums once for all rows of a tile: there must be several.
 BACKWARD_COLUMNS = 1024
 PROGRAMS_PER_PROCESSOR = 2
 # Of a thread, when so many programs share a processor's: with fewer some are spilled, for nothing.
-REGISTERS = 65_536 // (PROGRAMS_PER_PROCESSOR * WARPS * 32)
+REGISTERS = 65_536 // (PROGRAMS_PER_PROCESSOR * ROW_WARPS * 32)
 INTERPRETED_PROGRAMS = 3
 
 
-def normalize_rows(
+def add_norm(
     x: Tensor,
     weight: Tensor,
     norm_bias: Tensor | None,
@@ -38,38 +37,19 @@ def normalize_rows(
     residual: Tensor | None,
     p: float,
     key: Sequence[int],
-    results: Sequence[Tensor | None],
+    centers: bool,
+    results: Sequence[Tensor],
 ) -> None:
-    """Fill `results`: sum (None: nothing is added to x), normed, means (None: RMSNorm) and 1 / deviations."""
-    added, normed, means, scales = results
-    assert normed is not None
-    assert scales is not None
     width = x.shape[-1]
     rows = x.numel() // width
     tile = plan_rows(rows, width)
     _normalize[(triton.cdiv(rows, tile["ROWS"]),)](
-        x.contiguous(),
-        None if bias is None else bias.contiguous(),
-        None if residual is None else residual.contiguous(),
-        weight.contiguous(),
-        None if norm_bias is None else norm_bias.contiguous(),
-        added,
-        normed,
-        means,
-        scales,
-        rows,
-        width,
-        eps,
-        keep_factor(p),
-        mask_argument(key, p) if key else None,
-        ALIGNED=bool(key) and is_aligned(key, width),
-        **tile,
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-    )
+        *lay_out(x, bias, residual, weight, norm_bias), *_filled(results), rows, width, eps,
+        **dropout_arguments(key, p, x), **tile, enable_fp_fusion=False
+    )  # fmt: skip
 
 
-def differentiate_rows(
+def add_norm_backward(
     d_normed: Tensor,
     d_added: Tensor | None,
     added: Tensor,
@@ -78,38 +58,27 @@ def differentiate_rows(
     scales: Tensor,
     p: float,
     key: Sequence[int],
-    results: Sequence[Tensor | None],
     wanted: Sequence[bool],
-) -> list[Tensor | None]:
-    """Fill `results`: the gradients of the sum and of x (None: not wanted). Hand back the sums over the rows.
-
-    These are, in float32 and where `wanted`, the gradients of the weight, of the norm's bias and of x's bias.
-    """
+    results: Sequence[Tensor],
+) -> None:
     width = added.shape[-1]
     rows = added.numel() // width
     tile = plan_rows(rows, width, BACKWARD_COLUMNS)
     programs = min(triton.cdiv(rows, tile["ROWS"]), _count_programs(added.device))
-    sums = [added.new_zeros((programs, width), dtype=torch.float32) if want else None for want in wanted]
+    of_rows, of_vectors = _filled(results[:2]), _filled(results[2:])
+    sums = [None if vector is None else vector.new_zeros((programs, width)) for vector in of_vectors]
     _differentiate[(programs,)](
-        None if d_added is None else d_added.contiguous(),
-        d_normed.contiguous(),
-        added.contiguous(),
-        weight.contiguous(),
-        means,
-        scales,
-        *results,
-        *sums,
-        rows,
-        width,
-        keep_factor(p),
-        mask_argument(key, p) if key else None,
-        ALIGNED=bool(key) and is_aligned(key, width),
-        **tile,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
-        enable_fp_fusion=False,
-    )
-    return [None if partial is None else partial.sum(0) for partial in sums]
+        *lay_out(d_added, d_normed, added, weight), means, scales, *of_rows, *sums, rows, width,
+        **dropout_arguments(key, p, added), **tile, maxnreg=REGISTERS, enable_fp_fusion=False
+    )  # fmt: skip
+    for vector, partial in zip(of_vectors, sums, strict=True):
+        if partial is not None:
+            torch.sum(partial, 0, out=vector)
+
+
+def _filled(results: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return None for results that are left out, which are empty."""
+    return [result if result.numel() else None for result in results]
 
 
 def _count_programs(device: torch.device) -> int:
@@ -120,25 +89,9 @@ def _count_programs(device: torch.device) -> int:
 
 @triton.jit
 def _normalize(
-    x,
-    bias,
-    residual,
-    weight,
-    norm_bias,
-    added,
-    normed,
-    means,
-    scales,
-    rows,
-    width,
-    eps,
-    factor,
-    mask,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, bias, residual, weight, norm_bias, added, normed, means, scales, rows, width, eps, dropout,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if WIDE:
         row = row.to(tl.int64)
@@ -146,18 +99,16 @@ def _normalize(
     mean = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     for start in range(0, width, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < width)[None, :]
-        value = tl.load(x + first + column[None, :], inside, 0.0).to(tl.float32)
+        column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
+        value = tl.load(x + at, inside, 0.0).to(tl.float32)
         if bias is not None:
             value += tl.load(bias + column, column < width, 0.0).to(tl.float32)[None, :]
-        if mask is not None:
-            value *= tl.where(keep(first + start, mask, COLUMNS, ALIGNED), factor, 0.0)
+        value = drop(value, first + start, dropout, COLUMNS, ALIGNED)
         if residual is not None:
-            value += tl.load(residual + first + column[None, :], inside, 0.0).to(tl.float32)
+            value += tl.load(residual + at, inside, 0.0).to(tl.float32)
         if added is not None:
             rounded = value.to(added.dtype.element_ty)
-            tl.store(added + first + column[None, :], rounded, inside)
+            tl.store(added + at, rounded, inside)
             value = rounded.to(tl.float32)
         if means is not None:  # joins the columns before with these (Chan, Golub and LeVeque)
             count = tl.minimum(width - start, COLUMNS)
@@ -175,42 +126,24 @@ def _normalize(
         tl.store(means + row, mean, row < rows)
     tl.debug_barrier()  # what other threads of this program have stored is read now
     for start in range(0, width, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < width)[None, :]
+        column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
         gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
         source = added if added is not None else x
-        value = tl.load(source + first + column[None, :], inside, 0.0)
+        value = tl.load(source + at, inside, 0.0)
         if means is not None:
             result = (value.to(tl.float32) - mean[:, None]) * scale[:, None] * gain
         else:
             result = (value.to(tl.float32) * scale[:, None]).to(value.dtype).to(tl.float32) * gain
         if norm_bias is not None:
             result += tl.load(norm_bias + column, column < width, 0.0).to(tl.float32)[None, :]
-        tl.store(normed + first + column[None, :], result.to(normed.dtype.element_ty), inside)
+        tl.store(normed + at, result.to(normed.dtype.element_ty), inside)
 
 
 @triton.jit
 def _differentiate(
-    d_added,
-    d_normed,
-    added,
-    weight,
-    means,
-    scales,
-    d_total,
-    d_x,
-    d_weights,
-    d_norm_biases,
-    d_biases,
-    rows,
-    width,
-    factor,
-    mask,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    d_added, d_normed, added, weight, means, scales, d_total, d_x, d_weights, d_norm_biases, d_biases,
+    rows, width, dropout, ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         if WIDE:
@@ -221,9 +154,7 @@ def _differentiate(
         level = tl.zeros([ROWS], tl.float32)
         slope = tl.zeros([ROWS], tl.float32)
         for start in range(0, width, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            at = first + column[None, :]
-            inside = (row < rows)[:, None] & (column < width)[None, :]
+            column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
             gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
             gradient = tl.load(d_normed + at, inside, 0.0).to(tl.float32) * gain
             unit = (tl.load(added + at, inside, 0.0).to(tl.float32) - mean) * scale
@@ -232,9 +163,7 @@ def _differentiate(
         slope = (slope / width)[:, None]
         level = (level / width)[:, None] if means is not None else 0.0
         for start in range(0, width, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            at = first + column[None, :]
-            inside = (row < rows)[:, None] & (column < width)[None, :]
+            column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
             gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
             outer = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
             unit = (tl.load(added + at, inside, 0.0).to(tl.float32) - mean) * scale
@@ -247,14 +176,19 @@ def _differentiate(
                 total = (total.to(tl.float32) + tl.load(d_added + at, inside, 0.0)).to(total.dtype)
             if d_total is not None:
                 tl.store(d_total + at, total, inside)
-            inner = total.to(tl.float32)
-            if mask is not None:
-                inner *= tl.where(keep(first + start, mask, COLUMNS, ALIGNED), factor, 0.0)
+            inner = drop(total.to(tl.float32), first + start, dropout, COLUMNS, ALIGNED)
             if d_x is not None:
                 tl.store(d_x + at, inner.to(d_x.dtype.element_ty), inside)
             if d_biases is not None:
                 _add_rows(d_biases, tl.where(inside, inner, 0.0), column, width)
         tl.debug_barrier()  # the sums are read again, by whichever thread
+
+
+@triton.jit
+def _locate(first, start, row, rows, width, COLUMNS: tl.constexpr):
+    """Return a tile's columns [COLUMNS], the index of each of its elements, and which lie inside."""
+    column = start + tl.arange(0, COLUMNS)
+    return column, first + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
 
 
 @triton.jit

@@ -6,53 +6,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from autoptd.runtime.kernels.keyed_dropout import keep_factor
 from autoptd.runtime.randomness import BLOCK, OPERATOR_BITS, ROUNDS, WORD, count_dropped
 
 BITS = tl.constexpr(OPERATOR_BITS)
 TURNS = tl.constexpr(ROUNDS)
 
 
-def mask_argument(key: Sequence[int], p: float) -> tuple[int, ...]:
-    """Return the ``mask`` of `keep`: one argument of a kernel for a key of runtime/randomness.py and its p.
+def dropout_arguments(key: Sequence[int], p: float, x: Tensor) -> dict[str, Any]:
+    """Return the arguments `dropout` and `ALIGNED` of a kernel that calls `drop` on rows of `x`, with probability `p`.
 
-    Triton compiles a kernel anew for integers that are 1, divisible by 16 or longer than 32 bits. That folds the
-    ones of a key's place away; the numbers that change from call to call are hidden from it as odd 64-bit ones.
+    `dropout` is one tuple for a key of runtime/randomness.py, None where it is empty. Triton compiles a kernel anew
+    for integers that are 1, divisible by 16 or longer than 32 bits. That folds the ones of a key's place away; the
+    numbers that change from call to call are hidden from it as odd 64-bit ones. Rows are `ALIGNED` where each 8
+    elements, from the start of any row on, share one Philox counter.
     """
+    if not key:
+        return {"dropout": None, "ALIGNED": False}
     seed, call, sample, operator, *place = key
+    batch, inner, run, whole, start = place
     changing = (count_dropped(p), seed & WORD, seed >> 32 & WORD, operator, sample & WORD, call & WORD)
-    return (*(1 << 62 | number << 1 | 1 for number in changing), *place)
-
-
-def is_aligned(key: Sequence[int], width: int) -> bool:
-    """Return whether, from the start of any row of `width` on, each 8 elements share one Philox counter."""
-    batch, inner, run, whole, start = key[4:]
     unbroken = batch == 1 or inner % BLOCK == 0
-    return unbroken and width % BLOCK == 0 and (run == whole or (run | whole | start) % BLOCK == 0)
+    return {
+        "dropout": (keep_factor(p), *(1 << 62 | number << 1 | 1 for number in changing), *place),
+        "ALIGNED": unbroken
+        and (x.shape[-1] if x.dim() else 1) % BLOCK == 0
+        and (run == whole or (run | whole | start) % BLOCK == 0),
+    }
 
 
 @triton.jit
-def keep(first, mask, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return which of the `BLOCK` elements from index `first` on are kept: a bool [BLOCK].
+def drop(value, first, dropout, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return `value` [ROWS, BLOCK], the elements from the indices `first` [ROWS, 1] on, after its dropout.
 
-    `first` is a scalar, or [ROWS, 1] for a bool [ROWS, BLOCK]. It is computed with in its own integer type: int64
-    where the tensor may have 2**31 elements. `ALIGNED`: `first` and `BLOCK` are multiples of 8, and `is_aligned`.
+    See `dropout_arguments`; where rows are `ALIGNED`, `first` and `BLOCK` are multiples of 8.
     """
-    dropped = (mask[0] >> 1 & 0x1FFFF).to(tl.int32)
+    if dropout is None:
+        return value
+    else:  # multiplied, not chosen: NaNs stay, as in torch
+        return value * tl.where(_keep(first, dropout, BLOCK, ALIGNED), dropout[0], 0.0)
+
+
+@triton.jit
+def _keep(first, dropout, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return which elements are kept. Computes in the integer type of `first`, int64 where 2**31 elements may be."""
+    dropped = (dropout[1] >> 1 & 0x1FFFF).to(tl.int32)
     if ALIGNED:  # one counter for 8 elements
-        _, w0, w1, w2, w3 = _draw(first + tl.arange(0, BLOCK // 8) * 8, mask)
+        _, w0, w1, w2, w3 = _draw(first + tl.arange(0, BLOCK // 8) * 8, dropout)
         low = _interleave(w0 & 0xFFFF, w1 & 0xFFFF, w2 & 0xFFFF, w3 & 0xFFFF)
         high = _interleave(w0 >> 16, w1 >> 16, w2 >> 16, w3 >> 16)
-        kept = tl.join(low, high).to(tl.int32) >= dropped
-        if len(kept.shape) == 4:
-            return tl.reshape(kept, [BLOCK])
-        else:
-            return tl.reshape(kept, [kept.shape[0], BLOCK])
+        return tl.reshape(tl.join(low, high), [low.shape[0], BLOCK]).to(tl.int32) >= dropped
     else:
-        place, w0, w1, w2, w3 = _draw(first + tl.arange(0, BLOCK), mask)
+        place, w0, w1, w2, w3 = _draw(first + tl.arange(0, BLOCK), dropout)
         word = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
         return tl.where(place & 1 == 1, word >> 16, word & 0xFFFF).to(tl.int32) >= dropped
 
@@ -64,9 +75,9 @@ def _interleave(n0, n1, n2, n3):
 
 
 @triton.jit
-def _draw(index, mask):
+def _draw(index, dropout):
     """Return the place of each element in its counter's eight numbers, and the four words, as uint32."""
-    _, seed_low, seed_high, operator, sample, call, batch, inner, run, whole, start = mask
+    _, _, seed_low, seed_high, operator, sample, call, batch, inner, run, whole, start = dropout
     row = index // inner
     element = row // batch * inner + index % inner
     element = (element // run).to(tl.int64) * whole + start + element % run

@@ -17,80 +17,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.masking import keep_factor
-from autoptd.runtime.kernels.triton.philox import is_aligned, keep, mask_argument
-from autoptd.runtime.kernels.triton.rows import WARPS, plan_rows
+from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
+from autoptd.runtime.kernels.triton.tiles import lay_out, plan_rows
 
 
-def normalize_scores(
+def scaled_softmax(
     scores: Tensor,
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
     p: float,
     key: Sequence[int],
-    weights: Tensor,
-    softmax: Tensor | None,
+    results: tuple[Tensor, Tensor],
 ) -> None:
-    """Fill `weights` with the dropped softmax, and `softmax` (None: nothing is dropped) with the softmax before."""
-    length, width = scores.shape[-2:]
-    rows = scores.numel() // width
+    weights, softmax = results
+    added = mask is not None and mask.dtype != torch.bool
     view, inner, strides = _walk_mask(mask, scores.shape)
-    tile = _plan(rows, width, key)
-    _normalize[(triton.cdiv(rows, tile["ROWS"]),)](
-        scores.contiguous(),
-        view,
-        weights,
-        softmax,
-        rows,
-        length,
-        width,
-        scale,
-        inner,
-        strides,
-        keep_factor(p),
-        mask_argument(key, p) if key else None,
-        ADDED=mask is not None and mask.dtype != torch.bool,
-        CAUSAL=is_causal,
-        **tile,
-        num_warps=WARPS,
-        enable_fp_fusion=True,
-    )
+    _launch(
+        _normalize, scores, p, key, *lay_out(scores), view, weights, softmax if key else None, scale, inner, strides,
+        ADDED=added, CAUSAL=is_causal
+    )  # fmt: skip
 
 
-def differentiate_scores(
+def scaled_softmax_backward(
     gradient: Tensor,
     softmax: Tensor,
+    weights: Tensor | None,
     is_causal: bool,
     scale: float,
     p: float,
     key: Sequence[int],
     result: Tensor,
 ) -> None:
-    """Fill `result` with the gradient of what the softmax was taken of, times `scale`."""
-    length, width = softmax.shape[-2:]
-    rows = softmax.numel() // width
-    tile = _plan(rows, width, key)
-    _differentiate[(triton.cdiv(rows, tile["ROWS"]),)](
-        gradient.contiguous(),
-        softmax.contiguous(),
-        result,
-        rows,
-        length,
-        width,
-        scale,
-        keep_factor(p),
-        mask_argument(key, p) if key else None,
-        CAUSAL=is_causal,
-        **tile,
-        num_warps=WARPS,
-        enable_fp_fusion=True,
-    )
+    _launch(_differentiate, softmax, p, key, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
 
 
-def _plan(rows: int, width: int, key: Sequence[int]) -> dict[str, Any]:
+def _launch(kernel: Any, x: Tensor, p: float, key: Sequence[int], *arguments: Any, **constants: Any) -> None:
+    """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
+    length, width = x.shape[-2:]
+    rows = x.numel() // width
     tile = plan_rows(rows, width)
-    return {**tile, "ALIGNED": bool(key) and is_aligned(key, width), "WHOLE": width <= tile["COLUMNS"]}
+    kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        *arguments, rows, length, width, **dropout_arguments(key, p, x), **constants, **tile,
+        WHOLE=width <= tile["COLUMNS"], enable_fp_fusion=True
+    )  # fmt: skip
 
 
 def _walk_mask(mask: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, int, tuple[int, ...]]:
@@ -119,49 +89,33 @@ def _walk_mask(mask: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None
 
 @triton.jit
 def _normalize(
-    scores,
-    mask,
-    weights,
-    softmax,
-    rows,
-    length,
-    width,
-    scale,
-    inner,
-    strides,
-    factor,
-    dropout,
-    ADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
+    scores, mask, weights, softmax, scale, inner, strides, rows, length, width, dropout, ADDED: tl.constexpr,
+    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
     masks = mask
     if mask is not None:
         group = row // length
         masks += (group // inner * strides[0] + group % inner * strides[1] + query * strides[2])[:, None]
     if WHOLE:
-        column = tl.arange(0, COLUMNS)[None, :]
-        inside, seen = _limit(row, query, column, rows, width, CAUSAL)
-        value, seen = _read(scores + first + column, masks, column, inside, seen, scale, strides, ADDED)
+        value, seen = _read(
+            scores, masks, row, query, first, 0, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
+        )
         sees = tl.max(seen.to(tl.int32), 1)
         largest = tl.max(value, 1)
         power = tl.exp(value - tl.where(largest == -float("inf"), 0.0, largest)[:, None])
         share = 1.0 / tl.sum(power, 1)
         result = tl.where((sees > 0)[:, None], power * share[:, None], 0.0)
-        _write(weights, softmax, result, first, 0, row, rows, width, factor, dropout, ALIGNED, COLUMNS)
+        _write(weights, softmax, result, first, 0, row, rows, width, dropout, ALIGNED, COLUMNS)
     else:
         sees = tl.zeros([ROWS], tl.int32)
         largest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         for start in range(0, end, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)[None, :]
-            inside, seen = _limit(row, query, column, rows, width, CAUSAL)
-            value, seen = _read(scores + first + column, masks, column, inside, seen, scale, strides, ADDED)
+            value, seen = _read(
+                scores, masks, row, query, first, start, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
+            )
             sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
             raised = tl.maximum(largest, tl.max(value, 1))
             # A maximum that is -inf so far gives exp(-inf), not exp(-inf + inf).
@@ -171,72 +125,49 @@ def _normalize(
         level = tl.where(largest == -float("inf"), 0.0, largest)[:, None]
         share = (1.0 / total)[:, None]
         for start in range(0, end, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)[None, :]
-            inside, seen = _limit(row, query, column, rows, width, CAUSAL)
-            value, seen = _read(scores + first + column, masks, column, inside, seen, scale, strides, ADDED)
-            result = tl.where((sees > 0)[:, None], tl.exp(value - level) * share, 0.0)
-            _write(
-                weights, softmax, result, first, start, row, rows, width, factor, dropout, ALIGNED, COLUMNS
+            value, seen = _read(
+                scores, masks, row, query, first, start, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
             )
+            result = tl.where((sees > 0)[:, None], tl.exp(value - level) * share, 0.0)
+            _write(weights, softmax, result, first, start, row, rows, width, dropout, ALIGNED, COLUMNS)
         if CAUSAL:
             for start in range(tl.cdiv(end, COLUMNS) * COLUMNS, width, COLUMNS):
-                _clear(weights, first, start, row, rows, width, COLUMNS)
+                _store(weights, 0.0, first, start, row, rows, width, COLUMNS)
                 if softmax is not None:
-                    _clear(softmax, first, start, row, rows, width, COLUMNS)
+                    _store(softmax, 0.0, first, start, row, rows, width, COLUMNS)
 
 
 @triton.jit
 def _differentiate(
-    gradient,
-    softmax,
-    result,
-    rows,
-    length,
-    width,
-    scale,
-    factor,
-    dropout,
-    CAUSAL: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
+    gradient, softmax, result, scale, rows, length, width, dropout,
+    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
     if WHOLE:
-        column = tl.arange(0, COLUMNS)[None, :]
-        inside, seen = _limit(row, query, column, rows, width, CAUSAL)
-        share = tl.load(softmax + first + column, inside, 0.0).to(tl.float32)
-        slope = _undrop(gradient, first, 0, inside, seen, factor, dropout, ALIGNED, COLUMNS)
+        share, slope = _undrop(
+            softmax, gradient, row, query, first, 0, rows, width, dropout, CAUSAL, ALIGNED, COLUMNS
+        )
         away = slope - (tl.sum(share * slope, 1) / _total(tl.sum(share, 1)))[:, None]
-        value = (share * away * scale).to(result.dtype.element_ty)
-        tl.store(result + first + column, value, (row < rows)[:, None] & (column < width))
+        _store(result, share * away * scale, first, 0, row, rows, width, COLUMNS)
     else:
         level = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         for start in range(0, end, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)[None, :]
-            inside, seen = _limit(row, query, column, rows, width, CAUSAL)
-            share = tl.load(softmax + first + column, inside, 0.0).to(tl.float32)
-            total += tl.sum(share, 1)
-            level += tl.sum(
-                share * _undrop(gradient, first, start, inside, seen, factor, dropout, ALIGNED, COLUMNS), 1
+            share, slope = _undrop(
+                softmax, gradient, row, query, first, start, rows, width, dropout, CAUSAL, ALIGNED, COLUMNS
             )
+            total += tl.sum(share, 1)
+            level += tl.sum(share * slope, 1)
         level /= _total(total)
         for start in range(0, end, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)[None, :]
-            inside, seen = _limit(row, query, column, rows, width, CAUSAL)
-            share = tl.load(softmax + first + column, inside, 0.0).to(tl.float32)
-            away = (
-                _undrop(gradient, first, start, inside, seen, factor, dropout, ALIGNED, COLUMNS)
-                - level[:, None]
+            share, slope = _undrop(
+                softmax, gradient, row, query, first, start, rows, width, dropout, CAUSAL, ALIGNED, COLUMNS
             )
-            value = (share * away * scale).to(result.dtype.element_ty)
-            tl.store(result + first + column, value, (row < rows)[:, None] & (column < width))
+            _store(result, share * (slope - level[:, None]) * scale, first, start, row, rows, width, COLUMNS)
         if CAUSAL:
             for start in range(tl.cdiv(end, COLUMNS) * COLUMNS, width, COLUMNS):
-                _clear(result, first, start, row, rows, width, COLUMNS)
+                _store(result, 0.0, first, start, row, rows, width, COLUMNS)
 
 
 @triton.jit
@@ -254,20 +185,29 @@ def _find_rows(rows, length, width, CAUSAL: tl.constexpr, WIDE: tl.constexpr, RO
 
 
 @triton.jit
-def _limit(row, query, column, rows, width, CAUSAL: tl.constexpr):
-    """Return which elements of a tile are read, and which of them seen: causal rows are read in whole 16-byte words."""
+def _limit(row, query, start, rows, width, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return a tile's columns [1, COLUMNS], which elements are read, and which of them seen.
+
+    Causal rows are read in whole 16-byte words.
+    """
+    column = start + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows)[:, None] & (column < width)
     seen = inside
     if CAUSAL:
         seen = inside & (column <= query[:, None])
         inside = inside & (column // 8 * 8 <= query[:, None])
-    return inside, seen
+    return column, inside, seen
 
 
 @triton.jit
-def _read(at, masks, column, inside, seen, scale, strides, ADDED: tl.constexpr):
+def _read(
+    scores, masks, row, query, first, start, rows, width, scale, strides,
+    ADDED: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Return the scaled and masked scores in float32, -inf where nothing is seen, and which elements are seen."""
-    value = tl.where(seen, tl.load(at, inside, 0.0).to(tl.float32) * scale, -float("inf"))
+    column, inside, seen = _limit(row, query, start, rows, width, CAUSAL, COLUMNS)
+    value = tl.load(scores + first + column, inside, 0.0).to(tl.float32) * scale
+    value = tl.where(seen, value, -float("inf"))
     if masks is not None:
         if ADDED:
             added = tl.load(masks + column * strides[3], inside, -float("inf")).to(tl.float32)
@@ -281,25 +221,18 @@ def _read(at, masks, column, inside, seen, scale, strides, ADDED: tl.constexpr):
 
 @triton.jit
 def _write(
-    weights,
-    softmax,
-    value,
-    first,
-    start,
-    row,
-    rows,
-    width,
-    factor,
-    dropout,
-    ALIGNED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    at = first + start + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows)[:, None] & (start + tl.arange(0, COLUMNS) < width)[None, :]
-    if dropout is not None:
-        tl.store(softmax + at, value.to(softmax.dtype.element_ty), inside)
-        value *= tl.where(keep(first + start, dropout, COLUMNS, ALIGNED), factor, 0.0)
-    tl.store(weights + at, value.to(weights.dtype.element_ty), inside)
+    weights, softmax, value, first, start, row, rows, width, dropout, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    if softmax is not None:
+        _store(softmax, value, first, start, row, rows, width, COLUMNS)
+    value = drop(value, first + start, dropout, COLUMNS, ALIGNED)
+    _store(weights, value, first, start, row, rows, width, COLUMNS)
+
+
+@triton.jit
+def _store(result, value, first, start, row, rows, width, COLUMNS: tl.constexpr):
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    tl.store(result + first + column, value, (row < rows)[:, None] & (column < width))
 
 
 @triton.jit
@@ -310,17 +243,11 @@ def _total(shares):
 
 @triton.jit
 def _undrop(
-    gradient, first, start, inside, seen, factor, dropout, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Return the gradient of the softmax from that of its dropout."""
-    value = tl.load(gradient + first + start + tl.arange(0, COLUMNS)[None, :], inside, 0.0).to(tl.float32)
-    value = tl.where(seen, value, 0.0)
-    if dropout is not None:
-        value *= tl.where(keep(first + start, dropout, COLUMNS, ALIGNED), factor, 0.0)
-    return value
-
-
-@triton.jit
-def _clear(result, first, start, row, rows, width, COLUMNS: tl.constexpr):
-    column = start + tl.arange(0, COLUMNS)[None, :]
-    tl.store(result + first + column, 0.0, (row < rows)[:, None] & (column < width))
+    softmax, gradient, row, query, first, start, rows, width, dropout,
+    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return the softmax in float32, and its gradient from that of its dropout."""
+    column, inside, seen = _limit(row, query, start, rows, width, CAUSAL, COLUMNS)
+    share = tl.load(softmax + first + column, inside, 0.0).to(tl.float32)
+    slope = tl.where(seen, tl.load(gradient + first + column, inside, 0.0).to(tl.float32), 0.0)
+    return share, drop(slope, first + start, dropout, COLUMNS, ALIGNED)

@@ -1,60 +1,85 @@
-"""Tiles of an elementwise Triton kernel over [..., width] tensors: whole or part rows."""
+"""Tiles of Triton kernels over [.., width] tensors, whole rows or parts of rows, and the launch of elementwise ones."""
 
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # elements of a program: 32 for each of 128 threads
-WIDEST = 1024
+TILE = 4096  # elements of a program, or of one of its turns
+WIDEST = 1024  # columns of an elementwise tile, 32 elements for each of 128 threads
+ROW_WIDEST = 4096  # columns of a tile of a kernel that reduces rows
+ROW_WARPS = 8  # of such a kernel
 WIDE_FROM = 1 << 30  # offsets are int64 from here on: a tile may reach past its tensor
 PROGRAMS = 1024  # enough to fill a large GPU, where a program sums over many rows
 
 
-def as_rows(x: Tensor) -> Tensor:
+def plan_rows(rows: int, width: int, widest: int = TILE) -> dict[str, Any]:
+    """Return the constants of a kernel that reduces rows of [rows, width], a tile of whole or part rows at a time.
+
+    Its tile is [ROWS, COLUMNS], and indices of elements have 64 bits where they are WIDE.
+    """
+    columns = min(triton.next_power_of_2(width), widest, ROW_WIDEST)
+    wide = rows * width >= WIDE_FROM
+    return {"ROWS": max(1, TILE // columns), "COLUMNS": columns, "WIDE": wide, "num_warps": ROW_WARPS}
+
+
+def lay_out(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return the tensors contiguous."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def launch_tiles(
+    kernel: Any,
+    inputs: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    *others: Any,
+    sums: Tensor | None = None,
+    **constants: Any,
+) -> None:
+    """Let an elementwise `kernel` fill `results` from `inputs`, all of one shape [.., width]; None leaves an input out.
+
+    It takes these, `others`, the numbers of rows and columns, and the distance of each input's rows; it writes results
+    that are contiguous, which are copied where they are not to be. A program has one tile. But where there are `sums`
+    [width], over rows, it has several below each other, and takes two more arguments: where its own sum goes,
+    float32, and how many tiles it has.
+    """
+    rows = [None if x is None else _as_rows(x) for x in inputs]
+    strides = [0 if x is None else x.stride(0) for x in rows]
+    written = [result if result.is_contiguous() else result.new_empty(result.shape) for result in results]
+    count, width = next(x.shape for x in rows if x is not None)
+    columns = min(WIDEST, max(4, triton.next_power_of_2(width)))
+    height = min(TILE // columns, triton.next_power_of_2(count))
+    above, beside = triton.cdiv(count, height), triton.cdiv(width, columns)
+    if sums is not None:
+        turns = triton.cdiv(above, max(1, min(above, PROGRAMS // beside)))
+        above = triton.cdiv(above, turns)
+        partial = torch.empty(above, width, dtype=torch.float32, device=sums.device)
+        others = (*others, partial, turns)
+    kernel[(above * beside,)](
+        *rows, *written, *others, count, width, *strides,
+        ROWS=height, COLUMNS=columns, WIDE=count * max(width, *strides) >= WIDE_FROM, **constants
+    )  # fmt: skip
+    for result, filled in zip(results, written, strict=True):
+        if filled is not result:
+            result.copy_(filled)
+    if sums is not None and sums.dtype == torch.float32:
+        torch.sum(partial, 0, out=sums)
+    elif sums is not None:
+        sums.copy_(partial.sum(0))
+
+
+def _as_rows(x: Tensor) -> Tensor:
     """Return `x` as [rows, width] with its elements side by side; a copy only where the strides demand one."""
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def plan_tiles(*tensors: Tensor) -> dict[str, int | bool]:
-    """Return the constants of a kernel over [rows, width]: its tile [ROWS, COLUMNS], and if offsets are WIDE."""
-    rows, width = tensors[0].shape
-    columns = min(WIDEST, max(4, triton.next_power_of_2(width)))
-    height = min(TILE // columns, triton.next_power_of_2(rows))
-    extent = rows * max(width, *(tensor.stride(0) for tensor in tensors))
-    return {"ROWS": height, "COLUMNS": columns, "WIDE": extent >= WIDE_FROM}
-
-
-def count_programs(x: Tensor, tile: dict[str, int | bool]) -> tuple[int]:
-    """Return the grid: one program per tile of `x` [rows, width]."""
-    rows, width = x.shape
-    return (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"]),)
-
-
-def plan_sums(x: Tensor, tile: dict[str, int | bool]) -> tuple[int, int]:
-    """Return the groups of tiles above each other that one program sums over, and the tiles in each."""
-    rows, width = x.shape
-    heights = triton.cdiv(rows, tile["ROWS"])
-    groups = max(1, min(heights, PROGRAMS // triton.cdiv(width, tile["COLUMNS"])))
-    steps = triton.cdiv(heights, groups)
-    return triton.cdiv(heights, steps), steps
-
-
-def empty_rows(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a result with the strides of ``empty_like(like)``, and the contiguous tensor a kernel writes it into.
-
-    They are one where they can be; otherwise the second is to be copied into the first.
-    """
-    result = torch.empty_like(like, dtype=dtype)
-    if result.is_contiguous():
-        return result, result
-    return result, torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 @triton.jit

@@ -255,7 +255,7 @@ def test_gradients_live_beside_what_is_kept(
     few: int, dtype: torch.dtype, wide: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's own loss makes two gradients as large as the logits, ours none where it kept the softmax."""
-    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", few)
+    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary.FEW", few)
     program = compile_tiny((1, 1, 1), MIDDLE, dtype, "meta", microbatch_size=B)
     item = dtype.itemsize
     logits, table, last = (

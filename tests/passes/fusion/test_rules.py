@@ -392,7 +392,7 @@ def test_a_whole_loss_keeps_its_softmax(
             logits = self.head(self.embedding(idx))
             return functional.cross_entropy(logits.view(-1, 50), labels.view(-1), **options)
 
-    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", few)
+    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary.FEW", few)
     torch.manual_seed(0)
     model = Head().double()
     batch = {name: torch.randint(0, 50, (2, 4)) for name in ("idx", "labels")}

@@ -50,7 +50,7 @@ def gradient(x: Tensor) -> Tensor:
 def whole_loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank leaves the loss of a few whole logits to torch."""
     if request.param == "ours":
-        monkeypatch.setattr("autoptd.runtime.kernels.vocabulary_loss.FEW", -1)
+        monkeypatch.setattr("autoptd.runtime.kernels.vocabulary.FEW", -1)
 
 
 @pytest.mark.usefixtures("whole_loss")

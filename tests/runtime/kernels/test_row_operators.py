@@ -29,16 +29,16 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
-    """Arguments of every operator."""
+    """Arguments of every operator, by its name and what stands behind a colon."""
     x, other, vector, scores = draw(2, 3, 8), draw(2, 3, 8), draw(8), draw(2, 3, 8)
     rows, logits, column = torch.rand(6), draw(6, 8), torch.arange(6)
     turned = draw(2, 8, 3).transpose(1, 2)
     statistics = torch.rand(2, 3, 1)
     return {
-        "layer_norm": (turned, vector, vector, EPS),
-        "rms_norm": (turned, vector, EPS),
-        "add_rms_norm": (turned, vector, EPS, vector, other, 0.5, KEY),
-        "add_layer_norm": (x, vector, vector, EPS, None, turned, 0.0, []),
+        "add_norm: layer_norm": (turned, vector, vector, EPS, None, None, 0.0, [], True),
+        "add_norm: rms_norm": (turned, vector, None, EPS, None, None, 0.0, [], False),
+        "add_norm: add_rms_norm": (turned, vector, None, EPS, vector, other, 0.5, KEY, False),
+        "add_norm: add_layer_norm": (x, vector, vector, EPS, None, turned, 0.0, [], True),
         "add_norm_backward": (
             x,
             other,
@@ -63,7 +63,7 @@ def test_operators_are_registered_as_torch_asks(name: str) -> None:
     arguments = calls()[name]
     if name.endswith("backward"):  # no gradient of a gradient
         arguments = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
-    torch.library.opcheck(getattr(torch.ops.autoptd, name).default, arguments)
+    torch.library.opcheck(getattr(torch.ops.autoptd, name.partition(":")[0]).default, arguments)
 
 
 @some_cases
@@ -283,7 +283,7 @@ def test_triton_drops_the_same_elements(sample: int | None, width: int, kernel_d
 def test_a_causal_row_sees_nothing_of_the_masked(
     widest: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoptd.runtime.kernels.triton.rows.WIDEST", widest)
+    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.ROW_WIDEST", widest)
     scores = torch.randn(2, 21, 21)
     hidden = torch.ones(21, 21, dtype=torch.bool).triu(1)
     poisoned = scores.masked_fill(hidden, torch.nan).to(kernel_device).requires_grad_()
@@ -300,7 +300,7 @@ def test_a_causal_row_sees_nothing_of_the_masked(
 def test_offsets_of_64_bits(name: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     narrow = differentiate(case.kernel, case.make((2, 5, 12), torch.float32, kernel_device))
-    monkeypatch.setattr("autoptd.runtime.kernels.triton.rows.WIDE_FROM", 0)
+    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.WIDE_FROM", 0)
     wide = differentiate(case.kernel, case.make((2, 5, 12), torch.float32, kernel_device))
     for one, other in zip(narrow, wide, strict=True):
         assert torch.equal(one, other)
@@ -315,7 +315,7 @@ def test_cross_entropy_in_triton(
     kernel_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autoptd.runtime.kernels.triton.rows.WIDEST", widest)
+    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.ROW_WIDEST", widest)
     torch.manual_seed(0)
     storage = (3 * torch.randn(shape[0], shape[1] + 3)).to(kernel_device, dtype)
     target = torch.arange(shape[0], device=kernel_device) * 7
@@ -356,23 +356,27 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
     [
         (
             lambda x, v: kernels.rms_norm(x, v[:3], EPS),
-            r"rms_norm was given weight \[3\] of torch.float32, expected",
+            r"rms_norm was given x \[2, 8\] and weight \[3\], expected \[\.\., h\] and \[h\]",
         ),
         (
             lambda x, v: kernels.rms_norm(x.int(), v, EPS),
-            r"x \[2, 8\] of torch.int32, expected floating-point rows",
+            "rms_norm was given x of torch.int32, expected float64",
         ),
-        (lambda x, v: kernels.rms_norm(x, v.to("meta"), EPS), "x on cpu and weight on meta"),
+        (lambda x, v: kernels.rms_norm(x, v.to("meta"), EPS), "weight on meta, the others are on cpu"),
         (
             lambda x, v: kernels.add_layer_norm(RANK, x, v, residual=v),
-            r"residual \[8\] of torch.float32, expected",
+            r"x \[2, 8\] and residual \[8\], expected \[\.\., h\] and the same",
         ),
-        (lambda x, v: kernels.add_layer_norm(RANK, x, v, v.long()), r"norm_bias \[8\] of torch.int64"),
-        (lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, bias=x), r"bias \[2, 8\] of torch.float32"),
+        (lambda x, v: kernels.add_layer_norm(RANK, x, v, v.long()), "norm_bias of torch.int64"),
+        (
+            lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, bias=x),
+            r"bias \[2, 8\], expected \[\.\., h\] and \[h\]",
+        ),
         (
             lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, p=1.5),
             "dropout probability is 1.5, expected 0 to 1",
         ),
+        (lambda x, v: kernels.layer_norm(x[0, 0], v[0]), r"x \[\] and weight \[\], expected \[\.\., h\]"),
         (lambda x, v: kernels.scaled_softmax(RANK, v), r"scores \[8\] of torch.float32, expected"),
         (lambda x, v: kernels.scaled_softmax(RANK, x, x, True), "a mask and is_causal=True; give one"),
         (lambda x, v: kernels.scaled_softmax(RANK, x, x.int()), "a mask of torch.int32, expected bool"),

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3).
+"""The vocabulary-parallel embedding and cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3).
 
 All-reduces cannot stand inside an operator, so the operators are what one rank does alone: statistics of its
 columns of every row, and the rows' losses. One tensor as wide as the vocabulary is kept for the gradient, which takes
@@ -16,14 +16,31 @@ from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.precision import HALF, widen
-from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.kernels.selection import find_kernels, runs_plainly
+from autoptd.runtime.kernels.registration import define_operator, find_kernels, runs_plainly
 
 # Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 26
 # Whole logits of so few elements stay in a CPU's cache with the two tensors as wide that torch's own loss makes.
 FEW = 1 << 20
+
+
+def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_idx: int = -1) -> Tensor:
+    """Look `ids` up in this tensor rank's rows of the table: partial, zero where another rank owns the row.
+
+    `weight` [ceil(V / t), h] holds rows index * ceil(V / t) on; the last rank's may be padded. An id outside
+    0 to V - 1 is torch's own IndexError on every rank. The row `padding_idx` (-1: none) gets no gradient.
+    """
+    if rank.group("tensor").size == 1:
+        return torch.embedding(weight, ids, padding_idx)
+    rows = weight.shape[0]
+    local = ids - rank.group("tensor").index * rows
+    elsewhere = (local < 0) | (local >= rows)
+    illegal = (ids < 0) | (ids >= vocabulary)
+    local = local.masked_fill(elsewhere, 0).masked_fill(illegal, rows)
+    own_padding = padding_idx - rank.group("tensor").index * rows
+    own_padding = own_padding if 0 <= own_padding < rows else -1
+    return torch.embedding(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 def cross_entropy(
@@ -122,7 +139,12 @@ def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]
     return zip(*(tensor.tensor_split(parts) for tensor in (logits, *others)), strict=True)
 
 
-@define_operator("cross_entropy_statistics")
+def _allocate_statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
+    statistics = logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
+    return statistics, logits.new_empty(logits.shape if trains and keeps_softmax(logits) else (0,))
+
+
+@define_operator("cross_entropy_statistics", _allocate_statistics, triton="cross_entropy")
 def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
     """Return the maximum of each row's first `own` columns, and the sum of exponentials relative to it; their softmax.
 
@@ -130,10 +152,6 @@ def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]
     zeros for the other columns and such rows; [0] where it is not kept for a backward.
     """
     statistics, softmax = _allocate_statistics(logits, own, trains)
-    kernels = find_kernels("cross_entropy", logits)
-    if kernels is not None:
-        kernels.sum_exponentials(logits, own, statistics)
-        return statistics, softmax
     largest, total = statistics.unbind()
     kept = softmax.dim() == 2
     if kept:
@@ -159,12 +177,7 @@ def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]
     return statistics, softmax
 
 
-def _allocate_statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
-    statistics = logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
-    return statistics, logits.new_empty(logits.shape if trains and keeps_softmax(logits) else (0,))
-
-
-@define_operator("cross_entropy_rows")
+@define_operator("cross_entropy_rows", lambda *arguments: torch.empty_like(arguments[3][0]))
 def _losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """Return the loss of every row, log(total) - aim.
 
@@ -175,19 +188,12 @@ def _losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: 
     return rows[2].log() - rows[3]
 
 
-def _allocate_losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
-    return torch.empty_like(rows[0])
-
-
-@define_operator("cross_entropy_rows_backward")
+@define_operator(
+    "cross_entropy_rows_backward", lambda _, x, *others: x.new_empty(x.shape), triton="cross_entropy"
+)
 def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """Return softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
-    result = _allocate_gradient(factor, logits, column, rows, own)
-    kernels = find_kernels("cross_entropy", logits)
-    if kernels is not None:
-        largest, _, total, _ = rows.unbind()
-        kernels.differentiate_losses(factor, logits, column, largest, total, own, result)
-        return result
+    result = logits.new_empty(logits.shape)
     result[:, own:] = 0
     if own == 0:
         return result
@@ -197,10 +203,6 @@ def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own:
         softmax = torch.softmax(x, 1, dtype=rows.dtype).masked_fill_((part == 0)[:, None], 0)
         gradient.copy_(_subtract_targets(softmax, scale, at, part / total))
     return result
-
-
-def _allocate_gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
-    return logits.new_empty(logits.shape)
 
 
 def _subtract_targets(softmax: Tensor, factor: Tensor, column: Tensor, share: Tensor) -> Tensor:
@@ -238,7 +240,4 @@ def _backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
     return gradient, None, None, None, None
 
 
-_statistics.register_fake(_allocate_statistics)
-_losses.register_fake(_allocate_losses)
-_gradient.register_fake(_allocate_gradient)
 _losses.register_autograd(_backward, setup_context=_save)
