@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -182,15 +182,7 @@ def _keep_runs(
     if seen is not None:
         blocks = blocks.view(-1, seen.size)[:, seen.places].view(1, -1)
     kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
-    fill = _fill_on_cpu if device.type == "cpu" else _fill
-    fill(
-        kept,
-        (blocks & WORD, (blocks >> 32 << OPERATOR_BITS) | operator),
-        samples & WORD,
-        call & WORD,
-        key,
-        dropped,
-    )
+    _fill(kept, blocks, operator, samples, call, key, dropped)
     if seen is not None:  # a block is as wide as one int64
         drawn = kept.view(torch.int64).view(len(samples), -1, len(seen.places))
         kept = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -204,43 +196,35 @@ def _keep_runs(
 
 def _fill(
     kept: Tensor,
-    blocks: tuple[Tensor, Tensor],
+    blocks: Tensor,
+    operator: int,
     samples: Tensor,
     call: int,
     key: tuple[int, int],
     dropped: int,
 ) -> None:
-    """Fill `kept` [samples, blocks, 8]; `blocks` are the counter's first two words, each [1, blocks]."""
-    calls = torch.full((1, 1), call, device=kept.device)
-    for rows, columns in _tiles(kept.shape, DEVICE_CHUNK):
-        counter = (*(word[:, columns] for word in blocks), samples[rows, None], calls)
-        for number, word in enumerate(philox(counter, key)):
-            kept[rows, columns, 2 * number] = (word & (LEVELS - 1)) >= dropped
-            kept[rows, columns, 2 * number + 1] = (word >> 16) >= dropped
+    """Fill `kept` [samples, blocks, 8], for the numbers of the `blocks` [1, blocks] and of the `samples`.
 
-
-def _fill_on_cpu(
-    kept: Tensor,
-    blocks: tuple[Tensor, Tensor],
-    samples: Tensor,
-    call: int,
-    key: tuple[int, int],
-    dropped: int,
-) -> None:
-    """Fill `kept` as `_fill` does, in numpy, which multiplies integers in less than half torch's time.
-
-    On one thread: beside OpenMP's, which spin between operators, further ones made a step slower by a third.
+    On a CPU in numpy, which multiplies integers in less than half torch's time, and on one thread: beside OpenMP's,
+    which spin between operators, further ones made a step slower by a third.
     """
-    target, calls = kept.numpy(), np.full((1, 1), call)
-    counts, first = [word.numpy() for word in blocks], samples.numpy()
-
-    for rows, columns in _tiles(kept.shape, CPU_CHUNK):
-        into = target[rows, columns]
-        words = np.empty((*into.shape[:-1], 4), "<u4")
-        counter = (*(word[:, columns] for word in counts), first[rows, None], calls)
-        for number, word in enumerate(philox(counter, key)):
-            words[..., number] = word
-        np.greater_equal(words.view("<u2"), dropped, out=into)
+    calls = torch.full((1, 1), call & WORD, device=kept.device)
+    counter: Any = (blocks & WORD, (blocks >> 32 << OPERATOR_BITS) | operator, samples[:, None] & WORD, calls)
+    if kept.is_cpu:
+        counter = [word.numpy() for word in counter]
+    for rows, columns in _tiles(kept.shape, CPU_CHUNK if kept.is_cpu else DEVICE_CHUNK):
+        low, high, sample, calls = counter
+        words: Any = philox((low[:, columns], high[:, columns], sample[rows], calls), key)
+        into = kept[rows, columns]
+        if kept.is_cpu:
+            drawn = np.empty((*into.shape[:-1], 4), "<u4")
+            for number, word in enumerate(words):
+                drawn[..., number] = word
+            np.greater_equal(drawn.view("<u2"), dropped, out=into.numpy())
+            continue
+        for number, word in enumerate(words):
+            into[..., 2 * number] = (word & (LEVELS - 1)) >= dropped
+            into[..., 2 * number + 1] = (word >> 16) >= dropped
 
 
 def _tiles(shape: Sequence[int], chunk: int) -> list[tuple[slice, slice]]:

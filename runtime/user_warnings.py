@@ -14,7 +14,7 @@ INNER = frozenset(
 def warn_caller(text: str) -> None:
     """Warn of `text` at the line outside of the library and torch that led here."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _package(frame.f_globals) in INNER:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in INNER:
         frame = frame.f_back
     warnings.warn_explicit(
         text,
@@ -24,7 +24,3 @@ def warn_caller(text: str) -> None:
         module=str(frame.f_globals.get("__name__", "")),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def _package(names: dict[str, object]) -> str:
-    return str(names.get("__name__", "")).partition(".")[0]

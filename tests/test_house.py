@@ -39,7 +39,7 @@ BANNED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "bas
 IMPORTS = {
     "runtime": {
         "checkpoint": "comm guards optimizer program user_warnings weights",
-        "collectives": "comm kernels overlapped_linears",
+        "collectives": "comm kernels",
         "comm": "health program randomness",
         "engine": "comm optimizer program weights",
         "guards": "comm engine health optimizer program user_warnings weights",
@@ -48,7 +48,6 @@ IMPORTS = {
         "launch": "comm health program",
         "module": "checkpoint comm engine guards kernels optimizer program user_warnings weights",
         "optimizer": "comm kernels program",
-        "overlapped_linears": "comm kernels",
         "program": "",
         "randomness": "",
         "recomputation": "comm",

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import autoptd
 from autoptd.runtime.comm.connection import connect
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.engine.label_count import read_items, weigh_items
+from autoptd.runtime.engine.label_weights import read_items, weigh_items
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.ranks import run_ranks

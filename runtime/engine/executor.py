@@ -23,7 +23,7 @@ from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer
 from autoptd.runtime.engine.gradient_aliasing import separate_gradients
-from autoptd.runtime.program.manifest import Manifest, StageInterface
+from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
@@ -182,24 +182,23 @@ class Executor:
             return
         values = self._manifest.stages[boundary].sends
         gradients = [value for value in values if value.requires_grad]
-        pipeline = self._manifest.mesh.pipeline
-        tensor, scatter_gather = self._connection.rank.group("tensor"), self._manifest.scatter_gather
+        pipeline, above = self._manifest.mesh.pipeline, boundary + 1
+        shared = self._connection.rank.group("tensor"), self._manifest.scatter_gather
+
+        def send(values: Sequence[Boundary], source: int, target: int) -> SendBuffer:
+            channel = self._connection.outgoing[target % pipeline]
+            return SendBuffer(values, channel, *shared, self.sent, f"stage {source} -> {target}")
+
+        def receive(values: Sequence[Boundary], source: int) -> RecvBuffer:
+            return RecvBuffer(values, self._connection.incoming[source % pipeline], *shared, self._device)
+
         if lower is not None:
-            peer = (boundary + 1) % pipeline
-            label = f"stage {boundary} -> {boundary + 1}"
-            channel = self._connection.outgoing[peer]
-            lower.departure = SendBuffer(values, channel, tensor, scatter_gather, self.sent, label)
-            channel = self._connection.incoming[peer]
-            lower.gradient_arrival = RecvBuffer(gradients, channel, tensor, scatter_gather, self._device)
+            lower.departure, lower.gradient_arrival = send(values, boundary, above), receive(gradients, above)
         if upper is not None:
-            peer = boundary % pipeline
-            label = f"stage {boundary + 1} -> {boundary}"
-            channel = self._connection.outgoing[peer]
-            upper.gradient_departure = SendBuffer(
-                gradients, channel, tensor, scatter_gather, self.sent, label
+            upper.gradient_departure, upper.arrival = (
+                send(gradients, above, boundary),
+                receive(values, boundary),
             )
-            channel = self._connection.incoming[peer]
-            upper.arrival = RecvBuffer(values, channel, tensor, scatter_gather, self._device)
 
     def _buffer(self, action: Action) -> Buffer | None:
         """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""

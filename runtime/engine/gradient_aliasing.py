@@ -14,19 +14,15 @@ def separate_gradients(leaves: Iterable[Tensor], others: Sequence[Tensor]) -> No
     ``p[None] + q[None]`` both have the sum's gradient, and an addition into one changes the other.
     """
     held = [(x, None) for x in others] + [(leaf.grad, leaf) for leaf in leaves if leaf.grad is not None]
-    spans = [(x.data_ptr(), x.data_ptr() + x.nbytes, leaf) for x, leaf in held]
     until, last = 0, None  # where the furthest one so far ends, and whose it is
-    for begin, end, leaf in sorted(spans, key=lambda span: span[0]):
-        if begin < until and leaf is not None:
-            _copy(leaf)
-            continue  # it is elsewhere now
-        if begin < until and last is not None:
-            _copy(last)
+    for gradient, leaf in sorted(held, key=lambda pair: pair[0].data_ptr()):
+        begin, end = gradient.data_ptr(), gradient.data_ptr() + gradient.nbytes
+        sharing = leaf if leaf is not None else last
+        if begin < until and sharing is not None:
+            assert sharing.grad is not None
+            sharing.grad = sharing.grad.clone()
+            if sharing is leaf:
+                continue  # it is elsewhere now
             last = None
         if end > until:
             until, last = end, leaf
-
-
-def _copy(leaf: Tensor) -> None:
-    assert leaf.grad is not None
-    leaf.grad = leaf.grad.clone()

@@ -1,14 +1,17 @@
-"""The weight of a microbatch's loss in the step's: its part of all valid labels, or 1/m."""
+"""The weight of a microbatch's loss in the step's, and of a call's in that of several calls: its part of the labels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Input, Manifest
+
+ITEMS = "num_items_in_batch"  # the number of labels that a trainer divides the loss by, over several calls
 
 
 def count_valid(labels: Input, values: Tensor) -> Tensor:
@@ -36,3 +39,33 @@ def find_divisors(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor]) -
     counts = count_valid(labels, batch[labels.name])
     total = rank.group("data").all_reduce(counts.sum())
     return total / (counts * rank.group("data").size)
+
+
+def read_items(manifest: Manifest, items: Any, device: torch.device) -> Tensor:
+    """Return `items` as a number, before the step that it is of; ValueError where it cannot be used."""
+    if manifest.weighing_labels is None:
+        raise ValueError(
+            f"{ITEMS} is given, but the loss is not known to be the mean over the labels of an input of the program "
+            f"({', '.join(i.name for i in manifest.inputs)}): leave it out, or let torch's cross_entropy be the loss"
+        )
+    if isinstance(items, int | float):  # filled in: a copy of it would wait for the GPU
+        return torch.full((), items, dtype=torch.float64, device=device)
+    number = torch.as_tensor(items, dtype=torch.float64, device=device)
+    if number.numel() != 1:
+        raise ValueError(f"{ITEMS} is {items}, expected one number, the count of all labels of the step")
+    return number.reshape(())
+
+
+def weigh_items(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor], items: Tensor) -> Tensor:
+    """Return the factor of this call's loss, a mean over its labels, where `items` of all calls are one step.
+
+    `items` is a replica's number, or the same number of all replicas where the caller multiplies the loss by how many
+    there are, to undo the mean that DDP takes: this is the labels of all replicas in this call over the sum of the
+    replicas' `items`, and right for both. Every rank must call it.
+    """
+    labels = manifest.weighing_labels
+    assert labels is not None
+    summed = rank.group("data").all_reduce(
+        torch.stack([count_valid(labels, batch[labels.name]).sum(), items])
+    )
+    return summed[0] / summed[1]

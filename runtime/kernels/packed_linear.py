@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ def split_linear(
     return made
 
 
-@define_operator("split_linear")
+def _allocate(x: Tensor, weight: Tensor, _: Any, sections: int, transposed: bool) -> Tensor:
+    return x.new_empty((sections, *x.shape[:-1], weight.shape[1 if transposed else 0] // sections))
+
+
+@define_operator("split_linear", _allocate)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
     parts = _sections(weight, sections, transposed)
@@ -52,12 +57,6 @@ def _multiply(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tenso
     return made
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool) -> Tensor:
-    size = weight.shape[1 if transposed else 0] // sections
-    return x.new_empty((sections, *x.shape[:-1], size))
-
-
 def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
     """Return the weight as a view [sections, in, out / sections]."""
     rows, columns = weight.shape
@@ -66,49 +65,56 @@ def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
     return weight.view(sections, rows // sections, columns).transpose(1, 2)
 
 
-def split_terms(
-    gradient: Tensor, weight: Tensor, sections: int, transposed: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
-    parts = _sections(weight, sections, transposed).transpose(1, 2)
-    return list(zip(gradient.reshape(sections, -1, gradient.shape[-1]), parts, strict=True))
+@dataclass(frozen=True)
+class SplitLinear:
+    """`split_linear` in `sections`, and its gradients one by one."""
 
+    sections: int
+    transposed: bool
 
-def differentiate_weight(gradient: Tensor, x: Tensor, sections: int, transposed: bool) -> Tensor:
-    """Return the gradient of the weight, laid out as the weight is, from that of the result."""
-    gradient = gradient.reshape(sections, -1, gradient.shape[-1])
-    rows = x.reshape(-1, x.shape[-1]).expand(sections, -1, -1)
-    # A result that is written in place cannot be differentiated again.
-    multiply = torch.bmm if torch.is_grad_enabled() else _multiply
-    made = multiply(gradient.transpose(1, 2), rows).view(-1, x.shape[-1])
-    return made.t() if transposed else made
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return split_linear(x, weight, bias, self.sections, self.transposed)
 
+    def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
+        parts = _sections(weight, self.sections, self.transposed).transpose(1, 2)
+        return list(zip(self._split(gradient), parts, strict=True))
 
-def differentiate_bias(gradient: Tensor, sections: int) -> Tensor:
-    """Return the gradient of the bias from that of the result."""
-    return gradient.reshape(sections, -1, gradient.shape[-1]).sum(1).view(-1)
+    def differentiate_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight, laid out as the weight is, from that of the result."""
+        rows = x.reshape(-1, x.shape[-1]).expand(self.sections, -1, -1)
+        # A result that is written in place cannot be differentiated again.
+        multiply = torch.bmm if torch.is_grad_enabled() else _multiply
+        made = multiply(self._split(gradient).transpose(1, 2), rows).view(-1, x.shape[-1])
+        return made.t() if self.transposed else made
+
+    def differentiate_bias(self, gradient: Tensor) -> Tensor:
+        return self._split(gradient).sum(1).view(-1)
+
+    def _split(self, gradient: Tensor) -> Tensor:
+        return gradient.reshape(self.sections, -1, gradient.shape[-1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.sections, ctx.transposed = inputs
-    ctx.has_bias = bias is not None
+    x, weight, _, *options = inputs
+    ctx.product = SplitLinear(*options)
     ctx.save_for_backward(x, weight)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    towards_x = towards_weight = towards_bias = None
+    of_x = of_weight = of_bias = None
     if ctx.needs_input_grad[0]:
-        (part, own), *rest = split_terms(gradient, weight, ctx.sections, ctx.transposed)
+        (part, own), *rest = ctx.product.terms(gradient, weight)
         total = part @ own
         for part, own in rest:
             total = torch.addmm(total, part, own)
-        towards_x = total.view(x.shape)
+        of_x = total.view(x.shape)
     if ctx.needs_input_grad[1]:
-        towards_weight = differentiate_weight(gradient, x, ctx.sections, ctx.transposed)
-    if ctx.has_bias and ctx.needs_input_grad[2]:
-        towards_bias = differentiate_bias(gradient, ctx.sections)
-    return towards_x, towards_weight, towards_bias, None, None
+        of_weight = ctx.product.differentiate_weight(gradient, x)
+    if ctx.needs_input_grad[2]:
+        of_bias = ctx.product.differentiate_bias(gradient)
+    return of_x, of_weight, of_bias, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)

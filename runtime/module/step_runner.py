@@ -15,9 +15,7 @@ from autoptd.runtime.comm.timings import Measured, gather_measured
 from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.engine.bound_shape import BoundShape
-from autoptd.runtime.engine.label_count import NAME as ITEMS
-from autoptd.runtime.engine.label_count import read_items, weigh_items
-from autoptd.runtime.engine.label_weights import find_divisors
+from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
 from autoptd.runtime.engine.step import Step
 from autoptd.runtime.guards.mixed_precision import describe_unheeded

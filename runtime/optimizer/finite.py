@@ -14,11 +14,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     filled = [gradient for gradient in gradients if gradient.numel()]
     if not filled:
         return torch.ones((), dtype=torch.bool, device=device)
-    if device.type == "cpu":
-        # No sum is finite where an element is not, and it takes a fourth of the time that extremes take, which do not
-        # overflow. Norms take ten times as long as those.
-        if torch.stack([gradient.sum() for gradient in filled]).isfinite().all():
-            return torch.ones((), dtype=torch.bool)
-        return torch.stack([end for gradient in filled for end in gradient.aminmax()]).isfinite().all()
-    # The maximum norm does not overflow, as a sum of squares may.
+    # On a CPU a sum takes a fortieth of a norm's time; it is not finite where an element is not.
+    if device.type == "cpu" and torch.stack([gradient.sum() for gradient in filled]).isfinite().all():
+        return torch.ones((), dtype=torch.bool)
+    # The maximum norm does not overflow, as a sum may.
     return get_total_norm(filled, torch.inf).isfinite()

@@ -34,19 +34,17 @@ class Completion:
     @classmethod
     def of(cls, manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Completion:
         ends = last_gradients(actions)
-        after: dict[int, list[str]] = {}
-        late: dict[tuple[int, ...], list[str]] = {}
+        after: dict[int, tuple[str, ...]] = {}
+        late: dict[tuple[int, ...], tuple[str, ...]] = {}
         for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):
             owned = [s.index for s in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
             stages = [index for index in owned if name in manifest.stages[index].parameters]
             if len(owners := manifest.owners(name)) > 1 and stages:
-                late.setdefault(owners, []).append(name)
+                late[owners] = (*late.get(owners, ()), name)
             elif stages:
-                after.setdefault(max(stages, key=lambda stage: ends.get(stage, -1)), []).append(name)
-        return cls(
-            {stage: tuple(names) for stage, names in after.items()},
-            {owners: tuple(names) for owners, names in sorted(late.items())},
-        )
+                stage = max(stages, key=lambda stage: ends.get(stage, -1))
+                after[stage] = (*after.get(stage, ()), name)
+        return cls(after, dict(sorted(late.items())))
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
@@ -160,7 +158,8 @@ class GradientSums:
                     found[name] += part
             elif leaves and leaves[0].requires_grad and len(self._manifest.owners(name)) > 1:
                 # Its other owners may have one and sum with this.
-                found[name] = torch.zeros_like(leaves[0], dtype=wide_dtype(leaves[0].dtype))
+                dtype = torch.float32 if leaves[0].dtype in HALF else leaves[0].dtype
+                found[name] = torch.zeros_like(leaves[0], dtype=dtype)
         self._sum_partial(found)
         return found
 
@@ -212,8 +211,3 @@ class GradientSums:
         for bucket in list(fill_buckets(list(gradients.values()))):
             own = {names[i]: gradients.pop(names[i]) for i in bucket}
             self._posted.append((data.post_all_reduce(list(own.values())), owners, list(own)))
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gradients and of the optimizer's own weights for parameters in `dtype`."""
-    return torch.float32 if dtype in HALF else dtype

@@ -37,15 +37,12 @@ class LossScale:
             flags = group.all_reduce(flags, "max")
         broken, lost = (bool(flag) for flag in flags.tolist())
         if not lost:
-            self._update(finite=not broken)
+            self.finite_steps = 0 if broken else self.finite_steps + 1
+            if broken:
+                self.value /= 2
+            elif self.finite_steps % GROWTH_INTERVAL == 0:
+                self.value *= 2
         return broken and not lost
-
-    def _update(self, finite: bool) -> None:
-        self.finite_steps = self.finite_steps + 1 if finite else 0
-        if not finite:
-            self.value /= 2
-        elif self.finite_steps % GROWTH_INTERVAL == 0:
-            self.value *= 2
 
     @property
     def is_exhausted(self) -> bool:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from autoptd.runtime.comm.groups import LocalGroup
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.batch import split_batch
-from autoptd.runtime.engine.label_count import read_items
+from autoptd.runtime.engine.label_weights import read_items
 from autoptd.runtime.guards.step_agreement import compare_ranks
 from autoptd.runtime.health import watchdog
 from autoptd.runtime.health.activity import BUSY, Position
