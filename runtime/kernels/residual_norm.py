@@ -133,10 +133,10 @@ def _add_norm(
 
     The sum is empty where nothing is added to `x`, the means [.., 1] in an RMSNorm.
     """
-    added, x = x.new_empty(0), x.contiguous()
+    added = x.new_empty(0)
     if _adds(bias, residual, key):
         added = x = bias_dropout_add_operator(x, bias, residual, p, key).contiguous()
-    wide = x.to(widen(x.dtype))
+    wide = x.contiguous().to(widen(x.dtype))
     if centers:
         offset = None if norm_bias is None else norm_bias.to(wide.dtype)
         normed, mean, scale = torch.native_layer_norm(wide, x.shape[-1:], weight.to(wide.dtype), offset, eps)

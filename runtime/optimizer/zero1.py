@@ -56,17 +56,15 @@ class FlatShard:
         padding = -self._used % self._group.size
         return torch.cat([*rows, rows[0].new_zeros(padding)])
 
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return views of the parameters' parts of a `flat` row, by name."""
-        rows = flat[: self._used].split([shape.numel() for shape in self.shapes])
-        return {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
-
     def _view(self) -> dict[str, Tensor]:
         """Return the parameters' parts of `flat`, in its memory, each as a storage of its own.
 
         A common storage would be taken for that of tied weights, which a file gets once.
         """
-        views = self.split(self.flat)
+        rows = self.flat[: self._used].split([shape.numel() for shape in self.shapes])
+        views = {
+            name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)
+        }
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return {name: from_dlpack(view) for name, view in views.items()}
 
