@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.attention.products import Product, Result, Step, call_name, read_result, read_scores
-from autoptd.passes.ir.nodes import called, operator_name, shape_of
+from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import kernels
@@ -74,7 +74,6 @@ def _name(node: fx.Node) -> str:
 
 
 def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
-    """Say what an operator that is not a step does to scores."""
     if call_name(node) == "aten.add" and learned.issuperset(node.args):
         return f"{called(node)} adds a learned value to its scores"
     made, *given = (n.meta.get("val") for n in (node, *node.all_input_nodes))
@@ -95,8 +94,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
     """Read a node as a step, which keeps the dtype and, except for a view, the shape of the scores."""
-    read = _view if has_trait(node, SHAPED) else _STEPS.get(call_name(node))
-    step = read(node, number, learned) if read is not None else None
+    step = _read_kind(node, number, learned)
     if step is None or not isinstance(step.source, fx.Node):
         return None
     given, val = step.source.meta["val"], node.meta["val"]
@@ -107,67 +105,60 @@ def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | N
     return replace(step, frame=tuple(given.shape)) if same_dtype and same_shape else None
 
 
-def _scale(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """Read a product with, or a division by, one positive number."""
-    divides = operator_name(node.target) == "aten.div"
-    pairs = [(node.args[0], node.args[1])] if divides else [node.args[:2], node.args[1::-1]]
-    for source, other in pairs:
+def _read_kind(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+    source: Any = node.args[0] if node.args else None
+    if has_trait(node, SHAPED):
+        return Step(source, "view", ()) if keeps_rows(source, node) else None
+    match call_name(node):
+        case "aten.add":
+            return _read_addition(node, learned)
+        case "aten.masked_fill":
+            return _read_fill(source, node.args[1], node.args[2], number, learned, hides=True)
+        case "aten.where" if number(node.args[1]) is None:
+            mask, source, value = node.args[:3]
+            return _read_fill(source, mask, value, number, learned, hides=False)
+        case "aten.where":
+            mask, value, source = node.args[:3]
+            return _read_fill(source, mask, value, number, learned, hides=True)
+        case "aten.to" if source.meta["val"].dtype in HALF and node.meta["val"].dtype == torch.float32:
+            return Step(source, "cast", ())
+    return read_scale(node, number)
+
+
+def read_scale(node: fx.Node, number: Number) -> Step | None:
+    """Read a product with, or a division by, one positive number; return None for any other operator."""
+    name = call_name(node)
+    pairs = {"aten.mul": [node.args[:2], node.args[1::-1]], "aten.div": [node.args[:2]]}
+    for source, other in pairs.get(name, []):
         factor = number(other) if isinstance(source, fx.Node) and not node.kwargs else None
         if isinstance(source, fx.Node) and factor is not None and 0 < factor < float("inf"):
-            return Step(source, "scale", (), 1 / factor if divides else factor)
+            return Step(source, "scale", (), factor if name == "aten.mul" else 1 / factor)
     return None
 
 
-def _add(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
+def _read_addition(node: fx.Node, learned: set[fx.Node]) -> Step | None:
     """Read the addition of a mask: a value without parameters, and not the scores."""
-    first, second = node.args[:2]
-    if node.kwargs or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
-        return None
-    for source, mask in ((first, second), (second, first)):
-        if source in learned and mask not in learned and mask.meta["val"].is_floating_point():
+    given: Any = node.args
+    for source, mask in () if node.kwargs else (given[:2], given[1::-1]):
+        both = isinstance(source, fx.Node) and isinstance(mask, fx.Node)
+        if both and source in learned and mask not in learned and mask.meta["val"].is_floating_point():
             return Step(source, "add", (), mask=mask)
     return None
 
 
-def _fill(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """Read one number in place of the scores that a mask hides: ``masked_fill``, ``where``."""
-    if operator_name(node.target) == "aten.masked_fill":
-        (source, mask, value), hides = node.args[:3], True
-    else:
-        mask, source, value = node.args[:3]
-        hides = number(source) is not None
-        source, value = (value, source) if hides else (source, value)
+def _read_fill(
+    source: Any, mask: Any, value: Any, number: Number, learned: set[fx.Node], *, hides: bool
+) -> Step | None:
+    """Read one number in place of the scores that a mask `hides`, or does not show."""
     factor = number(value)
     if factor is None or mask in learned or not isinstance(mask, fx.Node) or not isinstance(source, fx.Node):
         return None
     return Step(source, "fill", (), factor, mask, hides) if mask.meta["val"].dtype == torch.bool else None
 
 
-def _cast(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    source: Any = node.args[0]
-    wider = source.meta["val"].dtype in HALF and node.meta["val"].dtype == torch.float32
-    return Step(source, "cast", ()) if wider else None
-
-
-def _view(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | None:
-    """Read a view that merges or splits leading dimensions; queries and keys stay."""
-    source: Any = node.args[0]
-    return Step(source, "view", ()) if keeps_rows(source, node) else None
-
-
 def keeps_rows(source: fx.Node, node: fx.Node) -> bool:
-    """Return whether a view leaves the last two dimensions as they are."""
+    """Return whether a view leaves the last two dimensions, queries and keys, as they are."""
     return shape_of(source)[-2:] == shape_of(node)[-2:] and len(shape_of(source)) > 2 < len(shape_of(node))
-
-
-_STEPS: dict[str, Callable[[fx.Node, Number, set[fx.Node]], Step | None]] = {
-    "aten.mul": _scale,
-    "aten.div": _scale,
-    "aten.add": _add,
-    "aten.masked_fill": _fill,
-    "aten.where": _fill,
-    "aten.to": _cast,
-}
 
 
 # On, from the weights

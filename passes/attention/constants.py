@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.names import live_nodes, operator_word
+from autoptd.passes.ir.names import operator_word
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import is_lifted
 from autoptd.passes.ir.program import Stage, copy_graph
@@ -81,12 +81,10 @@ class Constants:
         wanted = {
             n: node for n, node in self.sources.items() if n in used and self.parameters[n].kind == "constant"
         }
-        constants = fx.Graph()
+        constants = self.graph if wanted else fx.Graph()
         if wanted:
-            self.graph.output(wanted)
-            values: dict[fx.Node, fx.Node] = {}
-            for node in live_nodes(self.graph):
-                values[node] = constants.node_copy(node, values.__getitem__)
+            constants.output(wanted)
+            constants.eliminate_dead_code()
         used.update(str(node.target) for node in constants.nodes if node.op == "get_attr")
         kept = {
             name: p

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -50,21 +51,14 @@ class _Content:
     finite: bool
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One constant mask: the keys `seen` (bool; None: all), and the `bias` on their scores (None: none)."""
-
-    seen: fx.Node | None
-    bias: fx.Node | None = None
-
-
 class Masks:
     """A reader of the masks of attentions, which makes constants of the combined ones."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
         self.judge = constants.judge
-        self._known: dict[Any, Any] = {}
+        self._known: dict[Any, Mask | str] = {}
+        self._read = cache(self._measure)
 
     def combine(self, steps: Sequence[Step], shape: Sequence[int], dtype: torch.dtype) -> Mask | str:
         """Combine the masks among an attention's `steps` for scores of `shape`, or say why that is not known."""
@@ -73,18 +67,16 @@ class Masks:
             return Mask("open", "no mask")
         if any(step.kind == "scale" for step in steps[steps.index(masks[0]) :]):
             return "its scores are scaled after they are masked"
-        sources = [self.constants.source(step.mask) for step in masks]
+        sources: list[Any] = [self.constants.source(step.mask) for step in masks]
         if None in sources:
             return self._take(masks, dtype)
-        applied = tuple((s.kind, s.factor, s.hides, s.frame) for s in masks)
-        key = (applied, tuple(sources), tuple(shape), dtype)
+        applied = tuple(replace(s, source=c, mask=None) for s, c in zip(masks, sources, strict=True))
+        key = (applied, tuple(shape), dtype)
         if key not in self._known:
-            known = [source for source in sources if source is not None]
-            merged = self._merge(masks, known, shape, dtype)
-            proved = frozenset(name for source in known for name in buffers_under(source))
+            merged = self._merge(masks, sources, shape, dtype)
+            proved = frozenset(name for source in sources for name in buffers_under(source))
             self._known[key] = replace(merged, proved=proved) if isinstance(merged, Mask) else merged
-        found: Mask | str = self._known[key]
-        return found
+        return self._known[key]
 
     def describe(self, mask: fx.Node | None) -> str:
         """Describe the mask that an operator is given."""
@@ -140,11 +132,11 @@ class Masks:
         seen: fx.Node | None = None
         bias: fx.Node | None = None
         for step, source in zip(masks, sources, strict=True):
-            part = self._divide(step, source, shape, dtype)
-            if isinstance(part, str):
-                return part
-            seen = self._join(aten.logical_and.default, seen, part.seen)
-            bias = self._join(aten.add.Tensor, bias, part.bias)
+            parts = self._divide(step, source, shape, dtype)
+            if isinstance(parts, str):
+                return parts
+            seen = self._join(aten.logical_and.default, seen, parts[0])
+            bias = self._join(aten.add.Tensor, bias, parts[1])
         judged = "open" if seen is None else self.judge.judge(seen)
         if judged == "unknown":
             return f"its mask, {_origin(sources[0])}, has no known values"
@@ -158,19 +150,24 @@ class Masks:
             return Mask(judged, words or "no mask")
         return Mask("kept", words, constant=seen)
 
-    def _divide(self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype) -> _Part | str:
-        """Return the keys that one constant mask shows and its bias on the scores; or why they are not known."""
+    def _divide(
+        self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[fx.Node | None, fx.Node | None] | str:
+        """Return the keys (bool) that one constant mask shows, None if all, and its bias on the scores, None if none.
+
+        Return why, as a text, where they are not known.
+        """
         mask = self._widen(source, step.frame, shape)
         if step.kind == "fill":
             if not step.factor <= torch.finfo(dtype).min:
                 return f"it hides keys by the score {step.factor}, which may count"
-            return _Part(self.constants.emit(aten.logical_not.default, mask) if step.hides else mask)
+            return self.constants.emit(aten.logical_not.default, mask) if step.hides else mask, None
         content = self._read(mask)
         if content is None:
             return f"its mask, {_origin(source)}, has no known values"
         least = torch.finfo(mask.meta["val"].dtype).min
         seen = self.constants.emit(aten.gt.Scalar, mask, least) if content.hides else None
-        return _Part(seen, mask if content.adds else None)
+        return seen, mask if content.adds else None
 
     def _leave(
         self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
@@ -207,30 +204,19 @@ class Masks:
         whole = self.constants.emit(aten.expand.default, source, [*frame[:-2], rows, keys])
         return self.constants.emit(aten.reshape.default, whole, [*shape[:-2], rows, keys])
 
-    def _read(self, node: fx.Node) -> _Content | None:
-        """Return the facts about a floating constant; None if it cannot be computed, or has nan or +inf."""
-        key = ("content", node)
-        if key not in self._known:
-            self._known[key] = self._measure(node)
-        found: _Content | None = self._known[key]
-        return found
-
     def _measure(self, node: fx.Node) -> _Content | None:
-        content = _Content(hides=False, adds=False, finite=True)
+        """Return the facts about a floating constant; None if it cannot be computed, or has nan or +inf."""
+        hides, adds, finite = False, False, True
         for _, block in self.judge.blocks(node):
             if block is None or not block.is_floating_point() or not (block < torch.inf).all():
                 return None
             hidden = block <= torch.finfo(block.dtype).min
-            content = replace(
-                content,
-                hides=content.hides or bool(hidden.any()),
-                adds=content.adds or not bool((hidden | (block == 0)).all()),
-                finite=content.finite and bool((block > -torch.inf).all()),
-            )
-        return content
+            hides |= bool(hidden.any())
+            adds |= not bool((hidden | (block == 0)).all())
+            finite &= bool((block > -torch.inf).all())
+        return _Content(hides, adds, finite)
 
     def _sees_all(self, seen: fx.Node) -> bool:
-        """Return whether every row has a True."""
         return all(block is not None and bool(block.any(-1).all()) for _, block in self.judge.blocks(seen))
 
     def _shape_word(self, seen: fx.Node | None, judged: str) -> str:
@@ -250,7 +236,6 @@ def _wider(mask: fx.Node, dtype: torch.dtype) -> str:
 
 
 def _origin(source: fx.Node) -> str:
-    """Name a constant in a message."""
     while source.all_input_nodes:
         source = source.all_input_nodes[0]
     return str(source.target) if source.op == "get_attr" else called(source)

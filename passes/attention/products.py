@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any, Literal
 
 from torch import fx
@@ -61,36 +62,7 @@ def call_name(node: fx.Node) -> str:
 
 
 def read_scores(node: fx.Node) -> Product | None:
-    """Read scores as a product over the last dimension of queries and keys."""
-    if node.target is aten.einsum.default:
-        return _read_einsum(node)
-    product = read_product(node)
-    if product is None or not all(isinstance(factor, fx.Node) for factor in product.factors):
-        return None
-    steps: tuple[Step, ...] = ()
-    if node.target is aten.baddbmm.default:
-        frame, beta = shape_of(node), argument(node, 3, "beta", 1)
-        steps = (Step(node, "scale", frame, float(argument(node, 4, "alpha", 1))),)
-        if beta not in (0, 1) or not isinstance(product.bias, fx.Node) or steps[0].factor <= 0:
-            return None
-        if beta:  # with 0, `bias` does not count, not even a nan in it
-            steps += (Step(node, "add", frame, mask=product.bias),)
-    ranks = {len(shape_of(product.x)), len(shape_of(product.weight)), len(shape_of(node))}
-    batched = len(ranks) == 1 and ranks.pop() > 2
-    return Product(node, Factor(product.x), swap(product.weight), steps) if batched else None
-
-
-def swap(node: fx.Node) -> Factor:
-    """Swap the last two dimensions of a factor, or undo its transpose."""
-    rank = len(shape_of(node))
-    order = (*range(rank - 2), rank - 1, rank - 2)
-    if node.target is aten.transpose.int and {int(d) % rank for d in node.args[1:3]} == {rank - 1, rank - 2}:  # type: ignore[arg-type]
-        return Factor(node.args[0])  # type: ignore[arg-type]
-    return Factor(node, order)
-
-
-def _read_einsum(node: fx.Node) -> Product | None:
-    """Read scores computed by an equation such as "bqhd,bkhd->bhqk"."""
+    """Read scores as a product over one dimension of queries and keys, such as the last of both."""
     parsed = _parse(node)
     if parsed is None:
         return None
@@ -100,21 +72,51 @@ def _read_einsum(node: fx.Node) -> Product | None:
     if row in groups[1]:
         groups, operands = groups[::-1], operands[::-1]
     fits = set(groups[0]) == {*batch, row, summed} and set(groups[1]) == {*batch, column, summed}
-    if others or not fits:
+    steps = _read_sum(node) if node.target is aten.baddbmm.default else ()
+    if others or not fits or steps is None:
         return None
     queries, keys = (
-        Factor(operand, _order(group, (*batch, letter, summed)))
+        _read_factor(operand, group, (*batch, letter, summed))
         for operand, group, letter in zip(operands, groups, (row, column), strict=True)
     )
-    return Product(node, queries, keys)
+    return Product(node, queries, keys, steps)
+
+
+def _read_sum(node: fx.Node) -> tuple[Step, ...] | None:
+    """Read ``beta * bias + alpha * (queries @ keys)`` as a scale and, unless beta is 0, a mask."""
+    bias, frame, beta = node.args[0], shape_of(node), argument(node, 3, "beta", 1)
+    scale = Step(node, "scale", frame, float(argument(node, 4, "alpha", 1)))
+    if beta not in (0, 1) or not isinstance(bias, fx.Node) or scale.factor <= 0:
+        return None
+    return (scale, Step(node, "add", frame, mask=bias)) if beta else (scale,)
 
 
 def _parse(node: fx.Node) -> tuple[Sequence[str], str, Sequence[fx.Node]] | None:
-    """Return the letters of two operands and the result, if none is repeated or left out."""
-    einsum = read_einsum(node)
-    out = einsum.result or ""
-    plain = einsum.is_plain and len(einsum.operands) == len(einsum.groups) == 2 and len(out) > 2
-    return (einsum.groups, out, einsum.operands) if plain else None
+    """Return the letters of two factors and the result, as an einsum such as "bqhd,bkhd->bhqk" gives them."""
+    if node.target is aten.einsum.default:
+        einsum = read_einsum(node)
+        out = einsum.result or ""
+        plain = einsum.is_plain and len(einsum.operands) == len(einsum.groups) == 2 and len(out) > 2
+        return (einsum.groups, out, einsum.operands) if plain else None
+    product = read_product(node)
+    if product is None or not all(isinstance(factor, fx.Node) for factor in product.factors):
+        return None
+    rank = len(shape_of(node))
+    if rank < 3 or any(len(shape_of(factor)) != rank for factor in product.factors):
+        return None
+    batch = ascii_uppercase[: rank - 2]
+    return (f"{batch}qs", f"{batch}sk"), f"{batch}qk", product.factors
+
+
+def _read_factor(node: fx.Node, letters: str, wanted: Sequence[str]) -> Factor:
+    """Return a factor with its dimensions as `wanted`; one that is transposed for that as it was before."""
+    order, rank = _order(letters, wanted), len(letters)
+    last = (rank - 1, rank - 2)
+    if node.target is aten.transpose.int and order == (*range(rank - 2), *last):
+        given: Any = node.args
+        if {int(d) % rank for d in given[1:3]} == {*last}:
+            return Factor(given[0])
+    return Factor(node, order)
 
 
 def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
@@ -125,15 +127,7 @@ def _order(letters: str, wanted: Sequence[str]) -> tuple[int, ...] | None:
 
 def read_result(node: fx.Node, weights: fx.Node) -> Result | None:
     """Read the product of the weights with values over the keys."""
-    if node.target in (aten.matmul.default, aten.bmm.default):
-        values: Any = node.args[1]
-        fits = (
-            node.args[0] is weights
-            and values is not weights
-            and len(shape_of(values)) == len(shape_of(weights)) > 2
-        )
-        return Result(node, Factor(values)) if fits else None
-    parsed = _parse(node) if node.target is aten.einsum.default else None
+    parsed = _parse(node) if node.target is not aten.baddbmm.default else None
     if parsed is None:
         return None
     groups, out, operands = parsed

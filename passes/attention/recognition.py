@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import fx
 
@@ -18,7 +19,7 @@ from autoptd.passes.attention.chain import read_chain
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.rewriting import Rewriter, find_groups
 from autoptd.passes.cost.work import describe_saving
-from autoptd.passes.ir.nodes import argument, called, shape_of, where
+from autoptd.passes.ir.nodes import argument, called, shape_of, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait, rules_of
@@ -59,23 +60,14 @@ def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     graph = copy_graph(stage.graph) if written or grouped else stage.graph
     constants = Constants(stage, program.buffers)
     rewriter = Rewriter(graph, constants, program)
-    learned = _find_learned(graph, constants) if written else set()
+    weights = [n for name, n in rewriter.loads.items() if constants.parameters[name].kind == "parameter"]
+    learned = set(walk(weights, attrgetter("users")))
     findings = [f for node in list(graph.nodes) for f in [_visit(rewriter, node, learned)] if f is not None]
     entry = f"recognize_attention {_describe(findings)}"
     if rewriter.changed:
         before, stage = stage, rewriter.finish()
         entry += f"; {describe_saving((before,), (stage,))}"
     return program.replace_stages((stage,), entry, proved=rewriter.proved), tuple(findings)
-
-
-def _find_learned(graph: fx.Graph, constants: Constants) -> set[fx.Node]:
-    """Return the nodes that depend on parameters, trained or not."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        parameter = node.op == "get_attr" and constants.parameters[str(node.target)].kind == "parameter"
-        if parameter or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding | None:
@@ -115,11 +107,8 @@ def _describe(findings: Sequence[Finding]) -> str:
         words = {"causal": " causal", "no mask": ""}.get(mask, f" with mask ({mask})")
         name = f"{rule}{words}" if rule == "sdpa" else f"softmax only{words}"
         parts.append(f"{count} {name}" + (f" because {reason}" if reason else ""))
-    unknown: dict[str, list[str]] = {}
-    for finding in findings:
-        if not finding.rule:
-            unknown.setdefault(finding.reason, []).append(finding.place)
-    for reason, places in unknown.items():
-        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-        parts.append(f"{len(places)} not recognised because {reason}: {places[0]}{more}")
+    for reason, count in Counter(f.reason for f in findings if not f.rule).items():
+        first = next(f.place for f in findings if not f.rule and f.reason == reason)
+        more = f" and {count - 1} more" if count > 1 else ""
+        parts.append(f"{count} not recognised because {reason}: {first}{more}")
     return f"{len(findings)} attentions: {', '.join(parts)}"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.attention.chain import Chain
+from autoptd.passes.attention.chain import Chain, read_scale
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.masks import Mask, Masks
-from autoptd.passes.attention.products import Factor, Step, call_name
+from autoptd.passes.attention.products import Factor, Step
 from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.names import live_nodes
-from autoptd.passes.ir.node_info import describe, info
+from autoptd.passes.ir.names import rename_nodes
+from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.operators.record import Trait
@@ -39,20 +39,13 @@ class Rewriter:
         self.propagation = Propagation(program.mesh)
         self.rank = next(n for n in graph.nodes if info(n).role == "rank")
         self.loads = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
-        self.names: dict[fx.Node, str] = {}
         self.changed = False
         self.proved: frozenset[str] = frozenset()
 
     def finish(self) -> Stage:
         """Return the rewritten stage without dead nodes; new operators are named like old ones."""
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for node in live_nodes(self.graph):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            name = self.names.get(node, node.name)
-            values[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
-            values[node].meta = node.meta
-        return self.constants.finish(graph)
+        self.graph.eliminate_dead_code()
+        return self.constants.finish(rename_nodes(self.graph))
 
     # The whole chain
 
@@ -97,7 +90,7 @@ class Rewriter:
         options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
         sdpa = aten.scaled_dot_product_attention.default
         new = self._emit(old, sdpa, *factors, *masks, **options, scale=scale)
-        self.names[new] = re.sub(r"(matmul|bmm|einsum)(_\d+)?$", "sdpa", old.name)
+        change_info(new, name=re.sub(r"(matmul|bmm|einsum)(_\d+)?$", "sdpa", old.name))
         self.group_heads(new)
         if chain.result.dims is not None:
             new = self._emit(old, aten.permute.default, new, list(chain.result.dims))
@@ -136,16 +129,14 @@ class Rewriter:
         node = factor
         while len(node.users) == 1 and has_trait(node, _MOVES):
             node = node.args[0]  # type: ignore[assignment]
-        name = call_name(node)
-        if len(node.users) != 1 or name not in ("aten.mul", "aten.div") or node.kwargs:
+        step = read_scale(node, self.constants.number) if len(node.users) == 1 else None
+        if step is None or step.source is not node.args[0]:
             return factor, 1.0
-        source, number = node.args[0], self.constants.number(node.args[1])
-        if number is None or not 0 < number < float("inf") or not isinstance(source, fx.Node):
+        given, made = step.source.meta["val"], node.meta["val"]
+        if given.dtype != made.dtype or given.shape != made.shape:
             return factor, 1.0
-        if source.meta["val"].dtype != node.meta["val"].dtype or shape_of(source) != shape_of(node):
-            return factor, 1.0
-        node.replace_all_uses_with(source)
-        return source if node is factor else factor, number if name == "aten.mul" else 1 / number
+        node.replace_all_uses_with(step.source)
+        return step.source if node is factor else factor, step.factor
 
     def group_heads(self, node: fx.Node) -> None:
         """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
@@ -177,7 +168,7 @@ class Rewriter:
                 continue
             if dropout is None and all(step.kind == "cast" for step in steps):
                 break  # nothing to fuse
-            self._write_softmax(chain, scores, steps, mask, dropout, end)
+            self._write_softmax(chain, scores, steps, mask)
             self.proved |= mask.proved
             return mask, reason
         return None, reason
@@ -193,16 +184,8 @@ class Rewriter:
             end = node
         return dropout, end
 
-    def _write_softmax(
-        self,
-        chain: Chain,
-        scores: fx.Node,
-        steps: Sequence[Step],
-        mask: Mask,
-        dropout: fx.Node | None,
-        end: fx.Node,
-    ) -> None:
-        softmax = chain.softmax
+    def _write_softmax(self, chain: Chain, scores: fx.Node, steps: Sequence[Step], mask: Mask) -> None:
+        softmax, (dropout, end) = chain.softmax, self._end_of_kernel(chain)
         options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
         options["scale"] = prod(s.factor for s in steps if s.kind == "scale")
         if dropout is not None:
@@ -210,7 +193,7 @@ class Rewriter:
         passed = mask.given if mask.constant is None else self._load(mask.constant, softmax)
         masks = () if passed is None else (passed,)
         new = self._emit(softmax, kernels.scaled_softmax, self.rank, scores, *masks, **options)
-        self.names[new] = softmax.name
+        change_info(new, name=softmax.name)
         if new.meta["val"].dtype != end.meta["val"].dtype:
             new = self._emit(softmax, aten.to.dtype, new, end.meta["val"].dtype)
         end.replace_all_uses_with(new)
@@ -226,13 +209,11 @@ class Rewriter:
         return node
 
     def _load(self, source: fx.Node, before: fx.Node) -> fx.Node:
-        """Load a constant into the stage's graph, once."""
         name = self.constants.name(source)
         if name not in self.loads:
             with self.graph.inserting_before(before):
                 self.loads[name] = node = self.graph.create_node("get_attr", name)
-            node.meta = source.meta
-            self.names[node] = name.removeprefix("constant.")
+            describe(node, source.meta["val"], info(source), name=name.removeprefix("constant."))
         loaded: fx.Node = self.loads[name]
         return loaded
 
