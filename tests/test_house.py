@@ -107,13 +107,9 @@ OPERATOR_TABLES = {
         *("passes/normal_form/functionalize.py: _SCATTERS", "passes/normal_form/operator_rewrites.py: RULES"),
     },
     "a reader of one pattern": {
-        "passes/attention/chain.py: _STEPS",
         "passes/fusion/activations.py: ANALYTIC",
     },
     "gone before any pass that reads the records": {"passes/normal_form/normalize.py: _EMPTY"},
-    "in ir, which the records import": {
-        *("passes/ir/products.py: _FIRST_FACTOR", "passes/ir/products.py: _OURS"),
-    },
     "the user's calls, before there is a graph": {
         *("autoptd/capture/dropout_off.py: DROPPING", "autoptd/verification/float64.py: LITERALS"),
     },
@@ -122,7 +118,7 @@ OPERATOR_TABLES = {
         for name in ("_FACTORIES", "_FILLED", "_COPIES", "_ARITHMETIC", "_UNREAL", "_FILLS", "_SIZED")
     },
 }
-FILES_NAMING = {"reshape": 6, "scaled_dot_product_attention": 4, "linear": 5}
+FILES_NAMING = {"reshape": 6, "scaled_dot_product_attention": 4, "linear": 4}
 
 
 def list_files() -> list[Path]:

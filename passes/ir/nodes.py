@@ -14,27 +14,6 @@ from autoptd.passes.ir.node_info import info
 from autoptd.runtime import kernels
 
 
-def dim_place(node: fx.Node) -> int:
-    """Return the position of a reduction's dimensions: after the order of a norm."""
-    return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
-
-
-def named_dims(node: fx.Node) -> Any:
-    """Return the dimensions that a reduction names, as written; None if it is over all."""
-    given = argument(node, dim_place(node), "dim")
-    return None if given == [] or isinstance(given, bool) else given  # var(x, unbiased)
-
-
-def reduced_dims(node: fx.Node, rank: int) -> list[int]:
-    """Return the dimensions that a reduction of `rank` dimensions is over."""
-    given = named_dims(node) if rank else None
-    return (
-        list(range(rank))
-        if given is None
-        else [d % rank for d in ([given] if isinstance(given, int) else given)]
-    )
-
-
 def refuse_random(node: fx.Node, target: Any) -> None:
     """Raise ValueError where the operator that `node` calls draws numbers."""
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:

@@ -10,14 +10,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, aten_name, shape_of
-from autoptd.runtime import aten, collectives, kernels
-
-# The position of the first factor of torch's products; before it stands the bias.
-_FIRST_FACTOR: Mapping[Any, int] = {
-    **dict.fromkeys((aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default), 0),
-    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), 1),
-}
-_OURS = (kernels.linear_gelu, kernels.split_linear, *collectives.COPIED)
+from autoptd.runtime import collectives, kernels
 
 
 @dataclass(frozen=True)
@@ -57,16 +50,19 @@ class MatrixProduct:
 
 def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
-    if node.target in _OURS:
+    if node.target in (kernels.linear_gelu, kernels.split_linear, *collectives.COPIED):
         return _read_ours(node, bound_arguments(node))
-    first = _FIRST_FACTOR.get(node.target)
-    if first is None:
-        return ()
-    arguments: Any = node.args
-    x, weight = arguments[first : first + 2]
-    bias = arguments[0] if first else argument(node, 2, "bias")
-    contracted = 1 if node.target is aten.linear.default else max(0, len(shape_of(weight)) - 2)
-    return (MatrixProduct(node, x, weight, bias, contracted),)
+    given: Any = node.args
+    match aten_name(node.target):
+        case "linear":
+            return (MatrixProduct(node, given[0], given[1], argument(node, 2, "bias"), contracted=1),)
+        case "addmm" | "baddbmm":
+            bias, x, weight = given[:3]
+        case "mm" | "matmul" | "bmm":
+            (x, weight), bias = given[:2], None
+        case _:
+            return ()
+    return (MatrixProduct(node, x, weight, bias, contracted=max(0, len(shape_of(weight)) - 2)),)
 
 
 def read_product(node: fx.Node) -> MatrixProduct | None:
@@ -80,10 +76,11 @@ def find_factors(node: fx.Node) -> Sequence[fx.Node]:
     product = read_product(node)
     if product is not None:
         return product.factors
-    if node.target is aten.einsum.default:
+    name = aten_name(node.target)
+    if name == "einsum":
         operands = read_einsum(node).operands
         return operands if len(operands) == 2 else ()
-    factors: Any = node.args[:2] if aten_name(node.target) in ("conv1d", "conv2d", "conv3d") else ()
+    factors: Any = node.args[:2] if name in ("conv1d", "conv2d", "conv3d") else ()
     return factors  # type: ignore[no-any-return]
 
 

@@ -18,11 +18,29 @@ def read_dim(node: fx.Node, position: int, rank: int, default: int = 0) -> int:
     return int(argument(node, position, "dim", default)) % rank
 
 
+def dim_place(node: fx.Node) -> int:
+    """Return the position of a reduction's dimensions: after the order of a norm."""
+    return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
+
+
+def named_dims(node: fx.Node) -> Any:
+    """Return the dimensions that a reduction names, as written; None if it is over all."""
+    given = argument(node, dim_place(node), "dim")
+    return None if given == [] or isinstance(given, bool) else given  # var(x, unbiased)
+
+
+def reduced_dims(node: fx.Node, rank: int) -> list[int]:
+    """Return the dimensions that a reduction of `rank` dimensions is over."""
+    given = named_dims(node) if rank else None
+    listed = range(rank) if given is None else [given] if isinstance(given, int) else given
+    return [d % rank for d in listed]
+
+
 def dim_map(node: fx.Node) -> DimMap:
     """Return which dimension of its first argument each dimension of a view's result is.
 
-    Of operators that move, drop, add or resize single dimensions; those of the argument that the result lacks are
-    dropped, and one that it has in another size is new. Of several results all are alike.
+    Of operators that move, drop, add, resize or reduce single dimensions; those of the argument that the result lacks
+    are dropped, and one that it has in another size is new. Of several results all are alike.
     """
     own, made = shape_of(node.args[0]), node.meta["val"]  # type: ignore[arg-type]
     shape = tuple((made[0] if isinstance(made, (tuple, list)) else made).shape)
@@ -44,6 +62,9 @@ def dim_map(node: fx.Node) -> DimMap:
         dims = [d for d in range(rank) if d not in named or own[d] != 1]
     elif name in ("select", "unbind"):
         del dims[read_dim(node, 1, rank)]
+    elif not shape or "keepdim" in str(getattr(node.target, "_schema", "")):
+        gone = reduced_dims(node, rank)
+        dims = [None if d in gone else d for d in dims if d not in gone or len(shape) == rank]
     elif name in ("pad", "constant_pad_nd"):
         dims = [None if any(pair) else d for d, pair in enumerate(read_padding(node))]
     else:  # expand, view_as_complex, view_as_real: they begin with, or end in, the dimensions of the argument

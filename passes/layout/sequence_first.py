@@ -18,8 +18,7 @@ from torch import fx
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, count_copied_bytes
 from autoptd.passes.layout.packed_projections import unpack_projections
-from autoptd.passes.operators.dim_order import BATCH, SEQUENCE, DimOrder, plain_order
-from autoptd.passes.operators.layout_writer import Found, LayoutWriter
+from autoptd.passes.operators.layout import BATCH, SEQUENCE, DimOrder, Found, LayoutWriter, plain_order
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.table import rules_of
 from autoptd.passes.tensor_parallel.analysis import find_axes

@@ -13,9 +13,8 @@ from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import float_bytes
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axes
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
-from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
 from autoptd.passes.operators.quantities import (
     Product,
@@ -47,7 +46,7 @@ from autoptd.runtime.program.placement import Placement, Shard
 # Axes
 
 
-def attention_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def attention_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Attention ties batch and heads of q, k, v and the mask, and blocks sequence and head size."""
     q, k, v = (t for t in node.args[:3] if isinstance(t, fx.Node))
     mask = argument(node, 3, "attn_mask")
@@ -63,13 +62,13 @@ def attention_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
         own = axis_map.of(mask)
         leading.append((mask, own[:-2]))
         for axis, score in zip(own[-2:], (length, keys), strict=True):
-            if ax.find(axis).size != 1:
+            if axis.size != 1:
                 ax.unify(axis, score)
     lead = axis_map.align_leading(node, leading)
     return (*lead, length, value_size)
 
 
-def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """The mask spreads over the scores; queries and keys stay whole."""
     own = broadcast(axis_map, node)
     for axis in own[-2:]:
@@ -96,7 +95,7 @@ def _take_heads(localizer: Localizer, node: fx.Node, tensor: fx.Node, dim: int) 
     """Repeat grouped keys or values to the number of query heads, then take this rank's."""
     axes = localizer.axis_map.of(tensor)
     whole = (*axes[:dim], localizer.axis_map.of(node)[-3], *axes[dim + 1 :])
-    value, found, heads = localizer.whole(tensor), shape_of(tensor)[dim], ax.find(whole[dim]).size
+    value, found, heads = localizer.whole(tensor), shape_of(tensor)[dim], whole[dim].size
     if found != heads:
         repeat = (value, heads // found, dim)
         value = localizer.add(aten.repeat_interleave.self_int, repeat, node, name=f"{tensor.name}_repeated")
@@ -107,10 +106,10 @@ def _take_heads(localizer: Localizer, node: fx.Node, tensor: fx.Node, dim: int) 
     return own
 
 
-def _softmax_local(localizer: Localizer, node: fx.Node) -> fx.Node:
-    """The softmax's dropout is keyed like any other."""
+def keyed_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Say along which axes the mask of a dropout, or of a softmax with one, is keyed."""
     new = same_call(localizer, node)
-    if argument(node, 5, "p", 0.0):
+    if node.target is kernels.dropout or argument(node, 5, "p", 0.0):
         new.kwargs = {**new.kwargs, **key_mask(localizer, node)}
     return new
 
@@ -249,7 +248,7 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.grouped_attention: _FUSED,
     kernels.scaled_softmax: OperatorRules(
         axes=_softmax_axes,
-        local=_softmax_local,
+        local=keyed_local,
         placed=_softmax_placed,
         order=_keep_order(1),
         keeps="result",

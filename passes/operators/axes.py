@@ -10,16 +10,16 @@ MLP width, vocabulary, batch. A *blocked* leaf may not be divided over the tenso
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, count, pairwise, zip_longest
 from math import prod
-
-_serial = count()
 
 
 class IndivisibleError(ValueError):
     """A number of tensor ranks that one operator refuses, in whatever layer it stands."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Axis:
     """One dimension or a part of one; compare the results of `find`, never two `Axis` objects themselves.
 
@@ -28,24 +28,14 @@ class Axis:
     `copied` where each of its indices has the same value, and it has met no other axis.
     """
 
-    __slots__ = ("blocked", "copied", "kept", "kind", "parent", "parts", "serial", "size")
-
-    def __init__(
-        self,
-        size: int,
-        kind: str = "leaf",
-        parts: tuple[Axis, ...] = (),
-        blocked: str = "",
-        copied: bool = False,
-    ) -> None:
-        self.size = size
-        self.kind = kind
-        self.parts = parts
-        self.parent: Axis | None = None
-        self.blocked = blocked
-        self.copied = copied
-        self.kept = False
-        self.serial = next(_serial)
+    size: int
+    kind: str = "leaf"
+    parts: tuple[Axis, ...] = ()
+    blocked: str = ""
+    copied: bool = False
+    kept: bool = False
+    parent: Axis | None = None
+    serial: int = field(default_factory=count().__next__)
 
     def __repr__(self) -> str:
         axis = find(self)
@@ -126,27 +116,24 @@ def refine(axis: Axis, kind: str, parts: tuple[Axis, ...]) -> None:
             block(part, axis.blocked)
 
 
-def split_off(axis: Axis, outer: int) -> tuple[Axis, Axis] | None:
-    """Split a factor into [outer, rest]; None where its structure does not allow it."""
-    axis = find(axis)
+def _split_off(axis: Axis, outer: int) -> tuple[Axis, Axis] | None:
+    """Split a leaf or a sum into [outer, rest]; None where its structure does not allow it."""
     if axis.size % outer:
         return None
-    if axis.kind == "leaf":
-        pair = (Axis(outer), Axis(axis.size // outer))
-        refine(axis, "product", pair)
-        return pair
     if axis.kind == "sum":
         return _split_sum(axis, axis.size // outer)
-    return None
+    pair = (Axis(outer), Axis(axis.size // outer))
+    refine(axis, "product", pair)
+    return pair
 
 
 def _split_sum(axis: Axis, inner: int) -> tuple[Axis, Axis] | None:
     """Rewrite a sum of segments, each a multiple of `inner`, as (sum of outer parts) * inner."""
-    if any(find(part).size % inner for part in axis.parts):
+    if any(part.size % inner for part in axis.parts):
         return None
     outers, shared = [], Axis(inner)
     for part in axis.parts:
-        pieces = split_product(part, [find(part).size // inner, inner])
+        pieces = regroup([part], [part.size // inner, inner])
         if pieces is None:
             return None
         outers.append(pieces[0])
@@ -156,17 +143,11 @@ def _split_sum(axis: Axis, inner: int) -> tuple[Axis, Axis] | None:
     return outer, find(shared)
 
 
-def split_product(axis: Axis, sizes: Sequence[int]) -> list[Axis] | None:
-    """View the axis as a product of `sizes`, refining it where needed; None (and nothing said) if it cannot be."""
-    return regroup([axis], sizes)
-
-
 def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis] | None:
-    """Regroup dimensions `axes` into dimensions of `sizes`, as ``view`` does; return None if factors cross."""
+    """Regroup dimensions `axes` into dimensions of `sizes`, as ``view`` does, refining them; None if factors cross."""
     pending = [f for axis in axes for f in factors(axis)][::-1]
-    sizes = list(sizes)
     result: list[Axis] = []
-    for size in sizes:
+    for size, following in zip_longest(sizes, sizes[1:]):
         taken: list[Axis] = []
         left = size
         while left != 1:
@@ -180,14 +161,14 @@ def regroup(axes: Sequence[Axis], sizes: Sequence[int]) -> list[Axis] | None:
                 taken.append(factor)
                 left //= factor.size
                 continue
-            pair = split_off(factor, left) if factor.size % left == 0 else None
+            pair = _split_off(factor, left)
             if pair is None:
                 return None
             taken.append(pair[0])
             pending.append(pair[1])
             left = 1
-        here = size == 1 or sizes[len(result) + 1 : len(result) + 2] != [1]  # or it is the next dimension
-        if pending and find(pending[-1]).size == 1 and here:
+        here = size == 1 or following != 1  # or it is the next dimension
+        if pending and pending[-1].size == 1 and here:
             taken.append(pending.pop())
         result.append(product(taken))
     return result if not pending else None
@@ -212,7 +193,7 @@ def segment(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
 def _segment_product(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
     """Segments of a product that fall on whole steps of its outermost factor."""
     first, *rest = factors(axis)
-    inner = axis.size // find(first).size
+    inner = axis.size // first.size
     if any(b % inner for b in bounds):
         return None
     pieces = segment(first, [b // inner for b in bounds])
@@ -224,21 +205,20 @@ def _segment_sum(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
     pieces: list[Axis] = []
     start = 0
     for part in axis.parts:
-        size = find(part).size
         inside = segment(part, [b - start for b in bounds])
         if inside is None:
             return None
-        pieces.extend(inside)
-        start += size
+        pieces += inside
+        start += part.size
     groups: list[list[Axis]] = [[]]
     position = 0
     for piece in pieces:
         if position in bounds:
             groups.append([])
         groups[-1].append(piece)
-        position += find(piece).size
+        position += piece.size
     axis.parts = tuple(pieces)
-    return [g[0] if len(g) == 1 else Axis(sum(find(p).size for p in g), "sum", tuple(g)) for g in groups]
+    return [g[0] if len(g) == 1 else Axis(sum(p.size for p in g), "sum", tuple(g)) for g in groups]
 
 
 def unify(a: Axis, b: Axis) -> None:
@@ -264,7 +244,6 @@ def unify(a: Axis, b: Axis) -> None:
 
 
 def _merge(a: Axis, b: Axis) -> None:
-    """Point class `a` at class `b`, carrying its marks over."""
     a.parent = b
     if a.kind == "leaf" and not a.copied:  # of a product or a sum the parts have met those of `b` already
         for leaf in leaves(b):
@@ -274,14 +253,7 @@ def _merge(a: Axis, b: Axis) -> None:
 
 
 def _unify_sums(a: Axis, b: Axis) -> None:
-    def edges(axis: Axis) -> list[int]:
-        total, bounds = 0, []
-        for part in axis.parts:
-            total += find(part).size
-            bounds.append(total)
-        return bounds[:-1]
-
-    bounds = sorted({*edges(a), *edges(b)})
+    bounds = sorted({end for axis in (a, b) for end in accumulate(part.size for part in axis.parts)})
     left, right = _segment_sum(a, bounds), _segment_sum(b, bounds)
     if left is None or right is None:
         _contradict(a, b)
@@ -294,27 +266,15 @@ def _unify_sums(a: Axis, b: Axis) -> None:
 
 def _unify_products(a: Axis, b: Axis) -> None:
     """Line up two products (either may be one sum, which then must factor)."""
-    left, right = factors(a)[::-1], factors(b)[::-1]
-    while left and right:
-        x, y = find(left.pop()), find(right.pop())
-        if 1 in (x.size, y.size) and x.size != y.size:
-            (left if y.size == 1 else right).append(x if y.size == 1 else y)
-        elif x.kind == "product":
-            left.extend(reversed(factors(x)))
-            right.append(y)
-        elif y.kind == "product":
-            right.extend(reversed(factors(y)))
-            left.append(x)
-        elif x.size == y.size:
-            unify(x, y)
-        else:
-            larger, smaller, rest = (x, y, left) if x.size > y.size else (y, x, right)
-            pair = split_off(larger, smaller.size) if larger.size % smaller.size == 0 else None
-            if pair is None:
-                _contradict(a, b)
-                return
-            unify(pair[0], smaller)
-            rest.append(pair[1])
+    if a.kind == "sum":
+        a, b = b, a
+    left = factors(a)
+    right = regroup([b], [part.size for part in left])
+    if right is None:
+        _contradict(a, b)
+        return
+    for pair in zip(left, right, strict=True):
+        unify(*pair)
     a, b = find(a), find(b)
     if a is not b and not _is_factor(a, b):  # it may have become one
         _merge(a, b)

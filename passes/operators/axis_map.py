@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.runtime.program.placement import Parameter
 
 # Reasons that tell a sequence from a batch (see `sharding.find_batch`).
@@ -18,6 +18,7 @@ OF_ACTIVATIONS = "multiplies two activations over it"
 RUNS = "runs over it"
 
 
+@dataclass(eq=False)
 class AxisMap:
     """The axes of every value in a one-stage graph.
 
@@ -27,33 +28,26 @@ class AxisMap:
     all of these and takes its own. `kv_heads` has their heads dimension, by attention and argument.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Parameter],
-        *,
-        tensor: int,
-        replicated_kv: frozenset[fx.Node] = frozenset(),
-    ) -> None:
-        self.parameters = parameters
-        self.tensor = tensor
-        self.replicated_kv = replicated_kv
-        self.axes: dict[fx.Node, Axes] = {}
-        self.results: dict[fx.Node, tuple[Axes, ...]] = {}
-        self.contractions: dict[fx.Node, Axis] = {}
-        self.heads: list[tuple[fx.Node, Axis]] = []
-        self.kv_heads: dict[tuple[fx.Node, fx.Node], int] = {}
-        self.rank: fx.Node | None = None
-        self.inputs: list[fx.Node] = []
-        self.operators: set[str] = set()
-        self.repeated: set[str] = set()  # those that every tensor rank does whole, for want of a rule
-        self.weights: set[fx.Node] = set()
-        self.batch: set[fx.Node] = set()
-        self.learned: set[fx.Node] = set()
+    parameters: Mapping[str, Parameter]
+    tensor: int
+    replicated_kv: frozenset[fx.Node] = frozenset()
+    axes: dict[fx.Node, ax.Axes] = field(default_factory=dict)
+    results: dict[fx.Node, tuple[ax.Axes, ...]] = field(default_factory=dict)
+    contractions: dict[fx.Node, ax.Axis] = field(default_factory=dict)
+    heads: list[tuple[fx.Node, ax.Axis]] = field(default_factory=list)
+    kv_heads: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
+    rank: fx.Node | None = None
+    inputs: list[fx.Node] = field(default_factory=list)
+    operators: set[str] = field(default_factory=set)
+    repeated: set[str] = field(default_factory=set)  # that every tensor rank does whole, for want of a rule
+    weights: set[fx.Node] = field(default_factory=set)
+    batch: set[fx.Node] = field(default_factory=set)
+    learned: set[fx.Node] = field(default_factory=set)
 
-    def of(self, node: Any) -> Axes:
+    def of(self, node: Any) -> ax.Axes:
         return self.axes[node]
 
-    def all_of(self, node: fx.Node) -> tuple[Axes, ...]:
+    def all_of(self, node: fx.Node) -> tuple[ax.Axes, ...]:
         """All results' axes of a node (none for the rank)."""
         return self.results.get(node) or ((self.axes[node],) if node in self.axes else ())
 
@@ -65,22 +59,16 @@ class AxisMap:
         """Return whether a value depends on the batch."""
         return node in self.batch
 
-    def contract(self, node: fx.Node, first: Axis, second: Axis) -> None:
-        """Record that `node` sums over one axis of two arguments."""
-        self.sum_over(node, first, second)
-        ax.unify(first, second)
-
-    def sum_over(self, node: fx.Node, *axes: Axis) -> None:
+    def sum_over(self, node: fx.Node, *axes: ax.Axis) -> None:
         """Record that `node` sums over `axes`, which are or become one.
 
         Copies of a value are summed whole: every rank has it, and nobody a part.
         """
-        for leaf in [leaf for axis in axes for leaf in ax.leaves(axis)]:
-            if leaf.copied:
-                ax.block(leaf, f"{called(node)} sums over copies of a value")
+        for leaf in [leaf for axis in axes for leaf in ax.leaves(axis) if leaf.copied]:
+            ax.block(leaf, f"{called(node)} sums over copies of a value")
         self.contractions[node] = axes[0]
 
-    def align_leading(self, node: fx.Node, leading: Sequence[tuple[fx.Node, Axes]]) -> Axes:
+    def align_leading(self, node: fx.Node, leading: Sequence[tuple[fx.Node, ax.Axes]]) -> ax.Axes:
         """Tie the leading (batch and heads) dimensions of an attention's tensors; the last of them is the heads.
 
         Grouped queries: where a later tensor has fewer heads, the heads are [its heads, group].
@@ -104,14 +92,14 @@ class AxisMap:
             self.heads.append((node, result[-1]))
         return tuple(result)
 
-    def _tie(self, node: fx.Node, result: list[Axis], at: int, axis: Axis) -> None:
+    def _tie(self, node: fx.Node, result: list[ax.Axis], at: int, axis: ax.Axis) -> None:
         mine = ax.find(result[at])
         if mine.size == 1:
             result[at] = axis
         elif mine.size == axis.size:
             ax.unify(mine, axis)
         else:
-            pair = ax.split_product(mine, [axis.size, mine.size // axis.size])
+            pair = ax.regroup([mine], [axis.size, mine.size // axis.size])
             if pair is None:
                 ax.block(mine, f"{called(node)} groups it")
                 ax.block(axis, f"{called(node)} groups it")
@@ -119,21 +107,16 @@ class AxisMap:
                 ax.unify(pair[0], axis)
 
 
-def broadcast(axis_map: AxisMap, node: fx.Node) -> Axes:
+def broadcast(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Unify the tensor arguments dimension by dimension; a dimension of size 1 spreads over the others."""
-    result = [Axis(1)] * len(shape_of(node))
+    result = [ax.Axis(1)] * len(shape_of(node))
     for source in node.all_input_nodes:
         for back, axis in enumerate(reversed(axis_map.axes.get(source, ())), 1):
-            if ax.vanishes(axis):
-                continue
-            if ax.vanishes(result[-back]):
+            mine = result[-back]
+            if not ax.vanishes(axis) and (ax.vanishes(mine) or mine.size == 1 != axis.size):
                 result[-back] = axis
-            elif ax.find(axis).size == 1:
-                continue
-            elif ax.find(result[-back]).size == 1:
-                result[-back] = axis
-            else:
-                ax.unify(result[-back], axis)
+            elif axis.size != 1:
+                ax.unify(mine, axis)
     return tuple(result)
 
 
@@ -146,5 +129,5 @@ def opaque(axis_map: AxisMap, node: fx.Node) -> Any:
                 ax.block(axis, reason)
     value = node.meta["val"]
     many = isinstance(value, (tuple, list))
-    found = [tuple(Axis(size, blocked=reason) for size in v.shape) for v in (value if many else [value])]
+    found = [tuple(ax.Axis(size, blocked=reason) for size in v.shape) for v in (value if many else [value])]
     return tuple(found) if many else found[0]

@@ -9,11 +9,10 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import called, shape_of
-from autoptd.passes.ir.products import find_factors, read_einsum
+from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
-from autoptd.passes.operators.products import factor_gradients
+from autoptd.passes.operators.products import multiply_as, product_gradients
 from autoptd.passes.operators.quantities import (
     Number,
     Product,
@@ -33,11 +32,11 @@ def einsum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     einsum = read_einsum(node)
     if not einsum.is_plain:
         return opaque(axis_map, node)
-    named: dict[str, Axis] = {}
+    named: dict[str, ax.Axis] = {}
     for operand, letters in zip(einsum.operands, einsum.groups, strict=True):
         for letter, axis in zip(letters, axis_map.of(operand), strict=True):
             known = named.setdefault(letter, axis)
-            if ax.find(known).size != ax.find(axis).size:
+            if known.size != axis.size:
                 return opaque(axis_map, node)
             ax.unify(known, axis)
     result = einsum.result or ""
@@ -86,24 +85,23 @@ def _letters(group: str, shape: Sequence[int]) -> Iterator[Any]:
     yield from (*head, *(index - rest.stop for index in rest), *tail)
 
 
-def _pair_work(gemm: Callable[[fx.Node, Value], Product]) -> dict[str, Any]:
-    """The costs of an operator that multiplies its two factors as `gemm` says."""
+def _costs(gemm: Callable[[fx.Node, Value], Product]) -> dict[str, Any]:
+    """The costs of an operator that multiplies two factors as `gemm` says, and may add a bias."""
+
+    def read(node: fx.Node) -> MatrixProduct | None:
+        factors = find_factors(node)
+        bias = next((source for source in tensor_arguments(node) if source not in factors), None)
+        return MatrixProduct(node, factors[0], factors[1], bias) if factors else None
 
     def work(node: fx.Node, value: Value) -> Work:
-        if not find_factors(node):
-            return compute(node, value)
-        read = sum(map(value.bytes, tensor_arguments(node)))
-        return Work((gemm(node, value),), read=read, written=value.bytes(node), launches=1)
+        product = read(node)
+        return multiply_as(gemm(node, value), product, value) if product else compute(node, value)
 
     def backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-        factors, size = find_factors(node), value.bytes(node)
-        if not factors:
+        product = read(node)
+        if product is None:
             return differentiate(node, value, wanted, differentiable_arguments(node))
-        made = sum(factor_gradients(gemm(node, value), factors, size, value, wanted), Work())
-        for bias in wanted:
-            if bias not in factors:
-                made += Work(elementwise=value.count(node), read=size, written=value.bytes(bias), launches=1)
-        return made
+        return sum(product_gradients(product, value, wanted, gemm(node, value)), Work())
 
     return {"work": work, "backward": backward}
 
@@ -117,6 +115,6 @@ def _convolution(node: fx.Node, value: Value) -> Product:
 
 
 RULES: Mapping[Any, OperatorRules] = {
-    aten.einsum: OperatorRules(axes=einsum_axes, **_pair_work(_einsum)),
-    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), OperatorRules(**_pair_work(_convolution))),
+    aten.einsum: OperatorRules(axes=einsum_axes, **_costs(_einsum)),
+    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), OperatorRules(**_costs(_convolution))),
 }

@@ -9,21 +9,13 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, shape_of
-from autoptd.passes.ir.products import bound_arguments, read_product
+from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators import products
+from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
-from autoptd.passes.operators.dim_order import plain_dim
-from autoptd.passes.operators.layout_writer import LayoutWriter, Written
-from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
+from autoptd.passes.operators.layout import LayoutWriter, Written, plain_dim
 from autoptd.passes.operators.pointwise import elementwise_order
-from autoptd.passes.operators.products import (
-    gelu_gradients,
-    multiply,
-    multiply_backward,
-    product_placed,
-    row_copies,
-)
 from autoptd.passes.operators.quantities import Value, Work, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
@@ -45,23 +37,17 @@ from autoptd.runtime import kernels
 # Linears
 
 
-def _split_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _split_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Relate [.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, as the bias is added here."""
-    product = read_product(node)
-    assert product is not None
-    own, weight = axis_map.of(product.x), axis_map.of(product.weight)
-    inner, outer = weight[product.contracted], weight[1 - product.contracted]
-    ax.unify(own[-1], inner)
-    ax.block(inner, f"{called(node)} contracts it and adds a bias")
-    if product.bias is not None:
-        ax.unify(axis_map.of(product.bias)[0], outer)
+    *rows, outer = products.linear_axes(axis_map, node)
+    ax.block(axis_map.contractions.pop(node), f"{called(node)} contracts it and adds a bias")
     count, *_, size = shape_of(node)
-    pair = ax.split_product(outer, [count, size])
+    pair = ax.regroup([outer], [count, size])
     if pair is None:
         ax.block(outer, f"{called(node)} takes it apart")
-        pair = [Axis(count), Axis(size, blocked=f"{called(node)} makes it")]
+        pair = [ax.Axis(count), ax.Axis(size, blocked=f"{called(node)} makes it")]
     ax.block(pair[0], f"{called(node)} takes it apart")
-    return (pair[0], *own[:-1], pair[1])
+    return (pair[0], *rows, pair[1])
 
 
 def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -76,21 +62,16 @@ def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
 def gelu_work(node: fx.Node, value: Value) -> Work:
     """Return the work of a product, and of a kernel that adds the bias and activates."""
     size = value.bytes(node)
-    return multiply(node, value) + Work(elementwise=value.count(node), read=size, written=size, launches=1)
+    return products.multiply(node, value) + Work(
+        elementwise=value.count(node), read=size, written=size, launches=1
+    )
 
 
 def _gelu_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    return sum(gelu_gradients(node, value, wanted), Work())
+    return sum(products.gelu_gradients(node, value, wanted), Work())
 
 
 # Dropout
-
-
-def _dropout_local(localizer: Localizer, node: fx.Node) -> fx.Node:
-    """Say along which axes the mask is keyed."""
-    new = same_call(localizer, node)
-    new.kwargs = key_mask(localizer, node)
-    return new
 
 
 def _dropout_placed(node: fx.Node, shares: Shares) -> Found:
@@ -132,16 +113,15 @@ def _norm_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
     x = given["x"]
     large = [source for source in wanted if shape_of(source) == shape_of(x)]
     made = large if given.get("p", 0.0) else large[:1]
-    made += [source for source in wanted if source not in large]
-    return Work(
-        elementwise=value.count(node),
-        read=value.bytes(node) + value.bytes(x),
-        written=sum(map(value.bytes, made)),
-        launches=1,
-    )
+    return differentiate(node, value, made + [source for source in wanted if source not in large], [x])
 
 
-_LINEAR = OperatorRules(placed=product_placed, work=multiply, backward=multiply_backward, copies=row_copies)
+_LINEAR = OperatorRules(
+    placed=products.product_placed,
+    work=products.multiply,
+    backward=products.multiply_backward,
+    copies=products.row_copies,
+)
 _ELEMENTWISE = OperatorRules(placed=elementwise)
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
 _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_SHARE)
@@ -152,7 +132,7 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), _ELEMENTWISE),
     kernels.dropout: OperatorRules(
         axes=broadcast,
-        local=_dropout_local,
+        local=keyed_local,
         placed=_dropout_placed,
         order=elementwise_order,
         keeps="nothing",

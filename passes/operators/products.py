@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -10,14 +10,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import called, shape_of, where
-from autoptd.passes.ir.products import MatrixProduct, read_product, read_products
+from autoptd.passes.ir.products import MatrixProduct, read_products
 from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.attention import attention_local
-from autoptd.passes.operators.axes import Axes
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
-from autoptd.passes.operators.dim_order import DimOrder, broadcast, plain_dim, plain_order
-from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim, plain_order
 from autoptd.passes.operators.localizer import Localizer, same_call
 from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -42,30 +40,26 @@ from autoptd.runtime.program.placement import Replicate
 # Axes
 
 
-def _read(node: fx.Node) -> MatrixProduct:
-    product = read_product(node)
-    assert product is not None, f"{called(node)} is a product"
-    return product
-
-
-def linear_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def linear_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Relate [.., in] x weight -> [.., out]; `in` is contracted (SC21 §2.3: row-parallel if it is divided)."""
-    product = _read(node)
+    (product,) = read_products(node)
     x, weight = axis_map.of(product.x), axis_map.of(product.weight)
-    axis_map.contract(node, x[-1], weight[product.contracted])
+    inner = x[-1], weight[product.contracted]
+    axis_map.sum_over(node, *inner)
+    ax.unify(*inner)
     return _with_bias(axis_map, product, (*x[:-1], weight[1 - product.contracted]))
 
 
-def _with_bias(axis_map: AxisMap, product: MatrixProduct, result: Axes) -> Axes:
+def _with_bias(axis_map: AxisMap, product: MatrixProduct, result: ax.Axes) -> ax.Axes:
     for own, axis in zip(reversed(axis_map.axes.get(product.bias, ())), reversed(result), strict=False):  # type: ignore[arg-type]
-        if ax.find(own).size != 1:
+        if own.size != 1:
             ax.unify(own, axis)
     return result
 
 
 def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     """Relate a product with a weight as a ``linear``, and one of two activations as attention: heads outside."""
-    product = _read(node)
+    (product,) = read_products(node)
     x, y = (axis_map.of(factor) for factor in product.factors)
     if len(y) == 1 or len(x) == 1:
         return opaque(axis_map, node)
@@ -90,7 +84,7 @@ def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
         return localizer.copy(node)
     if node.kwargs.keys() & {"alpha", "beta"}:
         raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
-    product = _read(node)
+    (product,) = read_products(node)
     target = aten.mm.default if product.transposed else aten.linear.default
     factors = (localizer.whole(product.x), localizer.whole(product.weight))
     new = localizer.add(target, factors, node, name=node.name, partial=True)
@@ -179,37 +173,34 @@ def _check_contraction(left: tuple[Any, Share, bool], right: tuple[Any, Share, b
 # The sequence-first layout
 
 
-def over_last_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """``linear``, ``layer_norm``: the last dimensions are transformed, each row by itself."""
-    source, *rest = node.args
-    order = writer.order(source)
-    widths: Any = rest[0]
-    width = len(widths) if isinstance(widths, (list, tuple)) else 1
-    if any(order.holds(-back) for back in range(1, width + 1)):
-        return None
-    args = (writer.value(source), *fx.map_arg(tuple(rest), writer.restore))
-    out = order.resized(-1, shape_of(node)[-1]) if width == 1 else order
-    return writer.write(args, fx.map_arg(node.kwargs, writer.restore)), out
+def rows_order(at: int = 0) -> Callable[[LayoutWriter, fx.Node], Written]:
+    """Return the rule of an operator that transforms the last dimensions of argument `at`, each row by itself."""
+
+    def rule(writer: LayoutWriter, node: fx.Node) -> Written:
+        order, widths = writer.order(node.args[at]), node.args[at + 1]
+        width = len(widths) if isinstance(widths, (list, tuple)) else 1
+        if any(order.holds(-back) for back in range(1, width + 1)):
+            return None
+        before, behind, kwargs = fx.map_arg(
+            (node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore
+        )
+        new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
+        return new, order.resized(-1, shape_of(node)[-1]) if width == 1 else order
+
+    return rule
 
 
 def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """Write bias + rows x weight: a bias of one dimension is the same for all rows."""
-    bias, x, weight = node.args[:3]
-    order = writer.order(x)
-    if order.holds(1) or len(writer.order(bias).dims) > 1 or writer.is_transposed(weight):
-        return None
-    args = (writer.restore(bias), writer.value(x), writer.restore(weight))
-    return writer.write(args, node.kwargs), order.resized(1, shape_of(node)[1])
+    """A bias of one dimension is the same for all rows."""
+    bias: Any = node.args[0]
+    return None if len(shape_of(bias)) > 1 else rows_order(1)(writer, node)
 
 
 def _matmul_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """With a matrix a ``linear``; the product of two batches keeps the user's order, in strided views."""
-    x, y = node.args[:2]
-    order, other = writer.order(x), writer.order(y)
-    if len(other.dims) == 2 and len(order.dims) >= 2 and not order.holds(-1):
-        new = writer.write((writer.value(x), writer.restore(y)))
-        return new, order.resized(-1, shape_of(node)[-1])
-    return _batched_order(writer, node)
+    ranks = [len(shape_of(factor)) for factor in read_products(node)[0].factors]
+    by_rows = rows_order()(writer, node) if ranks[0] > 1 and ranks[1] == 2 else None
+    return by_rows or _batched_order(writer, node)
 
 
 def _batched_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -238,54 +229,50 @@ def _gemm(product: MatrixProduct, value: Value) -> Product:
 
 def multiply(node: fx.Node, value: Value) -> Work:
     """Each GEMM reads its arguments and writes its result."""
-    return sum((_multiply(product, value) for product in read_products(node)), Work())
+    return sum((multiply_as(_gemm(p, value), p, value) for p in read_products(node)), Work())
 
 
-def _multiply(product: MatrixProduct, value: Value) -> Work:
-    read = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
-    return Work((_gemm(product, value),), read=read, written=_result_bytes(product, value), launches=1)
+def multiply_as(gemm: Product, product: MatrixProduct, value: Value) -> Work:
+    taken = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
+    return Work((gemm,), read=taken, written=_result_size(product, value)[1], launches=1)
 
 
-def _result_bytes(product: MatrixProduct, value: Value) -> Number:
-    count, made = prod(product.pick(value.shape(product.node))), product.pick(product.node.meta["val"])
-    return count * made.element_size()
+def _result_size(product: MatrixProduct, value: Value) -> tuple[Number, Number]:
+    """Return the elements and the bytes of a product's result."""
+    count = prod(product.pick(value.shape(product.node)))
+    return count, count * product.pick(product.node.meta["val"]).element_size()
 
 
-def product_gradients(product: MatrixProduct, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work]:
-    """Return the work of the gradient of x, and that of the gradients of weight and bias."""
-    gemm, size = _gemm(product, value), _result_bytes(product, value)
-    of_x, of_weight = factor_gradients(gemm, product.factors, size, value, wanted)
-    if product.bias in wanted and product.bias is not None:
-        count = prod(product.pick(value.shape(product.node)))
-        of_weight += Work(elementwise=count, read=size, written=value.bytes(product.bias), launches=1)
-    return of_x, of_weight
-
-
-def factor_gradients(
-    gemm: Product, factors: Sequence[fx.Node], size: Number, value: Value, wanted: Sequence[fx.Node]
+def product_gradients(
+    product: MatrixProduct, value: Value, wanted: Sequence[fx.Node], gemm: Product | None = None
 ) -> tuple[Work, Work]:
-    """For each factor the gradient, of `size` bytes, times the other one."""
-    first, second = factors
+    """Return the work of the gradient of x, and that of the gradients of weight and bias.
+
+    For each factor it is the gradient of the result times the other one.
+    """
+    gemm, (count, size) = gemm or _gemm(product, value), _result_size(product, value)
     turned = (
         Product(gemm.batch, gemm.rows, gemm.inner, gemm.columns),
         Product(gemm.batch, gemm.inner, gemm.columns, gemm.rows),
     )
-    one, other = (
-        Work((product,), read=size + value.bytes(by), written=value.bytes(of), launches=1)
+    of_x, of_weight = (
+        Work((made,), read=size + value.bytes(by), written=value.bytes(of), launches=1)
         if of in wanted
         else Work()
-        for product, of, by in zip(turned, (first, second), (second, first), strict=True)
+        for made, of, by in zip(turned, product.factors, product.factors[::-1], strict=True)
     )
-    return one, other
+    if product.bias is not None and product.bias in wanted:
+        of_weight += Work(elementwise=count, read=size, written=value.bytes(product.bias), launches=1)
+    return of_x, of_weight
 
 
 def multiply_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    return sum(product_gradients(_read(node), value, wanted), Work())
+    return sum(product_gradients(read_products(node)[0], value, wanted), Work())
 
 
 def gelu_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work, Work]:
     """Return the work of a GELU's backward, with the bias's gradient, and of the gradients of x and weight."""
-    product, size = _read(node), value.bytes(node)
+    (product,), size = read_products(node), value.bytes(node)
     written = size + sum(value.bytes(source) for source in wanted if source not in product.factors)
     activation = Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
     return activation, *product_gradients(replace(product, bias=None), value, wanted)
@@ -310,7 +297,6 @@ def _batch_copies(given: Sequence[Any], value: Any) -> int:
 
 
 def _matrix_copies(given: Sequence[Any], value: Any) -> int:
-    """``addmm``: the bias first, then two matrices."""
     return sum(_operand_copies(x, x.shape[:-2]) for x in given[-2:])
 
 
@@ -326,7 +312,7 @@ _LINEAR = OperatorRules(
     axes=linear_axes,
     local=linear_local,
     placed=product_placed,
-    order=over_last_order,
+    order=rows_order(),
     work=multiply,
     backward=multiply_backward,
     copies=row_copies,

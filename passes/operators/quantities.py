@@ -115,10 +115,6 @@ class Value:
     def bytes(self, node: fx.Node) -> Number:
         return self._sum(node, lambda value, count: count * value.element_size())
 
-    def rows(self, node: fx.Node) -> Number:
-        """Return the product of all dimensions but the last."""
-        return prod(self.shape(node)[:-1])
-
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the tensor arguments, each once."""
@@ -173,4 +169,4 @@ def no_work(node: fx.Node, value: Value, *_: Any) -> Work:
 
 def statistics(node: fx.Node, value: Value) -> Number:
     """Return the bytes of one wide number per row of the result."""
-    return value.rows(node) * widen(node.meta["val"].dtype).itemsize
+    return prod(value.shape(node)[:-1]) * widen(node.meta["val"].dtype).itemsize

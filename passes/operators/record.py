@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import fx
 
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, same_call
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.shares import Found, Shares, refuse_partial

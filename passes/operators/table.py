@@ -21,17 +21,12 @@ from autoptd.passes.operators import (
 )
 from autoptd.passes.operators.record import OperatorRules, Trait
 
+_FAMILIES = (
+    *(attention, collectives, einsums, kernels, pieces),
+    *(pointwise, products, reductions, views, vocabulary),
+)
 OPERATORS: dict[Any, OperatorRules] = {
-    **attention.RULES,
-    **collectives.RULES,
-    **einsums.RULES,
-    **kernels.RULES,
-    **pieces.RULES,
-    **pointwise.RULES,
-    **products.RULES,
-    **reductions.RULES,
-    **views.RULES,
-    **vocabulary.RULES,
+    key: rules for family in _FAMILIES for key, rules in family.RULES.items()
 }
 UNFAMILIAR = OperatorRules()
 

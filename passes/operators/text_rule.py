@@ -15,7 +15,6 @@ from torch import fx
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import arguments_of, operator_name, shape_of, where
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import OperatorRules
 from autoptd.passes.operators.shares import (
@@ -34,17 +33,25 @@ Names = Sequence[str]
 
 @dataclass(frozen=True)
 class TextRule:
-    """The names of the dimensions of an operator's tensors; `whole` are those marked with ``!``."""
+    """The names of the dimensions of an operator's tensors; `marked` are those with ``!``."""
 
     text: str
     arguments: tuple[Names, ...]
     results: tuple[Names, ...]
-    whole: frozenset[str]
+    marked: frozenset[str]
 
     @property
     def kept(self) -> set[str]:
         """The names that some result has."""
         return {name for group in self.results for name in group}
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The names that may not be divided: what the rule does with each, for a message."""
+        partly = (name for name in self.kept if not all(name in group for group in self.results))
+        return dict.fromkeys(partly, "has it in some results only") | dict.fromkeys(
+            self.marked, "keeps it whole"
+        )
 
     def shapes(self, node: fx.Node, tensors: Sequence[fx.Node]) -> list[tuple[int, ...]]:
         """Return the shapes of a call's arguments and results. Raises ValueError where the text does not fit them."""
@@ -76,25 +83,21 @@ class TextRule:
         """Unify the axes of one name, block those that stay whole, and record the one that is summed over."""
         tensors = [n for n in arguments_of(node) if n is not axis_map.rank]
         sizes = self.sizes(node, tensors)
-        named: dict[str, Axis] = {}
+        named: dict[str, ax.Axis] = {}
         for tensor, group in zip(tensors, self.arguments, strict=True):
             for axis, name in zip(axis_map.of(tensor), group, strict=True):
                 ax.unify(named.setdefault(name, axis), axis)
         several = isinstance(node.meta["val"], (tuple, list))
-        summed = [name for name in named if name not in self.kept and ax.find(named[name]).size != 1]
-        partly = [name for name in self.kept if not all(name in group for group in self.results)]
-        for name, axis in named.items():
-            if name in self.whole:
-                ax.block(axis, f"the rule {self.text!r} keeps it whole")
-            if name in partly:
-                ax.block(axis, f"the rule {self.text!r} has it in some results only")
+        summed = [name for name in named if name not in self.kept and named[name].size != 1]
+        for name in (name for name in named if name in self.whole):
+            ax.block(named[name], f"the rule {self.text!r} {self.whole[name]}")
         if len(summed) == 1 and not several:
             axis_map.sum_over(node, named[summed[0]])
         else:
             for name in summed:
                 ax.block(named[name], f"the rule {self.text!r} sums over several axes")
         made = tuple(
-            tuple(named.setdefault(name, Axis(sizes[name])) for name in group) for group in self.results
+            tuple(named.setdefault(name, ax.Axis(sizes[name])) for name in group) for group in self.results
         )
         return made if several else made[0]
 
@@ -135,10 +138,6 @@ class TextRule:
                 f"has {name} divided in one argument and not in {tensor} {rule}: expected both divided alike; "
                 f"collectives.take_own(rank, {tensor}, dim) takes this rank's part"
             )
-        if name in self.kept and not all(name in group for group in self.results):
-            raise ShareError(
-                f"has {name}, which is divided, in some of its results only {rule}: expected it whole"
-            )
 
 
 def read_rule(text: str) -> TextRule:
@@ -148,9 +147,9 @@ def read_rule(text: str) -> TextRule:
         raise ValueError(
             f'a sharding rule is written "b s h!, h f -> b s f"; found {text!r}, without one "->"'
         )
-    marked = [[group.split() for group in side.split(",")] for side in sides]
-    whole = frozenset(name[:-1] for side in marked for group in side for name in group if name.endswith("!"))
-    arguments, results = (tuple([name.rstrip("!") for name in g] for g in side) for side in marked)
+    groups = [[group.split() for group in side.split(",")] for side in sides]
+    whole = frozenset(name[:-1] for side in groups for group in side for name in group if name.endswith("!"))
+    arguments, results = (tuple([name.rstrip("!") for name in group] for group in side) for side in groups)
     return TextRule(text, arguments, results, whole)
 
 
@@ -160,19 +159,16 @@ def read_rules(rules: Mapping[Any, str] | None) -> dict[str, OperatorRules]:
     Keys are operators (``torch.ops.mylib.op``) or their names ("mylib.op", "mylib::op"), values texts. Raises
     TypeError or ValueError for others.
     """
+    found = {name: read_rule(text) for name, text in name_rules(rules).items()}
+    return {name: OperatorRules(axes=rule.axes, placed=rule.placed) for name, rule in found.items()}
+
+
+def name_rules(rules: Mapping[Any, str] | None) -> dict[str, str]:
+    """Return `rules` with the names of their operators for keys. Raises TypeError for other keys and values."""
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rules is {rules!r}; expected a dict from an operator, or its name, to a text")
-    records = {}
-    for name, text in name_rules(rules or {}).items():
-        rule = read_rule(text)
-        records[name] = OperatorRules(axes=rule.axes, placed=rule.placed)
-    return records
-
-
-def name_rules(rules: Mapping[Any, str]) -> dict[str, str]:
-    """Return `rules` with the names of their operators for keys. Raises TypeError for other keys and values."""
     named = {}
-    for key, text in rules.items():
+    for key, text in (rules or {}).items():
         operator = getattr(key, "_opoverload", key)  # of what torch.library.custom_op gives
         if not isinstance(operator, str) and not hasattr(operator, "__name__"):
             raise TypeError(

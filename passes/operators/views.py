@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
 from torch import fx
 
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import called, operator_name, shape_of
+from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.ir.strides import float_bytes, is_view
-from autoptd.passes.ir.views import dim_map, read_padding
+from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.dim_order import DimOrder, broadcast, regroup
-from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -28,7 +27,7 @@ from autoptd.runtime import aten
 # Axes
 
 
-def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Regroup factors; an axis that cannot be regrouped is blocked."""
     source, shape = axis_map.of(node.args[0]), shape_of(node)
     grouped = ax.regroup(source, shape)
@@ -36,29 +35,23 @@ def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
         return tuple(grouped)
     for axis in source:
         ax.block(axis, f"{called(node)} regroups it as {list(shape)}")
-    return tuple(Axis(size, blocked=f"{called(node)} makes it") for size in shape)
+    return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in shape)
 
 
-def _move_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
-    """Dimensions change places; a new one has the same value at each of its indices."""
-    own, shape = axis_map.of(node.args[0]), shape_of(node)
-    return tuple(
-        Axis(size, copied=size > 1) if d is None else own[d]
-        for d, size in zip(dim_map(node), shape, strict=True)
-    )
+def mapped_axes(reason: str = "") -> Callable[[AxisMap, fx.Node], Any]:
+    """Return the rule of an operator that needs the dimensions whole that it drops or resizes, for the `reason`.
 
-
-def _cut_axes(reason: str) -> Callable[[AxisMap, fx.Node], Any]:
-    """Return the rule of an operator that needs the dimensions whole that it drops, for the `reason`."""
+    Without one, a new dimension has the same value at each of its indices.
+    """
 
     def rule(axis_map: AxisMap, node: fx.Node) -> Any:
         own, made, dims = axis_map.of(node.args[0]), node.meta["val"], dim_map(node)
-        for d, axis in enumerate(own):
-            if d not in dims:
-                ax.block(axis, f"{called(node)} {reason}")
+        for d in set(range(len(own))).difference(dims) if reason else ():
+            ax.block(own[d], f"{called(node)} {reason}")
         several = isinstance(made, (tuple, list))
+        new: dict[str, Any] = {"blocked": f"{called(node)} makes it"} if reason else {"copied": True}
         axes = tuple(
-            Axis(size, blocked=f"{called(node)} makes it") if d is None else own[d]
+            ax.Axis(size, **new if size > 1 else {}) if d is None else own[d]
             for d, size in zip(dims, (made[0] if several else made).shape, strict=True)
         )
         return (axes,) * len(made) if several else axes
@@ -73,14 +66,12 @@ def _reshape_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """A view with the result's local sizes; of a partial sum that nobody else reads, a partial sum."""
     source = localizer.values[node.args[0]]  # type: ignore[index]
     sizes = localizer.sizes(localizer.axis_map.of(node))
-    flattens = operator_name(node.target) in ("aten.flatten", "aten.unflatten")
-    target = aten.reshape.default if flattens else node.target
     alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
     if info(source).is_partial and alone and not localizer.biases.get(source):
-        return localizer.add(target, (source, sizes), node, name=node.name, partial=True)
-    if target is node.target and sizes == list(shape_of(node)):
+        return localizer.add(node.target, (source, sizes), node, name=node.name, partial=True)
+    if sizes == list(shape_of(node)):
         return localizer.copy(node)
-    return localizer.copy(node, args=(localizer.whole(node.args[0]), sizes), target=target)
+    return localizer.copy(node, args=(localizer.whole(node.args[0]), sizes))
 
 
 def sized_local(position: int) -> Callable[[Localizer, fx.Node], fx.Node]:
@@ -125,10 +116,6 @@ def aligned(order: DimOrder, out: DimOrder) -> bool:
     return (order.pair[0] + behind, order.pair[1]) == out.pair
 
 
-def settled(order: DimOrder) -> DimOrder:
-    return order if order.pair is not None else replace(order, transposed=False)
-
-
 def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Where batch and sequence stay neighbours, the same reshape of the transposed value."""
     source, shape = node.args[0], list(shape_of(node))
@@ -138,17 +125,14 @@ def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:
         before = prod(order.shape[: order.pair[0]]), order.rows
         if before == (prod(shape[: out.pair[0]]), out.rows):
             out = replace(out, transposed=True)
-            args = (writer.value(source), out.arrange(shape))
-            return writer.write(args, target=aten.reshape.default), out
-    return writer.undo(node, (source, shape), aten.reshape.default), out
+            return writer.write((writer.value(source), out.arrange(shape))), out
+    return writer.undo(node, (source, shape)), out
 
 
 def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """Transposed where that may be."""
     order, dims = writer.order(node.args[0]), [d for d in dim_map(node) if d is not None]
-    out = DimOrder(tuple(order.dims[d] for d in dims))
-    if out.pair is not None and (order.transposed or not out.pair[1]):
-        out = replace(out, transposed=True)
+    out = order.mapped(dims)
+    out = replace(out, transposed=out.pair is not None and (order.transposed or not out.pair[1]))
     permutation = [order.place(dims[d]) for d in out.permutation]
     return writer.permute(writer.value(node.args[0]), permutation, node.name), out
 
@@ -156,7 +140,7 @@ def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
 def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, dim = node.args[0], dim_map(node).index(None)
     order = writer.order(source)
-    out = replace(order, dims=(*order.dims[:dim], (), *order.dims[dim:]))
+    out = order.mapped(dim_map(node))
     if order.transposed and out.pair is None:  # it comes between batch and sequence
         return writer.undo(node, (source, dim)), replace(out, transposed=False)
     return writer.write((writer.value(source), dim)), out
@@ -164,10 +148,9 @@ def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 def _squeeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
     order = writer.order(node.args[0])
-    gone = sorted(set(range(len(order.dims))).difference(dim_map(node)))
-    if any(map(order.holds, gone)):
+    if any(map(order.holds, set(range(len(order.dims))).difference(dim_map(node)))):
         return None
-    out = order.without(gone)
+    out = order.mapped(dim_map(node))
     args = (writer.value(node.args[0]), out.arrange(out.shape))
     return writer.write(args, target=aten.reshape.default), out
 
@@ -181,16 +164,22 @@ def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.write((writer.fit(source, out), out.arrange(shape))), out
 
 
-def _drop_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """``select`` and ``unbind``: of batch and sequence, one that is left is in the user's order."""
-    source, several = node.args[0], isinstance(node.meta["val"], (tuple, list))
-    order = writer.order(source)
-    (dim,) = set(range(len(order.dims))).difference(dim_map(node))
-    if order.merged and order.holds(dim):
+def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> Written:
+    """Of batch and sequence, the one that an operator leaves is in the user's order; merged, it `picks` neither."""
+    order, made, kept = writer.order(node.args[0]), node.meta["val"], dim_map(node)
+    dims = [d for d in range(len(order.dims)) if d not in kept]
+    if picks and order.merged and any(map(order.holds, dims)):
         return None
-    out = settled(replace(order.without([dim]), transposed=order.transposed and not order.holds(dim)))
-    new = writer.write((writer.value(source), order.place(dim), *node.args[2:]))
-    return new, (out,) * len(node.meta["val"]) if several else out
+    named = dims[0] if picks else named_dims(node)
+    if order.transposed and named is not None:
+        named = order.place(named) if isinstance(named, int) else [order.place(d) for d in dims]
+    new = writer.write_along(writer.value(node.args[0]), dim_place(node), named)
+    halved = not order.merged and sum(map(order.holds, dims)) == 1
+    if halved and None in kept:
+        new = writer.permute(new, order.permutation, f"{node.name}_bs")
+    out = order.mapped(kept)
+    out = replace(out, transposed=order.transposed and not halved and out.pair is not None)
+    return new, (out,) * len(made) if isinstance(made, (tuple, list)) else out
 
 
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -220,7 +209,7 @@ def _reshape_copies(given: Sequence[Any], value: Any) -> int:
     return 0 if is_view(given[0], value.shape) else float_bytes(given[0])
 
 
-_MOVE = OperatorRules(axes=_move_axes, placed=move_placed, of_partial=keep_partial)
+_MOVE = OperatorRules(axes=mapped_axes(), placed=move_placed, of_partial=keep_partial)
 _RESHAPE = OperatorRules(
     axes=_reshape_axes,
     local=_reshape_local,
@@ -232,10 +221,10 @@ _RESHAPE = OperatorRules(
 )
 _PERMUTE = replace(_MOVE, order=_permute_order, traits=Trait.PERMUTES)
 _TRANSPOSE = replace(_PERMUTE, traits=Trait.PADDING_SAFE | Trait.PERMUTES)
-_DROP = replace(_MOVE, order=_drop_order, backward=view_backward)
+_DROP = replace(_MOVE, order=partial(drop_order, picks=True), backward=view_backward)
 _EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=Trait.REPEATS)
-_PAD = OperatorRules(axes=_cut_axes("pads it"), placed=move_placed, order=_pad_order, traits=Trait.PADS)
-_PAIR = OperatorRules(axes=_cut_axes("makes numbers of it"), placed=move_placed)
+_PAD = OperatorRules(axes=mapped_axes("pads it"), placed=move_placed, order=_pad_order, traits=Trait.PADS)
+_PAIR = OperatorRules(axes=mapped_axes("makes numbers of it"), placed=move_placed)
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten), _RESHAPE),
@@ -247,8 +236,8 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=Trait.SQUEEZES),
     aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=Trait.SQUEEZES),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
-    aten.select: replace(_DROP, axes=_cut_axes("selects from it"), traits=Trait.TAKES),
-    aten.unbind: replace(_DROP, axes=_cut_axes("takes it apart")),
+    aten.select: replace(_DROP, axes=mapped_axes("selects from it"), traits=Trait.TAKES),
+    aten.unbind: replace(_DROP, axes=mapped_axes("takes it apart")),
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), _PAD),
     **dict.fromkeys((aten.view_as_complex, aten.view_as_real), _PAIR),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axes
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.dim_order import DimOrder, plain_dim, size_of
-from autoptd.passes.operators.layout_writer import LayoutWriter, Written
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, plain_dim, size_of
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work, statistics, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -38,7 +36,7 @@ from autoptd.runtime.program.placement import Shard
 # Axes
 
 
-def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
     weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     axis_map.contractions[node] = weight[0]
@@ -47,7 +45,7 @@ def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
     return (*ids, weight[1])
 
 
-def _cross_entropy_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _cross_entropy_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Contract the vocabulary in the loss (SC21 §2.3: computed without gathering the logits)."""
     logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     weighted = argument(node, 2, "weight") is not None or argument(node, 5, "label_smoothing", 0.0) != 0.0
@@ -59,7 +57,7 @@ def _cross_entropy_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
     return ()
 
 
-def _class_loss_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _class_loss_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Keep the classes whole in a loss of [N, classes, ..] against [N, ..]."""
     logits, target = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     classes = min(1, len(logits) - 1)
@@ -89,17 +87,16 @@ def _index_axes(axis_map: AxisMap, node: fx.Node) -> Any:
 
 
 def _picks(node: fx.Node) -> dict[int, fx.Node]:
-    """The tensors that an ``index`` picks by, by dimension."""
     given: Any = node.args[1]
     return {d: numbers for d, numbers in enumerate(given) if numbers is not None}
 
 
-def _gather_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
+def _gather_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """One element of a dimension for each element of an index: that dimension is needed whole."""
     own, index = axis_map.of(node.args[0]), axis_map.of(node.args[2])
     dim: Any = node.args[1]
     for d, (axis, picked) in enumerate(zip(own, index, strict=True)):
-        if d != dim % len(own) and ax.find(axis).size == ax.find(picked).size:
+        if d != dim % len(own) and axis.size == picked.size:
             ax.unify(axis, picked)
         else:
             ax.block(axis, f"{called(node)} picks from it")
@@ -116,7 +113,7 @@ def _embedding_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     if not localizer.is_divided((axis,)):
         return localizer.copy(node)
     padding = argument(node, 2, "padding_idx", -1)
-    known = (ax.find(axis).size, padding) if padding >= 0 else (ax.find(axis).size,)
+    known = (axis.size, padding) if padding >= 0 else (axis.size,)
     args = (localizer.rank, localizer.whole(node.args[0]), localizer.whole(node.args[1]), *known)
     return localizer.add(kernels.embedding, args, node, name=node.name, partial=True)
 
@@ -129,7 +126,7 @@ def _cross_entropy_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     reduction = {1: "mean", 2: "sum"}[argument(node, 3, "reduction", 1)]
     logits, target = localizer.whole(node.args[0]), localizer.whole(node.args[1])
     ignore = argument(node, 4, "ignore_index", -100)
-    args = (localizer.rank, logits, target, ax.find(axis).size, ignore, reduction)
+    args = (localizer.rank, logits, target, axis.size, ignore, reduction)
     return localizer.add(kernels.cross_entropy, args, node, name=node.name)
 
 
@@ -147,16 +144,20 @@ def _embedding_placed(node: fx.Node, shares: Shares) -> Share:
     return UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
 
 
-def _lookup_placed(node: fx.Node, shares: Shares) -> Share:
-    """The kernel gives zeros for the rows of other ranks."""
-    share = read(node.args[1], shares)
-    if isinstance(share, Unknown) or (isinstance(share, Shard) and share.dim in (0, None)):
-        check_vocabulary(node, share)
-        return PARTIAL
-    raise ShareError(
-        f"looks up rows of {describe(node.args[1], shares)}: expected a table divided along dimension 0; use "
-        "aten.embedding for a whole one"
-    )
+def _divided_placed(dim: int, found: Share, whole: str) -> Callable[[fx.Node, Shares], Share]:
+    """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided."""
+
+    def rule(node: fx.Node, shares: Shares) -> Share:
+        share = read(node.args[1], shares)
+        if isinstance(share, Unknown) or (isinstance(share, Shard) and share.dim in (dim, None)):
+            check_vocabulary(node, share)
+            return found
+        raise ShareError(
+            f"reads {describe(node.args[1], shares)}: expected it divided along dimension {dim}, the vocabulary; "
+            f"use {whole} for a whole one"
+        )
+
+    return rule
 
 
 def _whole_loss_placed(node: fx.Node, shares: Shares) -> Share:
@@ -164,17 +165,6 @@ def _whole_loss_placed(node: fx.Node, shares: Shares) -> Share:
         return UNKNOWN
     raise ShareError(
         f"takes as logits {describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy"
-    )
-
-
-def _loss_placed(node: fx.Node, shares: Shares) -> Found:
-    share = read(node.args[1], shares)
-    if isinstance(share, Unknown) or (isinstance(share, Shard) and share.dim in (1, None)):
-        check_vocabulary(node, share)
-        return WHOLE
-    raise ShareError(
-        f"takes as logits {describe(node.args[1], shares)}: expected them divided along dimension 1, the "
-        "vocabulary; use aten.cross_entropy_loss for whole ones"
     )
 
 
@@ -287,7 +277,9 @@ RULES: Mapping[Any, OperatorRules] = {
         order=_embedding_order,
         traits=_PADDED,
     ),
-    kernels.embedding: replace(_LOOKUP, placed=_lookup_placed, traits=Trait.ANY_SHARE),
+    kernels.embedding: replace(
+        _LOOKUP, placed=_divided_placed(0, PARTIAL, "aten.embedding"), traits=Trait.ANY_SHARE
+    ),
     aten.cross_entropy_loss: replace(
         _LOSS,
         axes=_cross_entropy_axes,
@@ -298,7 +290,9 @@ RULES: Mapping[Any, OperatorRules] = {
         traits=_PADDED,
     ),
     kernels.cross_entropy: OperatorRules(
-        placed=_loss_placed, work=_loss_work, traits=Trait.ANY_SHARE | Trait.SUMS_RANKS
+        placed=_divided_placed(1, WHOLE, "aten.cross_entropy_loss"),
+        work=_loss_work,
+        traits=Trait.ANY_SHARE | Trait.SUMS_RANKS,
     ),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     aten.nll_loss2d: replace(_LOSS, order=None, copies=None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoptd.passes.operators.dim_order import (
+from autoptd.passes.operators.layout import (
     BATCH,
     SEQUENCE,
     Dim,
