@@ -254,10 +254,10 @@ class LayoutWriter:
     def write_along(self, source: Any, position: int, dims: Any) -> fx.Node:
         """Write the operator on a new first argument, along `dims`, its argument `position`, unless that is None."""
         args, kwargs = fx.map_arg((self.current.args[1:], self.current.kwargs), self.restore)
-        if dims is not None and position <= len(args):
-            args = (*args[: position - 1], dims, *args[position:])
-        elif dims is not None:
+        if "dim" in kwargs:
             kwargs = {**kwargs, "dim": dims}
+        elif dims is not None:
+            args = (*args[: position - 1], dims, *args[position:])
         return self.write((source, *args), kwargs)
 
     def undo(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
