@@ -13,6 +13,7 @@ from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import float_bytes
 from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
@@ -26,20 +27,6 @@ from autoptd.passes.operators.quantities import (
     tensor_arguments,
 )
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import (
-    Share,
-    ShareError,
-    Shares,
-    aligned,
-    check_key,
-    check_whole,
-    describe,
-    describe_runs,
-    merge,
-    read,
-    refuse_partial,
-    take,
-)
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import Placement, Shard
 
@@ -117,22 +104,22 @@ def keyed_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def attention_placed(node: fx.Node, shares: Shares) -> Share:
+def attention_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     """Attention is done head by head: heads may be divided, positions and head size not."""
     tensors = tensor_arguments(node)
     for tensor in tensors:
-        share = read(tensor, shares)
+        share = proof.read(tensor, shares)
         if share.dim is not None and share.dim >= len(shape_of(tensor)) - 2:
-            raise ShareError(
-                f"attends over {describe(tensor, shares)}: expected positions and head size whole on every "
+            raise proof.ShareError(
+                f"attends over {proof.describe(tensor, shares)}: expected positions and head size whole on every "
                 "rank"
             )
-    return merge([(tensor, _spread_heads(tensor, node, shares)) for tensor in tensors], shape_of(node))
+    return proof.merge([(tensor, _spread_heads(tensor, node, shares)) for tensor in tensors], shape_of(node))
 
 
-def _spread_heads(tensor: fx.Node, node: fx.Node, shares: Shares) -> Share:
+def _spread_heads(tensor: fx.Node, node: fx.Node, shares: proof.Shares) -> proof.Share:
     """The share of queries, keys, values or a mask, where each of their heads serves several of the result's."""
-    share = aligned(tensor, shape_of(node), shares)
+    share = proof.aligned(tensor, shape_of(node), shares)
     if share.dim is None:
         return share
     own = shape_of(tensor)[share.dim - len(shape_of(node)) + len(shape_of(tensor))]
@@ -144,25 +131,27 @@ def _spread_heads(tensor: fx.Node, node: fx.Node, shares: Shares) -> Share:
     )
 
 
-def _softmax_placed(node: fx.Node, shares: Shares) -> Share:
-    refuse_partial(node, shares)
+def _softmax_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    proof.refuse_partial(node, shares)
     share = attention_placed(node, shares)
     if argument(node, 5, "p", 0.0):
-        check_key(share, argument(node, 8, "divided"))
+        proof.check_key(share, argument(node, 8, "divided"))
     return share
 
 
-def _rotary_placed(node: fx.Node, shares: Shares) -> Share:
+def _rotary_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     """Prove a rotation: a rank needs the same rows of both halves, and those of the tables."""
     own, cos, sin = node.all_input_nodes
-    share, shape, turned = read(own, shares), shape_of(own), shape_of(cos)[-1]
+    share, shape, turned = proof.read(own, shares), shape_of(own), shape_of(cos)[-1]
     if share.dim != len(shape) - 1:
         return share
     rows = ((0, turned // 2), (turned // 2, turned // 2), (0, turned))
-    first, second, both = (take(own, share, *part) for part in rows)
-    if argument(node, 3, "interleaved", False) or describe_runs(first) != describe_runs(second):
-        check_whole(own, share, [share.dim])
-    merge([(own, both), *((n, aligned(n, shape, shares)) for n in (cos, sin))], [*shape[:-1], turned])
+    first, second, both = (proof.take(own, share, *part) for part in rows)
+    if argument(node, 3, "interleaved", False) or proof.describe_runs(first) != proof.describe_runs(second):
+        proof.check_whole(own, share, [share.dim])
+    proof.merge(
+        [(own, both), *((n, proof.aligned(n, shape, shares)) for n in (cos, sin))], [*shape[:-1], turned]
+    )
     return share
 
 

@@ -1,4 +1,4 @@
-"""Our kernels: packed and activated linears, dropout, and norms of sums (attention and vocabulary have families)."""
+"""Our functions: linears, dropout and norms of sums, and the collectives f and g with their readers (SC21 §2.3)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,20 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, shape_of
-from autoptd.passes.ir.products import bound_arguments
+from autoptd.passes.ir.products import bound_arguments, read_products
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products
+from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written, plain_dim
 from autoptd.passes.operators.pointwise import elementwise_order
-from autoptd.passes.operators.quantities import Value, Work, differentiate
+from autoptd.passes.operators.quantities import Value, Work, differentiate, no_work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
-from autoptd.passes.operators.shares import (
-    WHOLE,
-    Found,
-    Shares,
-    aligned,
-    check_key,
-    check_whole,
-    elementwise,
-    merge,
-    read,
-    refuse_partial,
-    spread,
-)
-from autoptd.runtime import kernels
+from autoptd.passes.operators.views import view_backward
+from autoptd.runtime import collectives, kernels
+from autoptd.runtime.program.placement import Partial, Replicate, Segment, Shard
 
 # Linears
 
@@ -74,25 +64,25 @@ def _gelu_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
 # Dropout
 
 
-def _dropout_placed(node: fx.Node, shares: Shares) -> Found:
-    refuse_partial(node, shares)
-    share = read(node.args[1], shares)
-    check_key(share, argument(node, 5, "divided"))
+def _dropout_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+    proof.refuse_partial(node, shares)
+    share = proof.read(node.args[1], shares)
+    proof.check_key(share, argument(node, 5, "divided"))
     return share
 
 
-def _sum_placed(node: fx.Node, shares: Shares) -> Found:
+def _sum_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
     """dropout(x + bias) + residual, and perhaps the norm of it, which runs over the last dimension."""
-    refuse_partial(node, shares)
+    proof.refuse_partial(node, shares)
     given = bound_arguments(node)
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
     shape = shape_of(given["x"])
-    share = merge([(term, aligned(term, shape, shares)) for term in terms], shape)
+    share = proof.merge([(term, proof.aligned(term, shape, shares)) for term in terms], shape)
     if given.get("p", 0):
-        check_key(share, given.get("divided"))
+        proof.check_key(share, given.get("divided"))
     if "weight" in given:
-        check_whole(given["x"], share, [len(shape) - 1])
-    return share if share is WHOLE else spread(node, share)
+        proof.check_whole(given["x"], share, [len(shape) - 1])
+    return share if share is proof.WHOLE else proof.spread(node, share)
 
 
 def _sum_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
@@ -116,15 +106,91 @@ def _norm_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
     return differentiate(node, value, made + [source for source in wanted if source not in large], [x])
 
 
+# Collectives
+
+
+def _reduce_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    share = proof.read(node.args[1], shares)
+    if isinstance(share, Replicate):
+        raise proof.ShareError(
+            f"all-reduces {node.args[1]}, which is whole on every tensor rank already, and so multiplies it "
+            "by their number: leave this reduce_from_tensor out"
+        )
+    if isinstance(share, Shard):
+        raise proof.ShareError(
+            f"all-reduces {node.args[1]}, of which each tensor rank holds another part: expected a partial "
+            "sum, such as a product over a divided dimension"
+        )
+    return proof.WHOLE
+
+
+def _copy_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    return _check_copied(node, shares, "leave this copy_to_tensor out")
+
+
+def _copied_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+    """f, and the linears that read it."""
+    without = node.target.__name__.removeprefix("copied_")  # type: ignore[union-attr]
+    _check_copied(node, shares, f"compute the {without} without an all-reduce")
+    proof.refuse_partial(node, shares)
+    return products.product_placed(node, shares)
+
+
+def _check_copied(node: fx.Node, shares: proof.Shares, way: str) -> proof.Share:
+    share = proof.read(node.args[1], shares)
+    if isinstance(share, Shard | Partial):
+        raise proof.ShareError(
+            f"hands {proof.describe(node.args[1], shares)}, to a divided region: expected a whole value; {way}, or "
+            "all-reduce its argument first"
+        )
+    return share
+
+
+def _own_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    share, shape = proof.read(node.args[1], shares), shape_of(node)
+    if isinstance(share, Shard | Partial):
+        raise proof.ShareError(
+            f"takes this rank's part of {proof.describe(node.args[1], shares)}: expected a whole value"
+        )
+    dim = int(argument(node, 2, "dim")) % len(shape)
+    return Shard(dim, (Segment(1, shape[dim], 1, True),))
+
+
+def _all_reduce(node: fx.Node, value: Value, *_: Any) -> Work:
+    """An all-reduce of the value, in a copy of it."""
+    size = value.bytes(node)
+    return Work(read=size, written=size, reduced=size, launches=2)
+
+
+def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The gradients of x, added up by the products that make them; their all-reduce, and beside it the others."""
+    x: Any = node.args[1]
+    work, overlapped = Work(), Work()
+    if node.target is collectives.copied_linear_gelu:
+        activation, *gradients = products.gelu_gradients(node, value, wanted)
+        work += activation
+        pairs = [tuple(gradients)]
+    else:
+        pairs = [products.product_gradients(product, value, wanted) for product in read_products(node)]
+    for index, (of_x, others) in enumerate(pairs):
+        work += of_x + Work(read=value.bytes(x) if index and x in wanted else 0)
+        overlapped += others
+    if x not in wanted:
+        return work + overlapped
+    return replace(work + overlapped + Work(reduced=value.bytes(x), launches=1), overlapped=overlapped)
+
+
 _LINEAR = OperatorRules(
     placed=products.product_placed,
     work=products.multiply,
     backward=products.multiply_backward,
     copies=products.row_copies,
 )
-_ELEMENTWISE = OperatorRules(placed=elementwise)
+_ELEMENTWISE = OperatorRules(placed=proof.elementwise)
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
 _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_SHARE)
+_F = Trait.ANY_SHARE | Trait.SUMS_GRADIENTS
+_COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(_LINEAR, axes=_split_axes, order=_split_order),
@@ -141,4 +207,18 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.bias_dropout_add: replace(_SUM, backward=_sum_backward),
     **dict.fromkeys((kernels.add_layer_norm, kernels.add_rms_norm), _SUM),
     **dict.fromkeys((kernels.layer_norm, kernels.rms_norm), _NORM),
+    **dict.fromkeys(collectives.COPIED, _COPIED),
+    collectives.copied_linear_gelu: replace(_COPIED, work=gelu_work),
+    collectives.copy_to_tensor: OperatorRules(
+        placed=_copy_placed, backward=_all_reduce, traits=_F | Trait.FREE
+    ),
+    collectives.reduce_from_tensor: OperatorRules(
+        placed=_reduce_placed,
+        work=_all_reduce,
+        backward=no_work,
+        traits=Trait.ANY_SHARE | Trait.SUMS_RANKS,
+    ),
+    collectives.take_own: OperatorRules(
+        placed=_own_placed, backward=view_backward, traits=Trait.ANY_SHARE | Trait.FREE
+    ),
 }

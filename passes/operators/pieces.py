@@ -13,24 +13,11 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
 from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import (
-    PARTIAL,
-    UNKNOWN,
-    WHOLE,
-    Found,
-    Share,
-    Shares,
-    keep_partial,
-    merge,
-    read,
-    refuse_partial,
-    spread,
-    take,
-)
 from autoptd.passes.operators.views import view_backward
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Segment, Shard
@@ -147,56 +134,58 @@ def _repeat_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def _cut_placed(node: fx.Node, shares: Shares) -> Found:
+def _cut_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
     own: Any = node.args[0]
-    share, cut = read(own, shares), read_cut(node)
+    share, cut = proof.read(own, shares), read_cut(node)
     if share.dim != cut.dim:
-        return spread(node, share)
+        return proof.spread(node, share)
     if cut.step != 1:
-        return UNKNOWN
+        return proof.UNKNOWN
     starts = [cut.start + sum(cut.lengths[:i]) for i in range(len(cut.lengths))]
-    found = tuple(take(own, share, *rows) for rows in zip(starts, cut.lengths, strict=True))
+    found = tuple(proof.take(own, share, *rows) for rows in zip(starts, cut.lengths, strict=True))
     return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
 
 
-def _cat_placed(node: fx.Node, shares: Shares) -> Share:
+def _cat_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     """Along the divided dimension the parts add up."""
     values: Any = node.args[0]  # not all_input_nodes: a value may be there twice
     sources = [n for n in values if n.meta["val"].numel()]
     dim = read_dim(node, 1, len(shape_of(node)))
-    given = [read(n, shares) for n in sources]
+    given = [proof.read(n, shares) for n in sources]
     if all(share.dim != dim for share in given):
-        return merge(list(zip(sources, given, strict=True)), shape_of(node))
+        return proof.merge(list(zip(sources, given, strict=True)), shape_of(node))
     parts: list[Segment] = []
     for source, share in zip(sources, given, strict=True):
-        if share is not WHOLE and not (share.dim == dim and share.segments):
-            return UNKNOWN
+        if share is not proof.WHOLE and not (share.dim == dim and share.segments):
+            return proof.UNKNOWN
         parts += share.segments or (Segment(1, shape_of(source)[dim], 1, False),)
     return Shard(dim, tuple(parts))
 
 
-def _stack_placed(node: fx.Node, shares: Shares) -> Share:
-    share = merge([(n, read(n, shares)) for n in node.all_input_nodes], shape_of(node.all_input_nodes[0]))
+def _stack_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    share = proof.merge(
+        [(n, proof.read(n, shares)) for n in node.all_input_nodes], shape_of(node.all_input_nodes[0])
+    )
     dim = read_dim(node, 1, len(shape_of(node)))
     return share if share.dim is None else replace(share, dim=share.dim + (dim <= share.dim))
 
 
-def _repeat_placed(node: fx.Node, shares: Shares) -> Share:
-    share, dim, times = read(node.args[0], shares), argument(node, 2, "dim"), node.args[1]
+def _repeat_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    share, dim, times = proof.read(node.args[0], shares), argument(node, 2, "dim"), node.args[1]
     if dim is None or not isinstance(times, int):
-        return UNKNOWN
+        return proof.UNKNOWN
     if share.dim != dim % len(shape_of(node)):
         return share
     parts = tuple(replace(part, inner=part.inner * times) for part in share.segments)
     return replace(share, segments=parts, extent=None)
 
 
-def _getitem_placed(node: fx.Node, shares: Shares) -> Share:
+def _getitem_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     own, index = node.args[:2]
     found = shares[own]  # type: ignore[index]
     if isinstance(found, tuple):
         return found[index]  # type: ignore[index]
-    return found if found is PARTIAL else UNKNOWN
+    return found if found is proof.PARTIAL else proof.UNKNOWN
 
 
 # The sequence-first layout
@@ -250,7 +239,7 @@ _SLICE = OperatorRules(
     axes=_cut_axes,
     local=_slice_local,
     placed=_cut_placed,
-    of_partial=keep_partial,
+    of_partial=proof.keep_partial,
     order=resize_order(1),
     backward=view_backward,
 )
@@ -260,7 +249,7 @@ _JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", trait
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=Trait.TAKES)),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _SPLIT),
-    aten.tensor_split: replace(_SPLIT, of_partial=refuse_partial),
+    aten.tensor_split: replace(_SPLIT, of_partial=proof.refuse_partial),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), replace(_JOIN, placed=_cat_placed)),
     aten.stack: replace(_JOIN, placed=_stack_placed),
     aten.repeat_interleave: OperatorRules(

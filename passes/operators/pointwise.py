@@ -11,6 +11,7 @@ from torch import fx
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import shape_of
 from autoptd.passes.ir.strides import contiguous_copies
+from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
@@ -18,15 +19,6 @@ from autoptd.passes.operators.layout import broadcast as broadcast_dims
 from autoptd.passes.operators.localizer import Localizer, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import (
-    WHOLE,
-    Share,
-    Shares,
-    add_partial,
-    elementwise,
-    keep_partial,
-    scale_partial,
-)
 from autoptd.passes.operators.views import aligned, sized_local
 from autoptd.runtime import aten
 
@@ -89,19 +81,21 @@ def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
     return tuple(Axis(size) for size in shape_of(node))
 
 
-def _make_placed(node: fx.Node, shares: Shares) -> Share:
-    return WHOLE
+def _make_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    return proof.WHOLE
 
 
 _SAFE = Trait.PADDING_SAFE
-POINTWISE = OperatorRules(axes=broadcast, placed=elementwise, order=elementwise_order)
-_SAME = replace(POINTWISE, of_partial=keep_partial, traits=Trait.TAKES)
+POINTWISE = OperatorRules(axes=broadcast, placed=proof.elementwise, order=elementwise_order)
+_SAME = replace(POINTWISE, of_partial=proof.keep_partial, traits=Trait.TAKES)
 _NEG = replace(_SAME, keeps="nothing", traits=Trait.SCALES)
 _CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
 _LINEAR = replace(POINTWISE, traits=Trait.LINEAR)
-_ADD = replace(_LINEAR, local=add_local, of_partial=add_partial, backward=_add_backward)
-_SCALE = replace(POINTWISE, of_partial=scale_partial, backward=_scale_backward, traits=_SAFE | Trait.SCALES)
+_ADD = replace(_LINEAR, local=add_local, of_partial=proof.add_partial, backward=_add_backward)
+_SCALE = replace(
+    POINTWISE, of_partial=proof.scale_partial, backward=_scale_backward, traits=_SAFE | Trait.SCALES
+)
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=_make_placed)
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=Trait.FILLS)

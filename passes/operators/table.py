@@ -9,7 +9,6 @@ from torch._ops import OpOverload
 
 from autoptd.passes.operators import (
     attention,
-    collectives,
     einsums,
     kernels,
     pieces,
@@ -22,7 +21,7 @@ from autoptd.passes.operators import (
 from autoptd.passes.operators.record import OperatorRules, Trait
 
 _FAMILIES = (
-    *(attention, collectives, einsums, kernels, pieces),
+    *(attention, einsums, kernels, pieces),
     *(pointwise, products, reductions, views, vocabulary),
 )
 OPERATORS: dict[Any, OperatorRules] = {

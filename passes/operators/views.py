@@ -15,13 +15,12 @@ from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import UNKNOWN, Found, Share, Shares, keep_partial, read, spread
-from autoptd.passes.operators.shares import regroup as regroup_share
 from autoptd.runtime import aten
 
 # Axes
@@ -91,18 +90,20 @@ def sized_local(position: int) -> Callable[[Localizer, fx.Node], fx.Node]:
 # The proof
 
 
-def reshape_placed(node: fx.Node, shares: Shares) -> Share:
+def reshape_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     own: Any = node.args[0]
-    return regroup_share(read(own, shares), shape_of(own), shape_of(node))
+    return proof.regroup(proof.read(own, shares), shape_of(own), shape_of(node))
 
 
-def move_placed(node: fx.Node, shares: Shares) -> Found:
+def move_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
     """Move the divided dimension as the operator moves it."""
-    share = read(node.args[0], shares)
+    share = proof.read(node.args[0], shares)
     if share.dim is None:
-        return spread(node, share)
+        return proof.spread(node, share)
     dims = dim_map(node)
-    return spread(node, replace(share, dim=dims.index(share.dim)) if share.dim in dims else UNKNOWN)
+    return proof.spread(
+        node, replace(share, dim=dims.index(share.dim)) if share.dim in dims else proof.UNKNOWN
+    )
 
 
 # The sequence-first layout
@@ -209,12 +210,12 @@ def _reshape_copies(given: Sequence[Any], value: Any) -> int:
     return 0 if is_view(given[0], value.shape) else float_bytes(given[0])
 
 
-_MOVE = OperatorRules(axes=mapped_axes(), placed=move_placed, of_partial=keep_partial)
+_MOVE = OperatorRules(axes=mapped_axes(), placed=move_placed, of_partial=proof.keep_partial)
 _RESHAPE = OperatorRules(
     axes=_reshape_axes,
     local=_reshape_local,
     placed=reshape_placed,
-    of_partial=keep_partial,
+    of_partial=proof.keep_partial,
     order=_reshape_order,
     copies=_reshape_copies,
     traits=Trait.PADDING_SAFE | Trait.RESHAPES,

@@ -12,24 +12,12 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, plain_dim, size_of
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work, statistics, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import (
-    PARTIAL,
-    UNKNOWN,
-    WHOLE,
-    Found,
-    Share,
-    ShareError,
-    Shares,
-    Unknown,
-    check_vocabulary,
-    describe,
-    read,
-)
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.placement import Shard
 
@@ -133,48 +121,50 @@ def _cross_entropy_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def _embedding_placed(node: fx.Node, shares: Shares) -> Share:
+def _embedding_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     """Prove a plain lookup: columns of the table may be divided, rows not."""
-    share = read(node.args[0], shares)
+    share = proof.read(node.args[0], shares)
     if share.dim == 0:
-        raise ShareError(
+        raise proof.ShareError(
             f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected "
             "kernels.embedding"
         )
-    return UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
+    return proof.UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
 
 
-def _divided_placed(dim: int, found: Share, whole: str) -> Callable[[fx.Node, Shares], Share]:
+def _divided_placed(
+    dim: int, found: proof.Share, whole: str
+) -> Callable[[fx.Node, proof.Shares], proof.Share]:
     """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided."""
 
-    def rule(node: fx.Node, shares: Shares) -> Share:
-        share = read(node.args[1], shares)
-        if isinstance(share, Unknown) or (isinstance(share, Shard) and share.dim in (dim, None)):
-            check_vocabulary(node, share)
+    def rule(node: fx.Node, shares: proof.Shares) -> proof.Share:
+        share = proof.read(node.args[1], shares)
+        if isinstance(share, proof.Unknown) or (isinstance(share, Shard) and share.dim in (dim, None)):
+            proof.check_vocabulary(node, share)
             return found
-        raise ShareError(
-            f"reads {describe(node.args[1], shares)}: expected it divided along dimension {dim}, the vocabulary; "
+        raise proof.ShareError(
+            f"reads {proof.describe(node.args[1], shares)}: expected it divided along dimension {dim}, the vocabulary; "
             f"use {whole} for a whole one"
         )
 
     return rule
 
 
-def _whole_loss_placed(node: fx.Node, shares: Shares) -> Share:
-    if read(node.args[0], shares) is UNKNOWN:
-        return UNKNOWN
-    raise ShareError(
-        f"takes as logits {describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy"
+def _whole_loss_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+    if proof.read(node.args[0], shares) is proof.UNKNOWN:
+        return proof.UNKNOWN
+    raise proof.ShareError(
+        f"takes as logits {proof.describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy"
     )
 
 
-def _index_placed(node: fx.Node, shares: Shares) -> Found:
+def _index_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
     """Rows picked alike on every rank; the dimensions before the first picked one stay where they are."""
-    picks, share = _picks(node), read(node.args[0], shares)
-    if any(read(numbers, shares) is not WHOLE for numbers in picks.values()):
-        return UNKNOWN
+    picks, share = _picks(node), proof.read(node.args[0], shares)
+    if any(proof.read(numbers, shares) is not proof.WHOLE for numbers in picks.values()):
+        return proof.UNKNOWN
     moved = len(picks) > 1 or len(shape_of(node)) != len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    return UNKNOWN if share.dim is not None and (share.dim in picks or moved) else share
+    return proof.UNKNOWN if share.dim is not None and (share.dim in picks or moved) else share
 
 
 # The sequence-first layout
@@ -278,7 +268,7 @@ RULES: Mapping[Any, OperatorRules] = {
         traits=_PADDED,
     ),
     kernels.embedding: replace(
-        _LOOKUP, placed=_divided_placed(0, PARTIAL, "aten.embedding"), traits=Trait.ANY_SHARE
+        _LOOKUP, placed=_divided_placed(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_SHARE
     ),
     aten.cross_entropy_loss: replace(
         _LOSS,
@@ -290,7 +280,7 @@ RULES: Mapping[Any, OperatorRules] = {
         traits=_PADDED,
     ),
     kernels.cross_entropy: OperatorRules(
-        placed=_divided_placed(1, WHOLE, "aten.cross_entropy_loss"),
+        placed=_divided_placed(1, proof.WHOLE, "aten.cross_entropy_loss"),
         work=_loss_work,
         traits=Trait.ANY_SHARE | Trait.SUMS_RANKS,
     ),
