@@ -124,26 +124,18 @@ def _reduce_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
     return proof.WHOLE
 
 
-def _copy_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    return _check_copied(node, shares, "leave this copy_to_tensor out")
-
-
 def _copied_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
     """f, and the linears that read it."""
-    without = node.target.__name__.removeprefix("copied_")  # type: ignore[union-attr]
-    _check_copied(node, shares, f"compute the {without} without an all-reduce")
-    proof.refuse_partial(node, shares)
-    return products.product_placed(node, shares)
-
-
-def _check_copied(node: fx.Node, shares: proof.Shares, way: str) -> proof.Share:
-    share = proof.read(node.args[1], shares)
+    share, alone = proof.read(node.args[1], shares), node.target is collectives.copy_to_tensor
     if isinstance(share, Shard | Partial):
+        linear = node.target.__name__.removeprefix("copied_")  # type: ignore[union-attr]
+        way = "leave this copy_to_tensor out" if alone else f"compute the {linear} without an all-reduce"
         raise proof.ShareError(
             f"hands {proof.describe(node.args[1], shares)}, to a divided region: expected a whole value; {way}, or "
             "all-reduce its argument first"
         )
-    return share
+    proof.refuse_partial(node, shares)
+    return share if alone else products.product_placed(node, shares)
 
 
 def _own_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
@@ -157,7 +149,6 @@ def _own_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
 
 
 def _all_reduce(node: fx.Node, value: Value, *_: Any) -> Work:
-    """An all-reduce of the value, in a copy of it."""
     size = value.bytes(node)
     return Work(read=size, written=size, reduced=size, launches=2)
 
@@ -210,7 +201,7 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys(collectives.COPIED, _COPIED),
     collectives.copied_linear_gelu: replace(_COPIED, work=gelu_work),
     collectives.copy_to_tensor: OperatorRules(
-        placed=_copy_placed, backward=_all_reduce, traits=_F | Trait.FREE
+        placed=_copied_placed, backward=_all_reduce, traits=_F | Trait.FREE
     ),
     collectives.reduce_from_tensor: OperatorRules(
         placed=_reduce_placed,
