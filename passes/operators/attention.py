@@ -21,7 +21,6 @@ from autoptd.passes.operators.quantities import (
     Product,
     Value,
     Work,
-    differentiable_arguments,
     differentiate,
     statistics,
     tensor_arguments,
@@ -216,7 +215,7 @@ def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
 
 def _rotary_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """Only the tables are kept."""
-    return differentiate(node, value, wanted, differentiable_arguments(node)[1:])
+    return differentiate(node, value, wanted, node.all_input_nodes[1:])
 
 
 def _attention_copies(given: Sequence[Any], value: Any) -> int:

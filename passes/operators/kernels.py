@@ -17,7 +17,7 @@ from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written, plain_dim
 from autoptd.passes.operators.pointwise import elementwise_order
-from autoptd.passes.operators.quantities import Value, Work, differentiate, no_work
+from autoptd.passes.operators.quantities import Value, Work, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
 from autoptd.passes.operators.views import view_backward
@@ -177,7 +177,6 @@ _LINEAR = OperatorRules(
     backward=products.multiply_backward,
     copies=products.row_copies,
 )
-_ELEMENTWISE = OperatorRules(placed=proof.elementwise)
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
 _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_SHARE)
 _F = Trait.ANY_SHARE | Trait.SUMS_GRADIENTS
@@ -186,7 +185,7 @@ _COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(_LINEAR, axes=_split_axes, order=_split_order),
     kernels.linear_gelu: replace(_LINEAR, work=gelu_work, backward=_gelu_backward),
-    **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), _ELEMENTWISE),
+    **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: OperatorRules(
         axes=broadcast,
         local=keyed_local,
@@ -206,7 +205,7 @@ RULES: Mapping[Any, OperatorRules] = {
     collectives.reduce_from_tensor: OperatorRules(
         placed=_reduce_placed,
         work=_all_reduce,
-        backward=no_work,
+        backward=lambda *_: Work(),
         traits=Trait.ANY_SHARE | Trait.SUMS_RANKS,
     ),
     collectives.take_own: OperatorRules(

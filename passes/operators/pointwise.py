@@ -81,10 +81,6 @@ def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
     return tuple(Axis(size) for size in shape_of(node))
 
 
-def _make_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    return proof.WHOLE
-
-
 _SAFE = Trait.PADDING_SAFE
 POINTWISE = OperatorRules(axes=broadcast, placed=proof.elementwise, order=elementwise_order)
 _SAME = replace(POINTWISE, of_partial=proof.keep_partial, traits=Trait.TAKES)
@@ -97,7 +93,7 @@ _SCALE = replace(
     POINTWISE, of_partial=proof.scale_partial, backward=_scale_backward, traits=_SAFE | Trait.SCALES
 )
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
-_LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=_make_placed)
+_LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=Trait.FILLS)
 
 RULES: Mapping[Any, OperatorRules] = {

@@ -163,10 +163,6 @@ def differentiate(node: fx.Node, value: Value, made: Sequence[fx.Node], kept: It
     )
 
 
-def no_work(node: fx.Node, value: Value, *_: Any) -> Work:
-    return Work()
-
-
 def statistics(node: fx.Node, value: Value) -> Number:
     """Return the bytes of one wide number per row of the result."""
     return prod(value.shape(node)[:-1]) * widen(node.meta["val"].dtype).itemsize
