@@ -15,7 +15,6 @@ from autoptd.runtime.kernels.precision import widen
 
 FLOAT32_BYTES = 4
 Number = Any  # an int or a sympy expression
-Shape = tuple[Number, ...]
 Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for several results
 
 
