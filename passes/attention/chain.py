@@ -26,19 +26,16 @@ SHAPED = Trait.RESHAPES | Trait.LAYS_OUT
 
 @dataclass(frozen=True)
 class Chain:
-    """The operators found around one softmax.
+    """The operators found around one softmax, or texts that say why there is no `product` or no `result`.
 
-    `steps` are in the order of computation, `weights` the nodes from the softmax up to the `result`. `stop` says why
-    there is no `product`, `open_end` why there is no `result`.
+    `steps` are in the order of computation, `weights` the nodes from the softmax up to the `result`.
     """
 
     softmax: fx.Node
     steps: tuple[Step, ...]
-    product: Product | None
-    stop: str
+    product: Product | str
     weights: tuple[fx.Node, ...]
-    result: Result | None
-    open_end: str
+    result: Result | str
 
 
 def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain:
@@ -47,26 +44,21 @@ def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain
     `number` reads an argument that is one number; `learned` are the nodes that depend on parameters.
     """
     steps: list[Step] = []
-    product, stop = None, ""
     scores: Any = softmax.args[0]
     reader = softmax
-    while not stop:
+    product: Product | str | None = None
+    while product is None:
         others = [user for user in scores.users if user is not reader]
-        product = None if others else read_scores(scores)
-        if product is not None:
-            break
-        step = None if others else _read_step(scores, number, learned)
-        if others:
-            stop = f"{_name(others[0])} reads its scores too"
-        elif step is None:
-            stop = _explain(scores, learned)
-        else:
+        product = f"{_name(others[0])} reads its scores too" if others else read_scores(scores)
+        step = _read_step(scores, number, learned) if product is None else None
+        if step is not None:
             steps.insert(0, step)
             scores, reader = step.source, scores
-    if product is not None and any(map(_is_parameter, (product.queries.node, product.keys.node))):
-        product, stop = None, f"a factor of {_name(scores)} is a parameter"
-    weights, result, open_end = _follow(softmax)
-    return Chain(softmax, tuple(steps), product, stop, weights, result, open_end)
+        elif product is None:
+            product = _explain(scores, learned)
+    if isinstance(product, Product) and any(map(_is_parameter, (product.queries.node, product.keys.node))):
+        product = f"a factor of {_name(scores)} is a parameter"
+    return Chain(softmax, tuple(steps), product, *_follow(softmax))
 
 
 def _name(node: fx.Node) -> str:
@@ -164,17 +156,17 @@ def keeps_rows(source: fx.Node, node: fx.Node) -> bool:
 # On, from the weights
 
 
-def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
+def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | str]:
     """Return the operators on the weights, and the product that they end in or why there is none."""
     weights = [softmax]
     while True:
         readers = list(weights[-1].users)
         if len(readers) != 1:
-            return tuple(weights), None, f"{len(readers)} operators read its weights"
+            return tuple(weights), f"{len(readers)} operators read its weights"
         (reader,) = readers
         result = read_result(reader, weights[-1])
         if result is not None:
-            return tuple(weights), result, ""
+            return tuple(weights), result
         if reader.target is kernels.dropout:
             fits = reader.args[1] is weights[-1]
         else:
@@ -183,7 +175,7 @@ def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | None, str]:
         rounded = _first_rounded(weights) if fits else None
         if not fits or (rounded is not None and reader.meta["val"].dtype != rounded):
             after = f", after they were rounded to {rounded}" if fits else ""
-            return tuple(weights), None, f"its weights pass {_name(reader)}{after}"
+            return tuple(weights), f"its weights pass {_name(reader)}{after}"
         weights.append(reader)
 
 

@@ -80,7 +80,7 @@ def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding 
     if node.target is not aten.softmax.int:
         return None
     chain = read_chain(node, rewriter.constants.number, learned)
-    if chain.product is None and chain.result is None:
+    if isinstance(chain.product, str) and isinstance(chain.result, str):
         return None
     rank, dim = len(shape_of(node)), int(argument(node, 1, "dim"))
     if dim % rank != rank - 1 or rank < 3:

@@ -14,7 +14,7 @@ from torch import fx
 from autoptd.passes.attention.chain import Chain, read_scale
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.masks import Mask, Masks
-from autoptd.passes.attention.products import Factor, Step
+from autoptd.passes.attention.products import Factor, Result, Step
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.node_info import change_info, describe, info
@@ -52,8 +52,8 @@ class Rewriter:
     def fuse_whole(self, chain: Chain) -> Mask | str:
         """Write torch's fused attention for the chain and return its mask, or say why it is not the same."""
         product, result, last = chain.product, chain.result, chain.weights[-1]
-        if product is None or result is None:
-            return chain.stop or chain.open_end
+        if isinstance(product, str) or isinstance(result, str):
+            return product if isinstance(product, str) else str(result)
         if any(node.target is kernels.dropout for node in chain.weights):
             return "of dropout"
         dtype = result.values.node.meta["val"].dtype
@@ -77,23 +77,22 @@ class Rewriter:
         q, k, v = (factor for factor in factors if factor is not None)
         (q, of_queries), (k, of_keys) = self._without_scale(q), self._without_scale(k)
         scale = prod(s.factor for s in steps if s.kind == "scale") * of_queries * of_keys
-        self._write_whole(chain, (q, k, v), mask, scale)
+        self._write_whole(result, (q, k, v), mask, scale)
         self.proved |= mask.proved
         return mask
 
     def _write_whole(
-        self, chain: Chain, factors: tuple[fx.Node, fx.Node, fx.Node], mask: Mask, scale: float
+        self, result: Result, factors: tuple[fx.Node, fx.Node, fx.Node], mask: Mask, scale: float
     ) -> None:
-        assert chain.result is not None
-        old = chain.result.node
+        old = result.node
         masks = () if mask.constant is None else (self._load(mask.constant, old),)
         options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
         sdpa = aten.scaled_dot_product_attention.default
         new = self._emit(old, sdpa, *factors, *masks, **options, scale=scale)
         change_info(new, name=re.sub(r"(matmul|bmm|einsum)(_\d+)?$", "sdpa", old.name))
         self.group_heads(new)
-        if chain.result.dims is not None:
-            new = self._emit(old, aten.permute.default, new, list(chain.result.dims))
+        if result.dims is not None:
+            new = self._emit(old, aten.permute.default, new, list(result.dims))
         for user in list(old.users):
             if user.target is aten.reshape.default and shape_of(user) == shape_of(new):
                 user.replace_all_uses_with(new)
