@@ -17,14 +17,7 @@ from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
-from autoptd.passes.operators.quantities import (
-    Product,
-    Value,
-    Work,
-    differentiate,
-    statistics,
-    tensor_arguments,
-)
+from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import Placement, Shard
@@ -187,7 +180,7 @@ def _attend(node: fx.Node, value: Value) -> Work:
     return Work(
         tuple(_products(node, value)),
         read=sum(map(value.bytes, tensor_arguments(node))),
-        written=value.bytes(node) + statistics(node, value),
+        written=value.bytes(node) + value.statistics(node),
         launches=1,
     )
 
@@ -203,7 +196,7 @@ def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
         Product(batch, queries, size, keys),  # of the queries
         Product(batch, keys, size, queries),  # of the keys
     )
-    kept, result = statistics(node, value), value.bytes(node)
+    kept, result = value.statistics(node), value.bytes(node)
     return Work(
         products,
         elementwise=value.count(node),

@@ -13,16 +13,7 @@ from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.products import multiply_as, product_gradients
-from autoptd.passes.operators.quantities import (
-    Number,
-    Product,
-    Value,
-    Work,
-    compute,
-    differentiable_arguments,
-    differentiate,
-    tensor_arguments,
-)
+from autoptd.passes.operators.quantities import Product, Value, Work, compute, differentiate
 from autoptd.passes.operators.record import OperatorRules
 from autoptd.runtime import aten
 
@@ -63,14 +54,14 @@ def _einsum(node: fx.Node, value: Value) -> Product:
     exact = [
         list(_letters(group, shape_of(x))) for group, x in zip(einsum.groups, einsum.operands, strict=True)
     ]
-    sizes: dict[Any, tuple[int, Number]] = {}
+    sizes: dict[Any, tuple[int, Any]] = {}
     for letters, x in zip(exact, einsum.operands, strict=True):
         for letter, extent, number in zip(letters, shape_of(x), value.shape(x), strict=True):
             sizes[letter] = max(sizes.get(letter, (1, 1)), (extent, number), key=lambda pair: pair[0])
     kept = set() if einsum.result is None else set(_letters(einsum.result, shape_of(node)))
     first, others = set(exact[0]), {letter for letters in exact[1:] for letter in letters}
 
-    def size(letters: set[Any]) -> Number:
+    def size(letters: set[Any]) -> Any:
         return prod(number for letter, (_, number) in sizes.items() if letter in letters)
 
     return Product(
@@ -90,7 +81,7 @@ def _costs(gemm: Callable[[fx.Node, Value], Product]) -> dict[str, Any]:
 
     def read(node: fx.Node) -> MatrixProduct | None:
         factors = find_factors(node)
-        bias = next((source for source in tensor_arguments(node) if source not in factors), None)
+        bias = next((source for source in node.all_input_nodes if source not in factors), None)
         return MatrixProduct(node, factors[0], factors[1], bias) if factors else None
 
     def work(node: fx.Node, value: Value) -> Work:
@@ -100,7 +91,7 @@ def _costs(gemm: Callable[[fx.Node, Value], Product]) -> dict[str, Any]:
     def backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
         product = read(node)
         if product is None:
-            return differentiate(node, value, wanted, differentiable_arguments(node))
+            return differentiate(node, value, wanted, node.all_input_nodes)
         return sum(product_gradients(product, value, wanted, gemm(node, value)), Work())
 
     return {"work": work, "backward": backward}

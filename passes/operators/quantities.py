@@ -114,6 +114,10 @@ class Value:
     def bytes(self, node: fx.Node) -> Number:
         return self._sum(node, lambda value, count: count * value.element_size())
 
+    def statistics(self, node: fx.Node) -> Number:
+        """Return the bytes of one wide number per row of the result."""
+        return prod(self.shape(node)[:-1]) * widen(node.meta["val"].dtype).itemsize
+
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the tensor arguments, each once."""
@@ -160,8 +164,3 @@ def differentiate(node: fx.Node, value: Value, made: Sequence[fx.Node], kept: It
         written=sum(map(value.bytes, made)),
         launches=1,
     )
-
-
-def statistics(node: fx.Node, value: Value) -> Number:
-    """Return the bytes of one wide number per row of the result."""
-    return prod(value.shape(node)[:-1]) * widen(node.meta["val"].dtype).itemsize

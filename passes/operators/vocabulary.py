@@ -16,7 +16,7 @@ from autoptd.passes.operators import shares as proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, plain_dim, size_of
 from autoptd.passes.operators.localizer import Localizer
-from autoptd.passes.operators.quantities import Value, Work, statistics, tensor_arguments
+from autoptd.passes.operators.quantities import Value, Work, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.placement import Shard
@@ -230,7 +230,7 @@ def _embedding_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 def _loss_work(node: fx.Node, value: Value) -> Work:
     """The vocabulary-parallel loss reads the logits once, and reduces three wide numbers per row."""
     logits, target = tensor_arguments(node)[:2]
-    size = statistics(logits, value)
+    size = value.statistics(logits)
     return Work(
         elementwise=value.count(logits),
         read=value.bytes(logits) + value.bytes(target),
