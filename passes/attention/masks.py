@@ -153,10 +153,7 @@ class Masks:
     def _divide(
         self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[fx.Node | None, fx.Node | None] | str:
-        """Return the keys (bool) that one constant mask shows, None if all, and its bias on the scores, None if none.
-
-        Return why, as a text, where they are not known.
-        """
+        """Return the keys that a constant mask shows (None: all) and its bias (None: none), or why they are unknown."""
         mask = self._widen(source, step.frame, shape)
         if step.kind == "fill":
             if not step.factor <= torch.finfo(dtype).min:

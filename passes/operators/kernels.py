@@ -171,20 +171,14 @@ def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
     return replace(work + overlapped + Work(reduced=value.bytes(x), launches=1), overlapped=overlapped)
 
 
-_LINEAR = OperatorRules(
-    placed=products.product_placed,
-    work=products.multiply,
-    backward=products.multiply_backward,
-    copies=products.row_copies,
-)
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
 _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_SHARE)
 _F = Trait.ANY_SHARE | Trait.SUMS_GRADIENTS
 _COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
-    kernels.split_linear: replace(_LINEAR, axes=_split_axes, order=_split_order),
-    kernels.linear_gelu: replace(_LINEAR, work=gelu_work, backward=_gelu_backward),
+    kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
+    kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work, backward=_gelu_backward),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: OperatorRules(
         axes=broadcast,

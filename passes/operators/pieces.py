@@ -104,9 +104,9 @@ def _slice_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     axis = own[cut.dim]
     if not localizer.is_divided((axis,)):
         return localizer.copy(node)
-    length, made = cut.lengths[0], localizer.extent(localizer.axis_map.of(node)[cut.dim])
-    first = 0 if length == axis.size else localizer.offset(axis, cut.start)
-    args = (localizer.whole(node.args[0]), cut.dim, first, first + made)
+    first = localizer.offset(axis, cut.start)
+    end = first + localizer.extent(localizer.axis_map.of(node)[cut.dim])
+    args = (localizer.whole(node.args[0]), cut.dim, first, end)
     return localizer.copy(node, args=args, target=aten.slice.Tensor)
 
 

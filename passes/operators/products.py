@@ -295,15 +295,9 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
     return 0 if merges and is_matrix(x) else float_bytes(whole)
 
 
-_LINEAR = OperatorRules(
-    axes=linear_axes,
-    local=linear_local,
-    placed=product_placed,
-    order=rows_order(),
-    work=multiply,
-    backward=multiply_backward,
-    copies=row_copies,
-    traits=Trait.PADDING_SAFE,
+PRODUCT = OperatorRules(placed=product_placed, work=multiply, backward=multiply_backward, copies=row_copies)
+_LINEAR = replace(
+    PRODUCT, axes=linear_axes, local=linear_local, order=rows_order(), traits=Trait.PADDING_SAFE
 )
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
 RULES: Mapping[Any, OperatorRules] = {
