@@ -112,7 +112,7 @@ def _slice_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 
 def _split_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     name, results = operator_name(node.target), localizer.axis_map.all_of(node)
-    if name == "aten.chunk" or not any(map(localizer.is_divided, results)):
+    if not any(map(localizer.is_divided, results)):
         return localizer.copy(node)
     dim = int(argument(node, 2, "dim", 0))
     sizes = [localizer.extent(axes[dim]) for axes in results]
@@ -141,8 +141,8 @@ def _cut_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
         return proof.spread(node, share)
     if cut.step != 1:
         return proof.UNKNOWN
-    starts = [cut.start + sum(cut.lengths[:i]) for i in range(len(cut.lengths))]
-    found = tuple(proof.take(own, share, *rows) for rows in zip(starts, cut.lengths, strict=True))
+    starts = accumulate(cut.lengths, initial=cut.start)
+    found = tuple(proof.take(own, share, *rows) for rows in zip(starts, cut.lengths, strict=False))
     return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
 
 
