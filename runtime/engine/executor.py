@@ -216,14 +216,12 @@ class Executor:
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """Yield each action as a `Step`."""
         ends = last_gradients(actions)
-        begun = set()
+        begun: set[int | None] = set()
         for position, action in enumerate(actions):
             stage = action.stage
-            begins = action.kind is Kind.FORWARD and stage not in begun
-            if begins:
-                begun.add(stage)
-            ends_here = ends.get(stage) == position
-            yield self._step(action), action, stage if begins else None, stage if ends_here else None
+            begins = stage if action.kind is Kind.FORWARD and stage not in begun else None
+            begun.add(begins)
+            yield self._step(action), action, begins, stage if ends.get(stage) == position else None
 
     def _step(self, action: Action) -> Callable[[], None]:
         """Return the call that runs `action`, with everything looked up."""

@@ -31,11 +31,14 @@ def scaled_softmax(
     results: tuple[Tensor, Tensor],
 ) -> None:
     weights, softmax = results
-    added = mask is not None and mask.dtype != torch.bool
-    view, inner, strides = _walk_mask(mask, scores.shape)
+    view, sizes, strides = mask, None, None
+    if mask is not None:
+        view = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(scores.shape)
+        view = view[None] if view.dim() == 2 else view
+        sizes, strides = tuple(view.shape[:-2]), view.stride()
     _launch(
-        _normalize, scores, p, key, *lay_out(scores), view, weights, softmax if key else None, scale, inner, strides,
-        ADDED=added, CAUSAL=is_causal
+        _normalize, scores, p, key, *lay_out(scores), view, weights, softmax if key else None, scale, sizes, strides,
+        ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
     )  # fmt: skip
 
 
@@ -63,33 +66,9 @@ def _launch(kernel: Any, x: Tensor, p: float, key: Sequence[int], *arguments: An
     )  # fmt: skip
 
 
-def _walk_mask(mask: Tensor | None, shape: Sequence[int]) -> tuple[Tensor | None, int, tuple[int, ...]]:
-    """Return the mask and its strides over two leading dimensions, rows and columns.
-
-    The second leading dimension has the size handed back. What no two strides describe is copied out.
-    """
-    if mask is None:
-        return None, 1, (0, 0, 0, 0)
-    if mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)
-    whole = mask.expand(tuple(shape))
-    leading: list[tuple[int, int]] = []
-    for size, stride in zip(whole.shape[:-2], whole.stride()[:-2], strict=True):
-        if size == 1:
-            continue
-        if leading and leading[-1][1] == size * stride:
-            leading[-1] = (leading[-1][0] * size, stride)
-        else:
-            leading.append((size, stride))
-    if len(leading) > 2:
-        return _walk_mask(whole.contiguous(), shape)
-    (_, outer), (inner, step) = [(1, 0), (1, 0), *leading][-2:]
-    return whole, inner, (outer, step, *whole.stride()[-2:])
-
-
 @triton.jit
 def _normalize(
-    scores, mask, weights, softmax, scale, inner, strides, rows, length, width, dropout, ADDED: tl.constexpr,
+    scores, mask, weights, softmax, scale, sizes, strides, rows, length, width, dropout, ADDED: tl.constexpr,
     CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +76,11 @@ def _normalize(
     masks = mask
     if mask is not None:
         group = row // length
-        masks += (group // inner * strides[0] + group % inner * strides[1] + query * strides[2])[:, None]
+        offset = query * strides[-2]
+        for dim in tl.static_range(len(sizes) - 1, -1, -1):
+            offset += (group % sizes[dim] if dim > 0 else group) * strides[dim]
+            group = group // sizes[dim]
+        masks += offset[:, None]
     if WHOLE:
         value, seen = _read(
             scores, masks, row, query, first, 0, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
@@ -210,11 +193,11 @@ def _read(
     value = tl.where(seen, value, -float("inf"))
     if masks is not None:
         if ADDED:
-            added = tl.load(masks + column * strides[3], inside, -float("inf")).to(tl.float32)
+            added = tl.load(masks + column * strides[-1], inside, -float("inf")).to(tl.float32)
             value += added
             seen = added != -float("inf")
         else:
-            seen = tl.load(masks + column * strides[3], inside, 0) != 0
+            seen = tl.load(masks + column * strides[-1], inside, 0) != 0
             value = tl.where(seen, value, -float("inf"))
     return value, seen
 
