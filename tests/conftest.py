@@ -6,6 +6,7 @@ Golden texts are kept beside the tests, compared line by line, written anew by `
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from autoptd.runtime.kernels import registration
 from tests.captures import SHARED, Captures
+from tests.shared_passes import order_once, run_passes_once
 
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
 # "bit for bit" is a statement about our graphs. It is read at the first product.
@@ -24,6 +26,9 @@ os.environ["MKL_CBWR"] = "COMPATIBLE"
 # workers that wait for each other's threads lose much.
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that a test starts
 torch.set_num_threads(1)
+
+# A collection of all objects takes a second in a process that has collected every test, and finds little.
+gc.set_threshold(10_000, 10, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +59,8 @@ def captures() -> Iterator[Captures]:
     with pytest.MonkeyPatch.context() as patch:
         for user in ("autoptd.compiler", "autoptd.planning.estimator", "autoptd.capture.broadcast_dropout"):
             patch.setattr(f"{user}.capture", SHARED.capture)
+        patch.setattr("autoptd.planning.estimator.run_passes", run_passes_once)
+        patch.setattr("autoptd.planning.estimator.FusedOrder", order_once)
         yield SHARED
     SHARED.check()
 

@@ -32,6 +32,7 @@ from tests.checkpoints import (
     train_steps,
 )
 from tests.generated_models import make_batch
+from tests.marks import cover_pairs
 from tests.runtime.chain import Chain
 from tests.test_checkpoint_precision import start, step
 
@@ -281,18 +282,18 @@ class Numbers(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize(
-    ("make", "optimizer", "replicas"),
-    [
-        *((Odd, "adam", replicas) for replicas in (1, 2, 3)),
-        *((make, optimizer, 2) for make in (Nothing, Numbers) for optimizer in ("adam", "sgd")),
-    ],
-)
-@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True), (False, False)])
+STATES: list[tuple[type[nn.Module], str, int]] = [
+    *((Odd, "adam", replicas) for replicas in (1, 2, 3)),
+    *((make, optimizer, 2) for make in (Nothing, Numbers) for optimizer in ("adam", "sgd")),
+]
+
+
+@pytest.mark.parametrize(("state", "first", "second"), cover_pairs(STATES, [True, False], [True, False]))
 def test_states_of_a_number_or_of_nothing_are_kept(
-    make: type[nn.Module], optimizer: str, replicas: int, first: bool, second: bool, tmp_path: Path
+    state: tuple[type[nn.Module], str, int], first: bool, second: bool, tmp_path: Path
 ) -> None:
     """A state of one element looks like a count of steps where the optimizer is not sharded."""
+    make, optimizer, replicas = state
     torch.manual_seed(0)
     batch = {"x": torch.randn(12, 3)}
     programs = [

@@ -18,6 +18,7 @@ from autoptd.options import read_mesh
 from autoptd.planning.search import plan
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from samples.gpt import GPT, GPTConfig
+from tests.models import tiny
 
 SMALL = GPTConfig(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=16)
 
@@ -190,13 +191,13 @@ def test_a_wrong_argument_of_a_program_is_refused(
     call: Callable[[CompiledProgram], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        call(compile(GPT(SMALL), (1, 1, 1)))
+        call(tiny((1, 1, 1)))
 
 
 @pytest.mark.parametrize("call", ["simulate", "explain", "save_report", "verify", "plan"])
 def test_an_unknown_option_of_a_call_is_refused_with_the_nearest(call: str, tmp_path: Path) -> None:
     given, near = ("sed", "seed") if call == "verify" else ("overlap_dta", "overlap_data")
-    program = compile(GPT(SMALL), (1, 1, 1))
+    program = tiny((1, 1, 1))
     sizes: Any = {"world_size": 1, "global_batch": 1, "cluster": "dgx-a100"}
     calls: dict[str, Callable[..., object]] = {
         "simulate": partial(program.simulate, "dgx-a100"),

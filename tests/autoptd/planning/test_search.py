@@ -399,7 +399,7 @@ def test_one_layer_is_not_planned_with_the_recomputation_of_layers(memory: float
 
 def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() -> None:
     with pytest.raises(ValueError, match="no plan fits in memory") as error:
-        autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(1e6))
+        autoptd.plan(make_gpt(), world_size=4, global_batch=4, cluster=with_memory(1e6))
     message = str(error.value)
     held, over = (int(word.replace(",", "")) for word in re.findall(r"\d[\d,]{3,}", message)[:2])
     assert "pipeline rank" in message
@@ -411,8 +411,8 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() 
     with pytest.raises(
         ValueError, match=r'devices with more memory, or a smaller microbatch, or recompute="full"$'
     ):
-        autoptd.plan(make_gpt(), world_size=4, global_batch=8, **fixed)
-    estimator, space = Estimator(make_gpt(), SELENE, 4), Space(4, 8, SELENE)
+        autoptd.plan(make_gpt(), world_size=4, global_batch=4, **fixed)
+    estimator, space = Estimator(make_gpt(), SELENE, 4), Space(4, 4, SELENE)
     row = estimator.measure(1, 1, "none")
     every = [estimator.estimate(c).memory_bytes for c in space.candidates(row.layers, row.units)]
     assert held == min(map(max, every))

@@ -153,7 +153,7 @@ def test_a_users_names_are_no_markup(program: CompiledProgram, tmp_path: Path) -
 def test_64_ranks_stay_small(program: CompiledProgram, tmp_path: Path) -> None:
     explained = program.explain("dgx-a100")
     rows = autoptd.simulate_schedule(
-        "interleaved_1f1b", p=64, m=512, v=2, forward_seconds=0.0123, backward_seconds=0.0371
+        "interleaved_1f1b", p=64, m=128, v=2, forward_seconds=0.0123, backward_seconds=0.0371
     )
     course = [tuple((e.start, 10**9 + 10**7 * e.action.microbatch) for e in row) for row in rows.timeline]
     wide = replace(

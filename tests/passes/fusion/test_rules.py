@@ -27,6 +27,7 @@ from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 from tests.generated_graphs import GraphWriter
 from tests.interpret import run_stage
+from tests.marks import cover_pairs, slow
 
 QUICK, ALL = 150, 500
 STEPS = 12
@@ -106,7 +107,7 @@ def check_generated(seeds: range) -> None:
         assert fused[kernel], f"{kernel.__name__} was never tried"
 
 
-@pytest.mark.parametrize("count", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [QUICK, slow(ALL)])
 def test_bfloat16_is_no_worse_than_the_unfused_chains(count: int) -> None:
     """Errors against float64, summed over graphs: each alone is chance."""
     plain = fused = 0.0
@@ -287,11 +288,13 @@ def test_near_chains_are_not_fused(name: str) -> None:
     assert found == fused(body, fuse=False), found
 
 
-@pytest.mark.parametrize("turn", [turn, turn_chunks])
-@pytest.mark.parametrize("shape", [(8,), (4, 8), (1, 8), (1, 4, 8)])
-@pytest.mark.parametrize("layout", ["sbh", "bsh"])
+@pytest.mark.parametrize(
+    ("turn", "shape", "layout"),
+    cover_pairs([turn, turn_chunks], [(8,), (4, 8), (1, 8), (1, 4, 8)], ["sbh", "bsh"]),
+    ids=str,
+)
 def test_rotary_tables_are_broadcast(
-    shape: tuple[int, ...], turn: Callable[[Tensor], Tensor], layout: str
+    turn: Callable[[Tensor], Tensor], shape: tuple[int, ...], layout: str
 ) -> None:
     """Over sequences and heads: q and k are [2, 1 head, 4 tokens, 8]."""
 
