@@ -24,7 +24,7 @@ class ShareError(Exception):
 
 @dataclass(frozen=True, repr=False)
 class Unknown(AxisPlacement):
-    """What an unfamiliar operator makes of divided values: the proof has nothing to say about it."""
+    """A value that an unfamiliar operator makes of divided ones; the proof has nothing to say about it."""
 
     word = "unknown"
 

@@ -67,7 +67,7 @@ def _sections(weight: Tensor, sections: int, transposed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """`split_linear` in `sections`, and its gradients one by one."""
+    """The products of a `split_linear` in `sections`, forward and for each gradient."""
 
     sections: int
     transposed: bool
