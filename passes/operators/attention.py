@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -150,18 +150,14 @@ def _rotary_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
 # The sequence-first layout
 
 
-def _keep_order(position: int) -> Callable[[LayoutWriter, fx.Node], Written]:
-    """Write an operator in the user's order whose result has the dimensions of one argument but for the last.
+def _keep_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Write in the user's order what has the dimensions of its first tensor but for the last.
 
     Attention over [b, heads, s, size] reads [s, b, heads, size] in place, and fused attention writes it so too.
     """
-
-    def rule(writer: LayoutWriter, node: fx.Node) -> Written:
-        own = replace(writer.order(node.args[position]), transposed=False)
-        new = writer.write(fx.map_arg(node.args, writer.restore), fx.map_arg(node.kwargs, writer.restore))
-        return new, own.resized(-1, shape_of(node)[-1])
-
-    return rule
+    own = replace(writer.order(tensor_arguments(node)[0]), transposed=False)
+    new = writer.write(fx.map_arg(node.args, writer.restore), fx.map_arg(node.kwargs, writer.restore))
+    return new, own.resized(-1, shape_of(node)[-1])
 
 
 # Costs
@@ -224,14 +220,14 @@ _FUSED = OperatorRules(
 )
 RULES: Mapping[Any, OperatorRules] = {
     aten.scaled_dot_product_attention: replace(
-        _FUSED, axes=attention_axes, local=attention_local, order=_keep_order(0), mask=(3, "attn_mask")
+        _FUSED, axes=attention_axes, local=attention_local, order=_keep_order, mask=(3, "attn_mask")
     ),
     kernels.grouped_attention: _FUSED,
     kernels.scaled_softmax: OperatorRules(
         axes=_softmax_axes,
         local=keyed_local,
         placed=_softmax_placed,
-        order=_keep_order(1),
+        order=_keep_order,
         keeps="result",
         mask=(2, "mask"),
         traits=Trait.SOFTMAX | Trait.ANY_SHARE,

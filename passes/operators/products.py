@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -160,33 +160,28 @@ def _check_contraction(left: tuple[Any, proof.Share, bool], right: tuple[Any, pr
 # The sequence-first layout
 
 
-def rows_order(at: int = 0) -> Callable[[LayoutWriter, fx.Node], Written]:
-    """Return the rule of an operator that transforms the last dimensions of argument `at`, each row by itself."""
-
-    def rule(writer: LayoutWriter, node: fx.Node) -> Written:
-        order, widths = writer.order(node.args[at]), node.args[at + 1]
-        width = len(widths) if isinstance(widths, (list, tuple)) else 1
-        if any(order.holds(-back) for back in range(1, width + 1)):
-            return None
-        before, behind, kwargs = fx.map_arg(
-            (node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore
-        )
-        new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
-        return new, order.resized(-1, shape_of(node)[-1]) if width == 1 else order
-
-    return rule
+def rows_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Write what transforms the last dimensions of x, or of its first argument, each row by itself."""
+    at = node.args.index(read_products(node)[0].x) if read_products(node) else 0
+    order, widths = writer.order(node.args[at]), node.args[at + 1]
+    width = len(widths) if isinstance(widths, (list, tuple)) else 1
+    if any(order.holds(-back) for back in range(1, width + 1)):
+        return None
+    before, behind, kwargs = fx.map_arg((node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore)
+    new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
+    return new, order.resized(-1, shape_of(node)[-1]) if width == 1 else order
 
 
 def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """A bias of one dimension is the same for all rows."""
     bias: Any = node.args[0]
-    return None if len(shape_of(bias)) > 1 else rows_order(1)(writer, node)
+    return None if len(shape_of(bias)) > 1 else rows_order(writer, node)
 
 
 def _matmul_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """With a matrix a ``linear``; the product of two batches keeps the user's order, in strided views."""
     ranks = [len(shape_of(factor)) for factor in read_products(node)[0].factors]
-    by_rows = rows_order()(writer, node) if ranks[0] > 1 and ranks[1] == 2 else None
+    by_rows = rows_order(writer, node) if ranks[0] > 1 and ranks[1] == 2 else None
     return by_rows or _batched_order(writer, node)
 
 
@@ -296,9 +291,7 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
 
 
 PRODUCT = OperatorRules(placed=product_placed, work=multiply, backward=multiply_backward, copies=row_copies)
-_LINEAR = replace(
-    PRODUCT, axes=linear_axes, local=linear_local, order=rows_order(), traits=Trait.PADDING_SAFE
-)
+_LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
 RULES: Mapping[Any, OperatorRules] = {
     aten.linear: _LINEAR,

@@ -94,7 +94,7 @@ _REDUCTION = OperatorRules(
 _MEAN = replace(_REDUCTION, keeps="nothing", traits=Trait.LINEAR)
 _CUMSUM = _over(_softmax_dims, RUNS, order=resize_order(1))
 _SOFTMAX = replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX)
-_NORM = _over(_normalized_dims, "normalises over it", order=rows_order(), copies=contiguous_copies)
+_NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=contiguous_copies)
 
 RULES: Mapping[Any, OperatorRules] = {
     aten.sum: replace(_MEAN, axes=_sum_axes, placed=over_placed(reduced_dims, partial=True)),

@@ -64,13 +64,11 @@ def mapped_axes(reason: str = "") -> Callable[[AxisMap, fx.Node], Any]:
 def _reshape_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """A view with the result's local sizes; of a partial sum that nobody else reads, a partial sum."""
     source = localizer.values[node.args[0]]  # type: ignore[index]
-    sizes = localizer.sizes(localizer.axis_map.of(node))
     alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
-    if info(source).is_partial and alone and not localizer.biases.get(source):
-        return localizer.add(node.target, (source, sizes), node, name=node.name, partial=True)
-    if sizes == list(shape_of(node)):
-        return localizer.copy(node)
-    return localizer.copy(node, args=(localizer.whole(node.args[0]), sizes))
+    if not (info(source).is_partial and alone) or localizer.biases.get(source):
+        return sized_local(1)(localizer, node)
+    sizes = localizer.sizes(localizer.axis_map.of(node))
+    return localizer.add(node.target, (source, sizes), node, name=node.name, partial=True)
 
 
 def sized_local(position: int) -> Callable[[Localizer, fx.Node], fx.Node]:
