@@ -31,7 +31,7 @@ class Constants:
                 self.graph.erase_node(node)
             elif node.op == "get_attr":
                 self.sources[str(node.target)] = node
-        self.made: dict[Any, Any] = {}
+        self.made: dict[Any, fx.Node] = {}
 
     def source(self, value: Any) -> fx.Node | None:
         """Return what computes a value of the stage's graph from buffers at most; None for a value that varies."""
@@ -98,12 +98,9 @@ class Constants:
         key = (target, str(args))
         if key not in self.made:
             node = self.graph.create_node("call_function", target, args, name=operator_word(target))
-            val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-            first: Any = args[0]
-            describe(node, val, info(first))
+            describe(node, target(*fx.map_arg(args, lambda n: n.meta["val"])), info(args[0]))
             self.made[key] = node
-        found: fx.Node = self.made[key]
-        return found
+        return self.made[key]
 
 
 def _exact(node: fx.Node, judge: MaskJudge) -> Any:

@@ -38,7 +38,7 @@ class Rewriter:
         self.masks = Masks(constants)
         self.propagation = Propagation(program.mesh)
         self.rank = next(n for n in graph.nodes if info(n).role == "rank")
-        self.loads = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
+        self.loads: dict[str, fx.Node] = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
         self.changed = False
         self.proved: frozenset[str] = frozenset()
 
@@ -213,8 +213,7 @@ class Rewriter:
             with self.graph.inserting_before(before):
                 self.loads[name] = node = self.graph.create_node("get_attr", name)
             describe(node, source.meta["val"], info(source), name=name.removeprefix("constant."))
-        loaded: fx.Node = self.loads[name]
-        return loaded
+        return self.loads[name]
 
 
 def _same_softmax(softmax: fx.Node, given: torch.dtype, end: torch.dtype) -> bool:

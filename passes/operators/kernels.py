@@ -89,11 +89,7 @@ def _sum_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wor
     """The gradients of the residual, and of x without a dropout, are the result's own."""
     given = bound_arguments(node)
     dropped, shape = bool(given.get("p", 0.0)), shape_of(node)
-    made = [
-        source
-        for source in wanted
-        if shape_of(source) != shape or (source is not given.get("residual") and dropped)
-    ]
+    made = [s for s in wanted if shape_of(s) != shape or (dropped and s is not given.get("residual"))]
     return differentiate(node, value, made, ())
 
 

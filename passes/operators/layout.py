@@ -200,9 +200,8 @@ class LayoutWriter:
         if not isinstance(node, fx.Node):
             return node
         if node not in self.values:  # token numbers, when they are first read
-            self.values[node] = self.add(
-                aten.transpose.int, (self.made["user", node], 0, 1), f"{node.name}_sb"
-            )
+            source = self.made["user", node]
+            self.values[node] = self.add(aten.transpose.int, (source, 0, 1), f"{node.name}_sb")
         return self.values[node]
 
     def restore(self, node: Any) -> Any:
@@ -271,8 +270,7 @@ class LayoutWriter:
     def _restore_memory(self, node: fx.Node) -> fx.Node:
         value, val = self.restore(node), node.meta["val"]
         if isinstance(val, torch.Tensor) and val.is_contiguous() and not value.meta["val"].is_contiguous():
-            made: fx.Node = self.add(aten.contiguous.default, (value,), f"{node.name}_dense")
-            return made
+            return self.add(aten.contiguous.default, (value,), f"{node.name}_dense")
         return value  # type: ignore[no-any-return]
 
     def add(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:

@@ -65,10 +65,8 @@ def _over(dims: Dims, reason: str, **fields: Any) -> OperatorRules:
         whole = [own[d] for d in dims(node, len(own))]
         for axis in whole:
             ax.block(axis, f"{called(node)} {reason}")
-        for extra in node.all_input_nodes:
-            for mine, axis in (
-                zip(axis_map.of(extra), whole, strict=True) if extra is not node.args[0] else ()
-            ):
+        for extra in node.all_input_nodes[1:]:
+            for mine, axis in zip(axis_map.of(extra), whole, strict=True):
                 ax.unify(mine, axis)
         return own
 
