@@ -118,9 +118,8 @@ def _spread_heads(tensor: fx.Node, node: fx.Node, shares: proof.Shares) -> proof
     times = shape_of(node)[share.dim] // own
     if times == 1:
         return share
-    return replace(
-        share, segments=tuple(replace(part, inner=part.inner * times) for part in share.segments), extent=None
-    )
+    segments = tuple(replace(part, inner=part.inner * times) for part in share.segments)
+    return replace(share, segments=segments, extent=None)
 
 
 def _softmax_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:

@@ -158,8 +158,7 @@ def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, shape = node.args[0], list(shape_of(node))
     order = writer.order(source)
     out = DimOrder(broadcast([order], shape))
-    if order.transposed and aligned(order, out):
-        out = replace(out, transposed=True)
+    out = replace(out, transposed=order.transposed and aligned(order, out))
     return writer.write((writer.fit(source, out), out.arrange(shape))), out
 
 
