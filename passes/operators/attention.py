@@ -150,7 +150,7 @@ def _rotary_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
 
 
 def _keep_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """Write in the user's order what has the dimensions of its first tensor but for the last.
+    """Write an operator in the user's order; its result has the dimensions of its first tensor but for the last.
 
     Attention over [b, heads, s, size] reads [s, b, heads, size] in place, and fused attention writes it so too.
     """

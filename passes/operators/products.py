@@ -161,7 +161,7 @@ def _check_contraction(left: tuple[Any, proof.Share, bool], right: tuple[Any, pr
 
 
 def rows_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """Write what transforms the last dimensions of x, or of its first argument, each row by itself."""
+    """Write an operator that transforms the last dimensions of a factor or its first argument, row by row."""
     at = node.args.index(read_products(node)[0].x) if read_products(node) else 0
     order, widths = writer.order(node.args[at]), node.args[at + 1]
     width = len(widths) if isinstance(widths, (list, tuple)) else 1

@@ -163,7 +163,10 @@ def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> Written:
-    """Of batch and sequence, the one that an operator leaves is in the user's order; merged, it `picks` neither."""
+    """Write an operator that drops dimensions; it cannot, if it `picks` from batch and sequence where they are merged.
+
+    If it drops one of these two, the other is in the user's order.
+    """
     order, made, kept = writer.order(node.args[0]), node.meta["val"], dim_map(node)
     dims = [d for d in range(len(order.dims)) if d not in kept]
     if picks and order.merged and any(map(order.holds, dims)):
