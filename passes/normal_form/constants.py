@@ -107,14 +107,13 @@ class _Folder:
         return counts
 
     def check_lookups(self) -> None:
-        for node in self.graph.nodes:
-            index: Any = node.args[1] if node.target is aten.embedding.default else None
-            if index not in self.constant or index.meta["val"].numel() > LOOKED_UP:
-                continue
-            numbers, rows = self.judge.value(index), node.args[0].meta["val"].shape[0]
+        for node in self.graph.find_nodes(op="call_function", target=aten.embedding.default):
+            table, index = node.args[:2]
+            small = index in self.constant and index.meta["val"].numel() <= LOOKED_UP
+            numbers = self.judge.value(index) if small else None
             if numbers is None or not numbers.numel():
                 continue
-            least, most = int(numbers.min()), int(numbers.max())
+            least, most, rows = int(numbers.min()), int(numbers.max()), table.meta["val"].shape[0]
             if least < 0 or most >= rows:
                 raise ValueError(
                     f"{where(node)}: rows {least} to {most} are looked up in a table of {rows}; use shorter sequences "
@@ -123,16 +122,15 @@ class _Folder:
 
     def slice_indices(self) -> None:
         """Turn an index of constant, consecutive numbers into a slice (Falcon takes its one key head so)."""
-        for node in list(self.graph.nodes):
-            if node.target is aten.index.Tensor and node not in self.constant:
-                found = self._consecutive(node)
-                if found is not None:
-                    (index,) = (i for i in node.args[1] if i is not None)
-                    self.proved |= buffers_under(index)
-                    node.target, node.args = aten.slice.Tensor, (node.args[0], *found)
+        for node in self.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+            found = self._consecutive(node) if node not in self.constant else None
+            if found is not None:
+                index, *cut = found
+                self.proved |= buffers_under(index)
+                node.target, node.args = aten.slice.Tensor, (node.args[0], *cut)
 
-    def _consecutive(self, node: fx.Node) -> tuple[int, int, int] | None:
-        """Return the dimension, start and end of an index that is a run of one dimension."""
+    def _consecutive(self, node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+        """Return an index that is a run of one dimension, with the dimension, start and end."""
         arguments: Any = node.args
         source, indices = arguments
         (dim, index), *others = [(d, i) for d, i in enumerate(indices) if i is not None]
@@ -146,7 +144,7 @@ class _Folder:
             numbers = numbers + size
         start, count = int(numbers[0]), len(numbers)
         run = start >= 0 and torch.equal(numbers, torch.arange(start, start + count))
-        return (dim, start, start + count) if run else None
+        return (index, dim, start, start + count) if run else None
 
     def split(self) -> fx.Graph:
         """Take the constants out of the graph and return the graph that makes them; `made` names them."""

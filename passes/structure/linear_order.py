@@ -41,6 +41,7 @@ class Row:
         self.stage = stage
         self.order = _order(stage.graph)
         self._place = {node: i for i, node in enumerate(self.order)}
+        self._placeholders = [node for node in self.order if node.op == "placeholder"]
         self.loss = next(node for node in reversed(stage.graph.nodes) if node.op == "output")
         self.items: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
@@ -131,16 +132,13 @@ class Row:
         and the replicable nodes that these need."""
         needed = self.needed(items)
         graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        placeholders = [node for node in self.order if node.op == "placeholder"]
-        for node in placeholders:
-            if info(node).role == "rank":
-                values[node] = graph.node_copy(node)
+        rank, *inputs = self._placeholders
+        values = {rank: graph.node_copy(rank)}
         for node in receives:
             values[node] = graph.create_node("placeholder", node.name, name=node.name)
             wanted = node in self.trained
             describe(values[node], node.meta["val"], info(node), role="boundary", requires_grad=wanted)
-        for node in placeholders:
+        for node in inputs:
             if node in needed and node not in values:
                 values[node] = graph.node_copy(node)
         calls = (*items, *(node for node in needed if node.op != "placeholder"))
