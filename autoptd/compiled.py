@@ -18,7 +18,8 @@ from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
 from autoptd.options import Options, check_backend, check_known, check_seed
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.ir.program import Stage, SymbolicShapes
+from autoptd.passes.ir.program import Stage
+from autoptd.passes.tensor_parallel.symbols import DimensionSymbols
 from autoptd.reports.explanation import Explanation, explain_program
 from autoptd.reports.overview import Overview
 from autoptd.reports.page import write_page
@@ -64,7 +65,7 @@ class CompiledProgram:
     title: str = ""
     model: nn.Module | None = field(default=None, repr=False)
     loss_fn: Callable[..., Tensor] | None = field(default=None, repr=False)
-    symbols: SymbolicShapes | None = field(default=None, compare=False, repr=False)
+    symbols: DimensionSymbols | None = field(default=None, compare=False, repr=False)
     options: Options | None = field(default=None, repr=False)
     further: tuple[CompiledProgram, ...] = field(default=(), repr=False)
 

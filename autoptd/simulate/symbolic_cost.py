@@ -19,9 +19,9 @@ from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.program import Stage, SymbolicShapes, recomputed_groups
+from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.passes.operators.quantities import Number, Sizes, local_sizes
-from autoptd.passes.tensor_parallel.symbols import symbol
+from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest
 
@@ -64,7 +64,7 @@ class Cost:
     example, keeps its formula for several. A loaded program knows no symbols of axes and has numbers instead.
     """
 
-    def __init__(self, stages: Sequence[Stage], manifest: Manifest, symbols: SymbolicShapes | None) -> None:
+    def __init__(self, stages: Sequence[Stage], manifest: Manifest, symbols: DimensionSymbols | None) -> None:
         self.manifest, self._symbols = manifest, symbols
         mesh = manifest.mesh
         own = {"t": mesh.tensor, "d": mesh.data, "m": manifest.num_microbatches}
@@ -178,7 +178,7 @@ class _Bill:
         stage: Stage,
         manifest: Manifest,
         works: dict[Hashable, tuple[Line, ...]],
-        symbols: SymbolicShapes | None,
+        symbols: DimensionSymbols | None,
     ) -> None:
         self.by_layer: dict[Label, Counter[Line]] = {}
         self.parameters: dict[str, tuple[Label, Number]] = {}

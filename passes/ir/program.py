@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,30 +31,16 @@ class Stage:
     constants: fx.Graph
 
 
-class SymbolicShapes(Protocol):
-    """The shapes of a program's values as sympy expressions (see `passes/tensor_parallel/symbols.py`)."""
-
-    @property
-    def values(self) -> Mapping[Any, int]:
-        """The size of each symbol."""
-
-    def shape(self, node: fx.Node) -> Any:
-        """Return one rank's shape of a value, or a tuple of shapes for several results."""
-
-    def whole_shape(self, node: fx.Node, shape: Sequence[int]) -> tuple[Any, ...]:
-        """Return the whole `shape` of the parameter that a ``get_attr`` node reads."""
-
-
 @dataclass(frozen=True)
 class Program:
     """The model on its way through the compiler: frozen, each pass makes the next one.
 
     `buffers`: the values of the user's buffers and of tensors lifted from the forward's code, by name; those on
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
-    holds for these values only. `symbols` name the model's dimensions. `uninitialized` says why no one knows how the
-    weights begin, where they have none. `autocast`: what was on around `compile`. `model_flops` as in the manifest.
-    `fixed` are the arguments of a call that are no tensors. `rules` are the user's sharding rules: the name of an
-    operator, and its text.
+    holds for these values only. `symbols` names the model's dimensions (a `DimensionSymbols` of tensor_parallel,
+    or None). `uninitialized` says why nobody knows how the weights begin, where they have none. `autocast` is the
+    context around `compile`. `model_flops` as in the manifest. `fixed` are the arguments of a call that are no tensors.
+    `rules` are the user's sharding rules: the name of an operator, and its text.
     """
 
     mesh: Mesh
@@ -66,7 +52,7 @@ class Program:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     proved: frozenset[str] = frozenset()
     uninitialized: str = ""
-    symbols: SymbolicShapes | None = field(default=None, compare=False, repr=False)
+    symbols: Any = field(default=None, compare=False, repr=False)
     model_flops: int = 0
     autocast: Autocast | None = None
     fixed: tuple[Fixed, ...] = ()
