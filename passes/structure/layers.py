@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,73 +28,55 @@ Layer = Sequence[Sequence[fx.Node]]  # its calls in every stage, none in most
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def find_stacks(program: Program) -> list[list[Layer]]:
-    """Return the stacks of layers of a cut program, in order; the layers of one stack follow each other directly.
-
-    A first layer that does more than the others (it makes the table that they all read) belongs to them.
-    """
-    stage, home = _join_stages(program)
-    row = Row(stage)
-    stacks: list[list[Layer]] = []
-    end = None
-    for start, behind in _Search(row).find(0, len(row.items)):
-        calls: list[list[fx.Node]] = [[] for _ in program.stages]
-        found = dict(home[node][::-1] for node in row.items[start:behind])
-        for node, index in found.items():
-            copies = (n for n in node.all_input_nodes if n.target is copy_to_tensor and n not in calls[index])
-            calls[index] += [n for n in copies if n.args[1] in found or found.keys() >= n.users.keys()]
-            calls[index].append(node)
-        if start != end:
-            stacks.append([])
-        stacks[-1].append(calls)
-        end = behind
-    return stacks
-
-
 def label_layers(program: Program) -> Program:
-    """Say of every call and parameter of a layer which one it is of, before kernels join a layer with the next."""
-    program = replace(
-        program, stages=tuple(replace(stage, graph=copy_graph(stage.graph)) for stage in program.stages)
-    )
-    for number, stack in enumerate(find_stacks(program)):
-        for index, layer in enumerate(stack):
-            for node in (node for calls in layer for node in calls):
-                change_info(node, layer=(number, index))
-    for node in (node for stage in program.stages for node in stage.graph.nodes if node.op == "get_attr"):
+    """Say of every call and parameter of a layer which one it is of, before kernels join a layer with the next.
+
+    The layers of one stack follow each other directly. A first layer that does more than the others (it makes the table
+    that they all read) belongs to them.
+    """
+    (stage,) = program.stages
+    stage = replace(stage, graph=copy_graph(stage.graph))
+    bare, home = _leave_out_copies(stage)
+    row = Row(bare)
+    stack, layer, end = -1, 0, None
+    for start, behind in _Search(row).find(0, len(row.items)):
+        stack, layer = (stack, layer + 1) if start == end else (stack + 1, 0)
+        end = behind
+        found = {home[node] for node in row.items[start:behind]}
+        copies = {n for node in found for n in node.all_input_nodes if n.target is copy_to_tensor}
+        for node in found | {n for n in copies if n.args[1] in found or n.users.keys() <= found}:
+            change_info(node, layer=(stack, layer))
+    for node in stage.graph.find_nodes(op="get_attr"):
         readers = {info(user).layer for user in node.users}
         if len(readers) == 1:
             change_info(node, layer=readers.pop())
-    return program
+    return replace(program, stages=(stage,))
 
 
-def _join_stages(program: Program) -> tuple[Stage, Mapping[fx.Node, tuple[int, fx.Node]]]:
-    """Return the model as one stage again, and for each of its calls the stage and node that it is."""
-    graph = fx.Graph()
-    home: dict[fx.Node, tuple[int, fx.Node]] = {}
-    given: dict[tuple[str, str], fx.Node] = {}
-    sent: tuple[Any, ...] = ()
+def find_stacks(program: Program) -> list[list[Layer]]:
+    """Return the stacks of layers of a program, cut or not, whose layers `label_layers` has labelled."""
+    layers: dict[tuple[int, int], list[list[fx.Node]]] = {}
     for index, stage in enumerate(program.stages):
-        values: dict[fx.Node, fx.Node] = {}
-        received = iter(sent)
         for node in stage.graph.nodes:
-            if info(node).role == "boundary":
-                values[node] = next(received)
-            elif node.op == "output":
-                result = fx.map_arg(node.args[0], values.__getitem__)
-                sent = tuple(result) if isinstance(result, (tuple, list)) else (result,)
-            elif node.target is copy_to_tensor:  # which a first trained layer does without
-                values[node] = values[node.args[1]]
-            elif node.op == "call_function":
-                values[node] = graph.node_copy(node, values.__getitem__)
-                home[values[node]] = index, node
-            else:  # a tied parameter and a batch input are one value, whichever stages read them
-                name = node.op, str(node.target)
-                if name not in given:
-                    given[name] = graph.node_copy(node)
-                values[node] = given[name]
-    graph.output(result)
-    parameters = {name: p for stage in program.stages for name, p in stage.parameters.items()}
-    return Stage(graph, parameters, fx.Graph()), home
+            label = info(node).layer
+            if label is not None and node.op == "call_function":
+                layers.setdefault(label, [[] for _ in program.stages])[index].append(node)
+    stacks = groupby(sorted(layers), key=itemgetter(0))
+    return [[layers[label] for label in labels] for _, labels in stacks]
+
+
+def _leave_out_copies(stage: Stage) -> tuple[Stage, Mapping[fx.Node, fx.Node]]:
+    """Return the stage without f, which a first trained layer does without, and the original of each of its nodes."""
+    graph = fx.Graph()
+    home: dict[fx.Node, fx.Node] = {}
+    values: dict[fx.Node, fx.Node] = {}
+    for node in stage.graph.nodes:
+        if node.target is copy_to_tensor:
+            values[node] = values[node.args[1]]  # type: ignore[index]
+        else:
+            values[node] = made = graph.node_copy(node, values.__getitem__)
+            home[made] = node
+    return replace(stage, graph=graph), home
 
 
 class _Search:

@@ -27,6 +27,7 @@ from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
 from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.stages.cut import boundaries, cut_at
+from autoptd.passes.structure.layers import label_layers
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.progress import Watch
 from autoptd.runtime import aten, collectives
@@ -51,7 +52,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def prepare(model: nn.Module, pipeline: int, inputs: Mapping[str, Tensor], tensor: int = 1) -> Program:
     program = shared_capture(model, mesh=Mesh(tensor, pipeline, 1), example_inputs=dict(inputs))
-    return shard_tensors(fold_constants(normalize(program)))
+    return label_layers(shard_tensors(fold_constants(normalize(program))))
 
 
 def with_memory(count: int) -> Cluster:

@@ -16,7 +16,7 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
-from autoptd.passes.structure.layers import Layer, find_stacks
+from autoptd.passes.structure.layers import Layer, find_stacks, label_layers
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.runtime.program.mesh import Mesh
 from tests.captures import shared_capture
@@ -43,7 +43,8 @@ class Stack(nn.Module):
 def cut(model: nn.Module, names: Sequence[str], tensor: int = 1, stages: int = 1) -> Program:
     inputs = {name: torch.zeros(2, LENGTH, dtype=torch.long) for name in names}
     program = shared_capture(model, mesh=Mesh(tensor, stages, 1), example_inputs=inputs)
-    return cut_stages(shard_tensors(fold_constants(normalize(program))), num_stages=stages)
+    labelled = label_layers(shard_tensors(fold_constants(normalize(program))))
+    return cut_stages(labelled, num_stages=stages)
 
 
 def find_layers(program: Program) -> list[Layer]:
