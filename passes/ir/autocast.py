@@ -86,7 +86,7 @@ _COMPOSED: dict[str, dict[Policy, str]] = {
 
 
 def _index(device: str) -> dict[str, Policy]:
-    """The policy of each operator that this version of torch has an autocast kernel of, or makes of some."""
+    """Return the policy of each operator that this version of torch has an autocast kernel of, or makes of some."""
     found = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device.upper()}")
     kernels = {name.removeprefix("aten::") for name in found}
     policies = {name: policy for policy, names in KERNELS[device].items() for name in names.split()}

@@ -18,7 +18,7 @@ Key = tuple[Any, ...]
 
 @cache
 def _operator_place(target: Any) -> int | None:
-    """Which argument of a kernel is its operator's number."""
+    """Return the position of the operator's number among the arguments of a kernel; None if it has none."""
     names = list(signature(target).parameters) if isfunction(target) else []
     return names.index("operator") if "operator" in names else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -79,17 +80,9 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
     """Return the groups that the backward computes again: neighbouring calls with one label."""
-    groups: list[list[fx.Node]] = []
-    previous = None
-    for node in graph.nodes:
-        if node.op == "call_function":
-            label = info(node).recompute
-            if label is not None and label == previous:
-                groups[-1].append(node)
-            elif label is not None:
-                groups.append([node])
-            previous = label
-    return groups
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    runs = groupby(calls, key=lambda node: info(node).recompute)
+    return [list(run) for label, run in runs if label is not None]
 
 
 def tensor_bytes(value: torch.Tensor) -> int:

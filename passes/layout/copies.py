@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ class Strides(Propagation):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self.values: dict[fx.Node, Any] = {}
-        self._outputs: dict[tuple[Any, ...], Tensor] = {}
 
     def visit(self, node: fx.Node) -> Any:
         """Compute the node's value for its readers, or take the captured one if meta tensors cannot."""
@@ -53,10 +53,8 @@ class Strides(Propagation):
             return self.values[node]
         value = node.meta["val"]
         if node.op == "call_function":
-            try:
+            with suppress(RuntimeError):  # no meta kernel, or a shape that depends on data
                 value = self.run(node)
-            except RuntimeError:  # no meta kernel, or a shape that depends on data
-                value = node.meta["val"]
             if has_trait(node, Trait.FUSED_ATTENTION):
                 value = self._attention_output(node, value)
         self.values[node] = value
@@ -70,9 +68,4 @@ class Strides(Propagation):
         operands: list[Any] = [self.values[n] for n in node.args[:3]]  # type: ignore[index]
         query = operands[0]
         fused = query.shape == value.shape and query.dim() == 4 and all(x.stride(-1) == 1 for x in operands)
-        if not fused:
-            return value
-        key = (tuple(query.shape), query.stride(), query.dtype)
-        if key not in self._outputs:
-            self._outputs[key] = torch.empty_like(query)
-        return self._outputs[key]
+        return torch.empty_like(query) if fused else value

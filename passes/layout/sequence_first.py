@@ -74,7 +74,7 @@ def _leave(program: Program, reason: str) -> Program:
 
 
 def _run(writer: LayoutWriter) -> fx.Graph:
-    """The new graph; its results are in the user's order."""
+    """Return the new graph; its results are in the user's order."""
     for node in writer.source.nodes:
         writer.current = node
         if node.op == "output":

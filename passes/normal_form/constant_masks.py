@@ -89,16 +89,11 @@ class MaskJudge:
 
     def value(self, node: fx.Node) -> Any:
         """Return the value of a constant; None if it needs a buffer without data."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            waiting = [n for n in top.all_input_nodes if n not in self.values]
-            if waiting:
-                stack.extend(waiting)
-                continue
-            stack.pop()
-            if top not in self.values:
-                self.values[top] = self._compute(top)
+        missing = walk(
+            [node], lambda n: [source for source in n.all_input_nodes if source not in self.values]
+        )
+        for source in sorted(missing) if node not in self.values else ():
+            self.values[source] = self._compute(source)
         return self.values[node]
 
     def _compute(self, node: fx.Node) -> Any:

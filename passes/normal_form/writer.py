@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import has_gradients
-from autoptd.runtime import aten
 
 
 class Writer:
@@ -33,8 +32,7 @@ class Writer:
         """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta = dict(meta)
-        gives = target is not aten.detach.default and _any_has_gradients(meta["val"])
-        if gives and not self.trained.isdisjoint(node.all_input_nodes):
+        if may_be_trained(node) and not self.trained.isdisjoint(node.all_input_nodes):
             self.trained.add(node)
         return node
 
@@ -42,12 +40,6 @@ class Writer:
         """Return the number of the next operator that draws a mask."""
         self.dropouts += 1
         return self.dropouts - 1
-
-
-def _any_has_gradients(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_any_has_gradients(v) for v in value)
-    return has_gradients(value)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _leave_out_copies(stage: Stage) -> tuple[Stage, Mapping[fx.Node, fx.Node]]:
 
 
 class _Search:
-    """Looks for periodic runs in the row of a whole model."""
+    """A search for periodic runs in the row of a whole model."""
 
     def __init__(self, row: Row) -> None:
         known: dict[Any, int] = {}
