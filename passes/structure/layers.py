@@ -72,7 +72,7 @@ def _leave_out_copies(stage: Stage) -> tuple[Stage, Mapping[fx.Node, fx.Node]]:
     values: dict[fx.Node, fx.Node] = {}
     for node in stage.graph.nodes:
         if node.target is copy_to_tensor:
-            values[node] = values[node.args[1]]  # type: ignore[index]
+            values[node] = values[node.args[1]]
         else:
             values[node] = made = graph.node_copy(node, values.__getitem__)
             home[made] = node
