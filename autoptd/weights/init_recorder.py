@@ -31,29 +31,14 @@ from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Draw
 
 Box = tuple[tuple[int, ...], ...]
+Values = Mapping[str, Any]  # arguments by name
 
 # Elements of a tensor of zeros or ones that is made on the meta device too; of a vector, such as a bias, fewer.
 LARGE, LONG = 1 << 24, 1 << 14
 # Of a normal distribution that a truncated one must keep, since numbers outside are drawn again.
 SMALLEST_SHARE = 0.01
 
-_UNIFORM, _NORMAL = Draw("uniform", high=1.0), Draw("normal", std=1.0)
-_ZERO, _ONE = Draw("constant"), Draw("constant", value=1.0)
-_FACTORIES: dict[Any, Draw | None] = {
-    **dict.fromkeys((aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided), None),
-    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), _ZERO),
-    **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), _ONE),
-    **dict.fromkeys((aten.rand, aten.rand_like), _UNIFORM),
-    **dict.fromkeys((aten.randn, aten.randn_like), _NORMAL),
-}
-_FILLED = {aten.full: "fill_value", aten.full_like: "fill_value", aten.new_full: "fill_value"}
-_FILLED |= {aten.scalar_tensor: "s"}
-_COPIES = (aten.clone, aten._to_copy)
-_ARITHMETIC = (aten.mul, aten.mul_, aten.div, aten.div_, aten.add, aten.add_, aten.sub, aten.sub_)
 _IS_META, _DEVICE = (inspect.getattr_static(Tensor, name).__get__ for name in ("is_meta", "device"))
-_UNREAL = (aten.empty, aten.empty_strided, aten.rand, aten.randn)
-_FILLS = (aten.fill_, aten.normal_, aten.uniform_, aten.zero_)
-_SIZED = (aten.zeros, aten.ones, aten.full)
 
 
 class UnknownError(ValueError):
@@ -102,10 +87,8 @@ class Writes(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self._patches.enter_context(_Disguise())
         # It reads its numbers, to find those outside.
-        original = torch.nn.init._no_grad_trunc_normal_
-        self._patches.enter_context(
-            patch.object(torch.nn.init, "_no_grad_trunc_normal_", self._truncate(original))
-        )
+        truncate = self._truncate(torch.nn.init._no_grad_trunc_normal_)
+        self._patches.enter_context(patch.object(torch.nn.init, "_no_grad_trunc_normal_", truncate))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -137,45 +120,36 @@ class Writes(TorchDispatchMode):
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: OpOverload, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run an operator and record its writes."""
-        packet = func.overloadpacket
-        if _is_meta_made(packet, args):
-            options["device"] = torch.device("meta")
-        # Nothing is filled on the meta device, and torch takes a millisecond for it.
-        result = args[0] if packet in _FILLS and args[0].is_meta else func(*args, **options)
-        values = _name_arguments(func, args, options)
+        packet, values = func.overloadpacket, _name_arguments(func, args, options)
+        draws = _DRAWS[packet](values) if packet in _DRAWS else None
         targets = list(_written_tensors(func, values))
+        if draws is not None and targets and targets[0].is_meta:
+            result = targets[0]  # nothing is filled on the meta device, and torch takes a millisecond for it
+        else:
+            if draws is not None and not targets and _is_meta_made(draws, values):
+                options["device"] = torch.device("meta")
+            result = func(*args, **options)
         for target in targets:
-            self._write(packet, target, values)
+            self._write(packet, target, draws, values)
         if not targets and isinstance(result, Tensor) and self._find(result) is None:
-            self._make(packet, result, values)
+            source, edit = values.get("self"), _read_edit(packet, values)
+            if draws is not None:
+                self._hold(result, self._number(draws))
+            elif edit and isinstance(source, Tensor) and (content := self._find(source)):
+                edited = [w._replace(draw=edit(w.draw)) for w in content.written]
+                if not content.problem and _is_all(content, source):
+                    self._hold(result, edited)
         return result
 
-    def _make(self, packet: Any, result: Tensor, values: Mapping[str, Any]) -> None:
-        """Record the contents of a tensor that an operator has made."""
-        if packet in _FACTORIES:
-            draw = _FACTORIES[packet]
-            self._hold(result, [] if draw is None else [Written(draw, next(self._calls))])
-        elif packet in _FILLED:
-            constant = Draw("constant", value=float(values[_FILLED[packet]]))
-            self._hold(result, [Written(constant, next(self._calls))])
-        elif isinstance(source := values.get("self"), Tensor):
-            content = self._find(source)
-            if content is None or content.problem or not _is_all(content, source):
-                return
-            edit = _read_edit(packet, values)
-            if packet in _COPIES or edit is not None:
-                edited = [w._replace(draw=edit(w.draw)) if edit else w for w in content.written]
-                self._hold(result, edited)
-
-    def _write(self, packet: Any, target: Tensor, values: Mapping[str, Any]) -> None:
-        """Record that an operator writes `target`, a tensor or a part of one."""
+    def _write(self, packet: Any, target: Tensor, draws: list[Draw] | None, values: Values) -> None:
         content = self._find(target)
         if content is None or not target.numel():
             return
         box = _find_box(content, target)
-        written = self._read_source(packet, target, values)
-        edit = _read_edit(packet, values)
+        written = None if draws is None else self._number(draws)
+        if packet is aten.copy_:
+            written = self._read_copied(target, values["src"])
+        edit = _read_edit(packet, values) if target is values.get("self") else None
         if box is None or (written is None and edit is None):
             content.problem = f"{_place(packet)} cannot be described element by element"
         elif written is not None and not box:
@@ -185,21 +159,9 @@ class Writes(TorchDispatchMode):
         elif edit is not None:
             content.written = list(_edit(content.written, edit, box))
 
-    def _read_source(self, packet: Any, target: Tensor, values: Mapping[str, Any]) -> list[Written] | None:
-        """Return the distribution that an operator fills `target` with; None if it changes `target`, or is unknown."""
-        draw = None
-        if packet is aten.zero_:
-            draw = _ZERO
-        elif packet is aten.fill_:
-            value = _read_number(values["value"])
-            draw = None if value is None else Draw("constant", value=value)
-        elif packet is aten.normal_:
-            draw = Draw("normal", mean=float(values["mean"]), std=float(values["std"]))
-        elif packet is aten.uniform_:
-            draw = Draw("uniform", low=float(values["from"]), high=float(values["to"]))
-        elif packet is aten.copy_:
-            return self._read_copied(target, values["src"])
-        return None if draw is None else [Written(draw, next(self._calls))]
+    def _number(self, draws: list[Draw]) -> list[Written]:
+        call = next(self._calls)
+        return [Written(draw, call) for draw in draws]
 
     def _read_copied(self, target: Tensor, source: Tensor) -> list[Written] | None:
         content, into = self._find(source), self._find(target)
@@ -245,8 +207,13 @@ class Writes(TorchDispatchMode):
         return self._contents.get(tensor.untyped_storage()._cdata)
 
 
-def _is_meta_made(packet: Any, args: Sequence[Any]) -> bool:
-    return packet in _UNREAL or (packet in _SIZED and prod(args[0]) >= (LONG if len(args[0]) == 1 else LARGE))
+def _is_meta_made(draws: list[Draw], values: Values) -> bool:
+    """Return whether to make a tensor without values: an empty or random one, or a large one of a constant."""
+    size = values.get("size")
+    if size is None or "self" in values:
+        return False
+    constant = bool(draws) and draws[0].kind == "constant"
+    return not constant or prod(size) >= (LONG if len(size) == 1 else LARGE)
 
 
 def _name_arguments(func: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +223,7 @@ def _name_arguments(func: OpOverload, args: Sequence[Any], options: Mapping[str,
     return values | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(options)
 
 
-def _written_tensors(func: OpOverload, values: Mapping[str, Any]) -> Iterator[Tensor]:
+def _written_tensors(func: OpOverload, values: Values) -> Iterator[Tensor]:
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = values[argument.name]
@@ -300,18 +267,18 @@ def _edit(written: Sequence[Written], edit: Callable[[Draw], Draw], box: Box) ->
             yield Written(replace(edit(draw), box=both), call)
 
 
-def _read_edit(packet: Any, values: Mapping[str, Any]) -> Callable[[Draw], Draw] | None:
-    """Return the change of a distribution by multiplying or adding a number; None for other operators."""
-    if packet in (aten.neg, aten.neg_):
-        return lambda draw: draw.scaled(-1)
-    number = _read_number(values["other"]) if packet in _ARITHMETIC else None
-    if number is None or values.get("rounding_mode") is not None:
+def _read_edit(packet: Any, values: Values) -> Callable[[Draw], Draw] | None:
+    """Return the change of a distribution by a copy, or by multiplying or adding a number; None for others."""
+    name = str(packet).removesuffix("_")
+    if name in ("aten.clone", "aten._to_copy", "aten.neg"):
+        return lambda draw: draw.scaled(-1 if name == "aten.neg" else 1)
+    arithmetic = name in ("aten.mul", "aten.div", "aten.add", "aten.sub") and not values.get("rounding_mode")
+    number = _read_number(values["other"]) if arithmetic else None
+    if number is None or (name == "aten.div" and not number):
         return None
-    if packet in (aten.mul, aten.mul_):
-        return lambda draw: draw.scaled(number)
-    if packet in (aten.div, aten.div_):
-        return (lambda draw: draw.scaled(1 / number)) if number else None
-    distance = number * float(values.get("alpha") or 1) * (1 if packet in (aten.add, aten.add_) else -1)
+    if name in ("aten.mul", "aten.div"):
+        return lambda draw: draw.scaled(number if name == "aten.mul" else 1 / number)
+    distance = number * float(values.get("alpha") or 1) * (1 if name == "aten.add" else -1)
     return lambda draw: draw.shifted(distance)
 
 
@@ -321,10 +288,30 @@ def _read_number(value: Any) -> float | None:
     return float(value)
 
 
+def _constant(value: Any) -> list[Draw] | None:
+    number = _read_number(value)
+    return None if number is None else [Draw("constant", value=number)]
+
+
+# The distribution that an operator writes into a whole tensor, from its arguments: [] for none, None if unknown.
+_DRAWS: Mapping[Any, Callable[[Values], list[Draw] | None]] = {
+    **dict.fromkeys((aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided), lambda _: []),
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros, aten.zero_), lambda _: _constant(0)),
+    **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), lambda _: _constant(1)),
+    **dict.fromkeys((aten.full, aten.full_like, aten.new_full), lambda v: _constant(v["fill_value"])),
+    **dict.fromkeys((aten.rand, aten.rand_like), lambda _: [Draw("uniform", high=1.0)]),
+    **dict.fromkeys((aten.randn, aten.randn_like), lambda _: [Draw("normal", std=1.0)]),
+    aten.scalar_tensor: lambda v: _constant(v["s"]),
+    aten.fill_: lambda v: _constant(v["value"]),
+    aten.normal_: lambda v: [Draw("normal", mean=float(v["mean"]), std=float(v["std"]))],
+    aten.uniform_: lambda v: [Draw("uniform", low=float(v["from"]), high=float(v["to"]))],
+}
+
+
 def _find_constant(tensor: Tensor) -> Draw:
     """Return the one value of all elements of a tensor that was made elsewhere. Raises UnknownError."""
     if not tensor.numel():
-        return _ZERO
+        return Draw("constant")
     if tensor.is_meta:
         raise UnknownError("its contents are unknown")
     values = tensor.detach().unique()
