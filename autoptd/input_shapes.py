@@ -1,9 +1,9 @@
-"""Several input shapes of one model: the examples a user gives of them, and what their programs must have in common."""
+"""Several input shapes of one model: the user's examples, and the agreement of their programs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from autoptd.passes.ir.nodes import is_lifted
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime.program.manifest import Input, Manifest
 
-# What the manifests of all shapes say alike, beside inputs and parameters.
+# Fields of the manifest that are equal for all shapes, besides inputs and parameters.
 COMMON = (
     *("mesh", "schedule", "num_model_chunks", "num_microbatches", "scatter_gather"),
     *("seed", "aliases", "output"),
@@ -24,7 +24,7 @@ COMMON = (
 
 
 def list_examples(example_inputs: Any) -> list[Any]:
-    """Return the examples of each input shape: the entries of a list of dicts, tuples or lists, else the one given.
+    """Return the example of each input shape: the entries of a list of dicts, tuples or lists, else the only one.
 
     Raises TypeError for a list that mixes these with others, and for anything else.
     """
@@ -40,8 +40,8 @@ def list_examples(example_inputs: Any) -> list[Any]:
     if not all(whole):
         other = example_inputs[whole.index(False)]
         raise TypeError(
-            f"example_inputs is a list with a {type(other).__name__} among examples: for several input shapes expected "
-            "are dicts or tuples, one microbatch each; for one shape the inputs of one microbatch, as a dict"
+            f"example_inputs is a list that mixes examples with a {type(other).__name__}; expected a dict or tuple for "
+            "each of several input shapes, or a dict of the inputs of one microbatch"
         )
     return example_inputs
 
@@ -52,7 +52,7 @@ def check_examples(
     loss_fn: Callable[..., Tensor] | None,
     microbatch_size: int | None,
 ) -> None:
-    """Raise ValueError unless all `examples` are the same inputs, and no two have the same shapes."""
+    """Raise ValueError unless all `examples` have the same inputs, and no two the same shapes."""
     if len(examples) == 1:
         return
     first = read_examples(model, examples[0], loss_fn, microbatch_size)
@@ -62,12 +62,12 @@ def check_examples(
             own = read_examples(model, example, loss_fn, None)
             if _kinds(own) != _kinds(first) or own.constants != first.constants:
                 raise ValueError(
-                    f"it has {_describe_kinds(own)}, and the first {_describe_kinds(first)}: expected the same inputs "
-                    "in other shapes"
+                    f"it has {_describe_kinds(own)}, and the first {_describe_kinds(first)}: give the same inputs in "
+                    "other shapes"
                 )
             same = seen.setdefault(tuple(value.shape for value in own.inputs), number)
             if same != number:
-                raise ValueError(f"it has the shapes of example_inputs[{same}]: leave one of them out")
+                raise ValueError(f"it has the same shapes as example_inputs[{same}]: leave out one of them")
 
 
 def _kinds(examples: Examples) -> list[tuple[str, object]]:
@@ -79,43 +79,40 @@ def _describe_kinds(examples: Examples) -> str:
     return ", ".join([*named, *(f"{name}={value!r}" for name, value in examples.constants.items())])
 
 
-@contextmanager
-def naming_shape(number: int, example: Any) -> Iterator[None]:
-    """Let a ValueError or `ProgramError` say which example it is of."""
+def naming_shape(number: int, example: Any) -> AbstractContextManager[None]:
+    """Let a ValueError or `ProgramError` name the example that it is about."""
     values = example.items() if isinstance(example, Mapping) else enumerate(example)
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in values if isinstance(value, Tensor))
+    return _naming(f"example_inputs[{number}] ({shapes})", ValueError, ProgramError)
+
+
+def naming_program(manifest: Manifest) -> AbstractContextManager[None]:
+    """Let a `ProgramError` of a further shape's program name the shape."""
+    label = f"input shape {manifest.shape} ({describe_shape(manifest)})"
+    return _naming(label, ProgramError) if manifest.shape else nullcontext()
+
+
+@contextmanager
+def _naming(label: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (ValueError, ProgramError) as error:
-        raise type(error)(f"example_inputs[{number}] ({shapes}): {error}") from error
+    except kinds as error:
+        raise type(error)(f"{label}: {error}") from error
 
 
 def describe_shape(manifest: Manifest) -> str:
-    """One microbatch: "idx [2, 128], targets [2, 128]"."""
+    """Describe one microbatch: "idx [2, 128], targets [2, 128]"."""
     return ", ".join(f"{value.name} {list(value.shape)}" for value in manifest.inputs)
-
-
-@contextmanager
-def naming_program(manifest: Manifest) -> Iterator[None]:
-    """Let a `ProgramError` of a further shape's program say which shape it is of."""
-    try:
-        yield
-    except ProgramError as error:
-        if not manifest.shape:
-            raise
-        raise ProgramError(f"input shape {manifest.shape} ({describe_shape(manifest)}): {error}") from error
 
 
 def guess_batch(program: Program, first: Program) -> Program:
     """Return a captured program whose inputs have the batch dimension found for `first`, the first shape."""
     dims = {value.name: value.batch_dim for value in first.inputs}
-    return replace(
-        program, inputs=tuple(replace(value, batch_dim=dims[value.name]) for value in program.inputs)
-    )
+    return replace(program, inputs=tuple(replace(i, batch_dim=dims[i.name]) for i in program.inputs))
 
 
 def keep_whole(program: Program, first: Program) -> Program:
-    """Keep inputs whole that `first` gives whole, if microbatches of one sequence make them look divided."""
+    """Keep inputs whole that are whole in `first`, if microbatches of one sequence make them look divided."""
     whole = {value.name for value in first.inputs if value.batch_dim is None}
 
     def place(value: Input) -> Input:
@@ -126,9 +123,9 @@ def keep_whole(program: Program, first: Program) -> Program:
 
 
 def rename_own(program: Program, number: int) -> Program:
-    """Give the constants of one stage, and tensors of the forward's code, names that no other shape's have.
+    """Rename the constants of one stage and tensors of the forward's code, whose values depend on the shape.
 
-    Their values follow from the shape: a name stands for one tensor in the programs of all shapes.
+    A name stands for one tensor in the programs of all shapes.
     """
     (stage,) = program.stages
     own = [n for n, p in stage.parameters.items() if p.kind == "constant" or is_lifted(n)]
@@ -163,37 +160,20 @@ def find_disagreement(first: Manifest, other: Manifest) -> str:
         if known is None and not other.is_saved(name):
             continue
         if known is None or parameter.kind == "constant":
-            return (
-                f"its {parameter.kind} {name} is {'not one' if known is None else 'one'} of the first shape's"
-            )
+            what = "has no such tensor" if known is None else "has a tensor of this name"
+            return f"it has the {parameter.kind} {name}, and the first shape {what}"
         for field in ("shape", "dtype", "kind", "requires_grad", "placement", "initial"):
-            if getattr(parameter, field) != getattr(known, field):
-                found, expected = getattr(parameter, field), getattr(known, field)
+            found, expected = getattr(parameter, field), getattr(known, field)
+            if found != expected:
                 return f"its {name} has the {field} {found}, the first shape's {expected}"
-    return _compare_stages(first, other)
-
-
-def _compare_stages(first: Manifest, other: Manifest) -> str:
-    """Which parameter is in other stages by one manifest than by the other, or which buffer is not at hand; or ""."""
-    kinds = {name: parameter.kind for name, parameter in first.parameters.items()}
-    own, given = (_place_tensors(manifest) for manifest in (other, first))
-    for name in kinds:
-        if kinds[name] == "parameter" and own.get(name) != given.get(name):
-            return f"its {name} is in stages {own.get(name, [])}, the first shape's in {given.get(name, [])}"
-    for name in kinds:
+    for name, parameter in first.parameters.items():
+        own, given = ([s.index for s in m.stages if name in s.parameters] for m in (other, first))
+        if parameter.kind == "parameter" and own != given:
+            return f"its {name} is in stages {own}, the first shape's in {given}"
         absent = set(other.owners(name)) - set(first.homes(name))
-        if kinds[name] == "buffer" and absent:
+        if parameter.kind == "buffer" and absent:
             return (
-                f"its pipeline rank {min(absent)} reads the buffer {name}, which by the first shape's program it does "
-                "not have: give this shape first"
+                f"its pipeline rank {min(absent)} reads the buffer {name}, which that rank does not have in the first "
+                "shape's program: give this shape first"
             )
     return ""
-
-
-def _place_tensors(manifest: Manifest) -> dict[str, list[int]]:
-    """The stages that have each tensor."""
-    found: dict[str, list[int]] = {}
-    for stage in manifest.stages:
-        for name in stage.parameters:
-            found.setdefault(name, []).append(stage.index)
-    return found

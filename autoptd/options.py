@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +68,9 @@ def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
 
 
 def check_modes(*, schedule: str, recompute: object = MODES[0], layout: str = LAYOUTS[0]) -> None:
-    """Raise ValueError for a mode that does not exist, with what does."""
+    """Raise ValueError for a schedule, a mode of recomputing or a layout that does not exist."""
     if schedule not in SCHEDULES:
-        raise ValueError(
-            f"unknown schedule {schedule!r}; did you mean {nearest(schedule, SCHEDULES)!r}? "
-            f"Known are {', '.join(SCHEDULES)}"
-        )
+        raise ValueError(_explain_unknown("schedule", schedule, SCHEDULES))
     layers = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not layers and recompute not in MODES:
         raise ValueError(
@@ -81,12 +78,12 @@ def check_modes(*, schedule: str, recompute: object = MODES[0], layout: str = LA
         )
     if layout not in LAYOUTS:
         raise ValueError(
-            f"unknown layout {layout!r}; use 'sbh' (sequence first) or 'bsh' (as the model has it)"
+            f"layout is {layout!r}; expected 'sbh' (sequence first) or 'bsh' (the model's order)"
         )
 
 
 def check_seed(seed: object) -> None:
-    """Refuse what is no integer of 64 bits."""
+    """Raise TypeError or ValueError unless `seed` is an integer of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed is {seed!r}; expected an integer")
     if not -(1 << 63) <= seed < 1 << 64:
@@ -94,13 +91,9 @@ def check_seed(seed: object) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that ``torch.compile`` does not know, with the nearest that it does."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ValueError(
-            f"torch knows no torch.compile backend {backend!r}; did you mean {nearest(backend, known)!r}? "
-            f"Known are {', '.join(torch.compiler.list_backends())}"
-        )
+    """Raise ValueError for a backend that ``torch.compile`` does not know."""
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise ValueError(_explain_unknown("torch.compile backend", backend, torch.compiler.list_backends()))
 
 
 def check_flags(**flags: object) -> None:
@@ -118,40 +111,40 @@ def check_counts(**counts: object) -> None:
 
 
 def check_free_counts(**counts: object) -> None:
-    """Raise ValueError unless each is a positive integer, or None: then it is chosen."""
+    """Raise ValueError unless each is a positive integer, or None to let autoptd choose it."""
     check_counts(**{name: value for name, value in counts.items() if value is not None})
 
 
 def check_planned(
     mesh: object, world_size: object, global_batch: object, cluster: object, num_microbatches: object
 ) -> None:
-    """Raise ValueError where mesh="auto" lacks what a plan needs, or where a plan's arguments are given without it."""
-    auto = isinstance(mesh, str) and mesh == "auto"
+    """Raise ValueError if an argument that mesh="auto" needs is missing, or one contradicts the mesh."""
     needed = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
-    missing = [f"{name}=" for name, value in needed.items() if value is None]
-    if auto and missing:
-        raise ValueError(
-            f'mesh="auto" needs {", ".join(missing)}: expected devices, sequences a step, and a cluster'
-        )
-    if auto and num_microbatches is not None:
-        raise ValueError(
-            'num_microbatches= goes with a given mesh; with mesh="auto" it follows from global_batch'
-        )
+    if isinstance(mesh, str) and mesh == "auto":
+        if missing := [f"{name}=" for name, value in needed.items() if value is None]:
+            raise ValueError(
+                f'mesh="auto" needs {", ".join(missing)}: give the number of devices (world_size), the sequences of a '
+                "step (global_batch), and the cluster"
+            )
+        if num_microbatches is not None:
+            raise ValueError(
+                'num_microbatches= does not go with mesh="auto", where it follows from global_batch: leave it out, or '
+                "give a mesh"
+            )
+        return
     for name in ("world_size", "global_batch"):
-        if not auto and needed[name] is not None:
-            raise ValueError(f'{name}= goes with mesh="auto"; or leave it out with mesh={mesh!r}')
+        if needed[name] is not None:
+            raise ValueError(f'{name}= goes with mesh="auto" only: leave it out with mesh={mesh!r}')
 
 
 def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise TypeError for keyword arguments that `function` does not have, with the nearest that it has."""
+    """Raise TypeError for the first of `unknown`, keyword arguments that `function` does not have."""
     parameters = inspect.signature(function).parameters.items()
     known = [name for name, p in parameters if p.kind is not p.VAR_KEYWORD and name != "self"]
     for name in unknown:
-        raise TypeError(
-            f"unknown option {name!r}; did you mean {nearest(name, known)!r}? Known are {', '.join(known)}"
-        )
+        raise TypeError(_explain_unknown("option", name, known))
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the known name that looks most like `name`."""
-    return difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)[0]
+def _explain_unknown(kind: str, name: object, known: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+    return f"unknown {kind} {name!r}; did you mean {nearest!r}? Known {kind}s: {', '.join(known)}"

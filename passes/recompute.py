@@ -125,9 +125,10 @@ def _choose_size(recompute: str | int, layers: Sequence[Layer], ledgers: Sequenc
 def _explain_unlike(program: Program, recompute: str | int) -> str:
     calls = sum(n.op == "call_function" for stage in program.stages for n in stage.graph.nodes)
     return (
-        f"recompute={recompute!r} keeps the inputs of repeated layers, and the model has none: among its {calls} "
-        "calls no sequence with parameters returns with one differentiable value alive between; expected two "
-        'layers or more of the same operators and shapes; use recompute="none" or recompute="selective"'
+        f"recompute={recompute!r} keeps the inputs of repeated layers, and the model has none: none of its {calls} "
+        "calls begins a sequence with parameters that is repeated with a single differentiable value in between. "
+        'Expected at least two layers with the same operators and shapes; otherwise use recompute="none" or '
+        'recompute="selective"'
     )
 
 

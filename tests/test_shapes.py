@@ -369,7 +369,7 @@ def test_shapes_that_cannot_share_are_refused() -> None:
         two,
         [long, short, make_example(LONG)],
     )
-    with pytest.raises(TypeError, match="a list with a Tensor among examples"):
+    with pytest.raises(TypeError, match="a list that mixes examples with a Tensor"):
         autoptd.compile(make_model(), two, example_inputs=[long, long["idx"]])
 
 

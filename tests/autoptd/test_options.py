@@ -92,7 +92,7 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
         ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
         ({"fuse": 1}, ValueError, "fuse is 1; expected True or False"),
         ({"scatter_gather": "no"}, ValueError, "scatter_gather is 'no'; expected True or False"),
-        ({"layout": "hsb"}, ValueError, "unknown layout 'hsb'; use 'sbh'"),
+        ({"layout": "hsb"}, ValueError, "layout is 'hsb'; expected 'sbh'"),
         (
             {"recompute": "half"},
             ValueError,
@@ -207,6 +207,6 @@ def test_an_unknown_option_of_a_call_is_refused_with_the_nearest(call: str, tmp_
         "plan": partial(plan, GPT(SMALL), **sizes),
     }
     with pytest.raises(
-        TypeError, match=f"unknown option '{given}'; did you mean '{near}'. Known are (?!self)"
+        TypeError, match=f"unknown option '{given}'; did you mean '{near}'. Known options: (?!self)"
     ):
         calls[call](**{given: 1})

@@ -446,7 +446,7 @@ def test_bad_input_is_refused(options: dict[str, Any], error: type[Exception], m
         ({"mesh": (1, 1, 1), "world_size": 8}, 'world_size= goes with mesh="auto"'),
         (
             {"mesh": "auto", "world_size": 8, "global_batch": 8, "cluster": SELENE, "num_microbatches": 2},
-            "num_microbatches= goes with a given mesh",
+            'num_microbatches= does not go with mesh="auto"',
         ),
     ],
     ids=["nothing", "cluster", "mesh", "microbatches"],
