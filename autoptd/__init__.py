@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autoptd.calibration.fit import calibrate
-    from autoptd.check.program import ProgramError
-    from autoptd.compiled import CompiledProgram
-    from autoptd.compiler import compile
-    from autoptd.difference import diff
-    from autoptd.loading import load
-    from autoptd.passes.cost.cluster import Cluster
-    from autoptd.planning.plan import Plan
-    from autoptd.planning.search import plan
-    from autoptd.runtime.checkpoint.error import CheckpointError
-    from autoptd.simulate.schedule import simulate_schedule
-    from autoptd.simulate.step import Simulation
-    from autoptd.weights.safetensors_folder import SafetensorsFolder
+    from autoptd.calibration.fit import calibrate as calibrate
+    from autoptd.check.program import ProgramError as ProgramError
+    from autoptd.compiled import CompiledProgram as CompiledProgram
+    from autoptd.compiler import compile as compile
+    from autoptd.difference import diff as diff
+    from autoptd.loading import load as load
+    from autoptd.passes.cost.cluster import Cluster as Cluster
+    from autoptd.planning.plan import Plan as Plan
+    from autoptd.planning.search import plan as plan
+    from autoptd.runtime.checkpoint.error import CheckpointError as CheckpointError
+    from autoptd.simulate.schedule import simulate_schedule as simulate_schedule
+    from autoptd.simulate.step import Simulation as Simulation
+    from autoptd.weights.safetensors_folder import SafetensorsFolder as SafetensorsFolder
 
 _HOMES = {
     "CheckpointError": "autoptd.runtime.checkpoint.error",
@@ -37,21 +37,7 @@ _HOMES = {
     "simulate_schedule": "autoptd.simulate.schedule",
 }
 
-__all__ = [
-    "CheckpointError",
-    "Cluster",
-    "CompiledProgram",
-    "Plan",
-    "ProgramError",
-    "SafetensorsFolder",
-    "Simulation",
-    "calibrate",
-    "compile",
-    "diff",
-    "load",
-    "plan",
-    "simulate_schedule",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

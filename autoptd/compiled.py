@@ -1,9 +1,9 @@
-"""The result of `autoptd.compile` and `autoptd.load`: the texts that run, and everything one may ask of them."""
+"""The result of `autoptd.compile` and `autoptd.load`: the texts that run, with methods to check and bind them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,10 +51,10 @@ from autoptd.weights.sources import check_given, check_parameters, check_values,
 class CompiledProgram:
     """The parallel program: `texts`, one per pipeline rank, are what runs; `stages` are the same as graphs.
 
-    `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module, where it is known:
-    `bind` takes its weights, `verify` compares with it. `options` are what the model was rewritten by; a loaded
-    program knows neither. `further` are the programs of further input shapes, with the same parameters in the same
-    places: bound together they are one model.
+    `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module: `bind` takes its
+    weights, and `verify` compares with it. `options` are those of the passes. A loaded program has neither. `further`
+    are the programs of further input shapes, with the same parameters in the same places: bound together, they are one
+    model.
     """
 
     stages: tuple[Stage, ...]
@@ -81,16 +81,16 @@ class CompiledProgram:
     @cached_property
     @paused_collector()
     def schedule(self) -> tuple[tuple[Action, ...], ...]:
-        """Every pipeline rank's actions, as its text says them."""
+        """Every pipeline rank's actions in one step: the SCHEDULE of its text."""
         return tuple(program.actions for program in read_texts(self.texts, self.manifest))
 
     def __str__(self) -> str:
-        """Describe what was decided and what it costs."""
+        """Describe the plan and its costs."""
         return summarize(self.overview)
 
     @cached_property
     def overview(self) -> Overview:
-        """Return as data what ``print(program)`` shows."""
+        """The data that ``print(program)`` shows."""
         shapes = tuple(describe_shape(program.manifest) for program in self.shapes)
         return Overview.of(self.manifest, self.stages, self.log, self.title, shapes)
 
@@ -108,9 +108,9 @@ class CompiledProgram:
     def check(self) -> tuple[str, ...]:
         """Prove over all ranks, without running anything, that the texts do not contradict themselves.
 
-        What is judged is traced from the texts, which are what runs. Gives a line for each operator, of an edited
-        text or by `rules`, that the proof does not cover: run `verify` for these. Raises `ProgramError` naming the
-        first contradiction (autoptd/check/program.py lists what is proved), ValueError for a text that does not trace.
+        The graphs are traced from the texts, which are what runs. Returns a line for each operator of an edited text
+        or of `rules` that the proof does not cover: run `verify` for these. Raises `ProgramError` naming the first
+        contradiction (autoptd/check/program.py lists the proofs), ValueError for a text that cannot be traced.
         """
         uncovered: list[str] = []
         for program in self.shapes:
@@ -128,7 +128,7 @@ class CompiledProgram:
             with naming_program(program.manifest):
                 reason = find_disagreement(self.manifest, program.manifest)
                 if not reason and program.schedule != self.schedule:
-                    reason = "its SCHEDULE is another than the first shape's: edit both alike"
+                    reason = "its SCHEDULE differs from the first shape's: make the same edit in both"
                 if reason:
                     raise ProgramError(reason)
 
@@ -143,7 +143,7 @@ class CompiledProgram:
     ) -> Report:
         """Run one step of all ranks on this machine in float64 and compare loss and every gradient.
 
-        Of several input shapes each is verified, with a given `batch` the one that it has.
+        Verifies every input shape, or only the shape of a given `batch`.
 
         See `autoptd.verification.step.verify_program` for the arguments and what is raised.
         """
@@ -153,29 +153,20 @@ class CompiledProgram:
             raise TypeError(f"batch is {batch!r}; expected a dict of tensors by input name, or None")
         reference = self.model if model is None else model
         if reference is None:
-            raise ValueError("a loaded program knows no model to compare with; call verify(model=...)")
+            raise ValueError("a loaded program has no model to compare with; call verify(model=...)")
         check_model(reference)
-        programs = self.shapes if batch is None else [self._of_shape(batch)]
+        programs: Sequence[CompiledProgram] = self.shapes
+        if batch is not None:
+            count = self.manifest.num_microbatches * self.mesh.data
+            whole = [replace(program.manifest, num_microbatches=count) for program in programs]
+            programs = [programs[find_shape(whole, batch)]]
+        given: Any = {"weights": weights, "batch": batch, "seed": seed}
         reports = []
-        for program in programs:
-            report = verify_program(
-                program.texts,
-                program.manifest,
-                program.buffers,
-                reference,
-                self.loss_fn,
-                weights=weights,
-                batch=batch,
-                seed=seed,
-            )
-            reports.append(replace(report, shape=describe_shape(program.manifest) if self.further else ""))
+        for own in programs:
+            known = own.texts, own.manifest, own.buffers, reference, self.loss_fn
+            shape = describe_shape(own.manifest) if self.further else ""
+            reports.append(replace(verify_program(*known, **given), shape=shape))
         return replace(reports[0], further=tuple(reports[1:]))
-
-    def _of_shape(self, batch: Mapping[str, Tensor]) -> CompiledProgram:
-        """The program of the input shape that the `batch` of all replicas has; ValueError where none is."""
-        count = self.manifest.num_microbatches * self.mesh.data
-        whole = [replace(program.manifest, num_microbatches=count) for program in self.shapes]
-        return self.shapes[find_shape(whole, batch)]
 
     @paused_collector()
     def simulate(
@@ -192,15 +183,15 @@ class CompiledProgram:
     ) -> Simulation:
         """Time one training step on `cluster` and count the memory of every pipeline rank, without any device.
 
-        Every action of the emitted schedule is walked, with times from what the stages' operators compute, move and
-        communicate.
+        Follows every action of the schedule; the times come from the computation, the memory traffic and the
+        communication of the stages' operators.
 
         Args:
             cluster: see `Cluster.load`, which takes a name or path too.
-            dtype: "bf16", "fp32", …: computes in this type whatever the program was captured in; default its own.
-                What its loss keeps of logits in half precision is seen of a model that is compiled in it, not here.
-            overlap_transfers: sending does not hold up the sender, as in the runtime; False: it waits, as
-                Megatron-LM did in SC21.
+            dtype: "bf16", "fp32", …: the type to compute in; default the one that the program was captured in. The
+                memory that a loss needs for logits in half precision is known only if the model is compiled in it.
+            overlap_transfers: the sender goes on while it sends, as in the runtime; False: it waits, as Megatron-LM
+                did in SC21.
             overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
                 after them.
             overlap_tensor: the tensor ranks sum a gradient while those of weights are computed, where the program says
@@ -208,7 +199,7 @@ class CompiledProgram:
             zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage; `shard_optimizer`).
             wide_gradients: gradients are kept and summed in at least float32, as in the runtime; False: in `dtype`.
 
-        Raises ValueError for a cluster file that cannot be, and for a dtype its device does not compute in.
+        Raises ValueError for an invalid cluster file, and for a dtype that its device does not compute in.
         """
         check_known(CompiledProgram.simulate, unknown)
         described = Cluster.load(cluster)
@@ -220,36 +211,35 @@ class CompiledProgram:
     ) -> None:
         """Write one page that a browser shows without a network: schedule, memory, communication, stages and texts.
 
-        The step is predicted on `cluster` and explained; `dtype` and `training` as `simulate` takes them, and refuses
-        them.
+        The page predicts and explains a step on `cluster`; `dtype` and `training` are arguments of `simulate`.
         """
         write_page(path, self.overview, self.explain(cluster, dtype, **training), self.texts)
 
     def explain(
         self, cluster: Cluster | str | Path = "dgx-a100", dtype: str | None = None, **training: Any
     ) -> Explanation:
-        """Why a step takes what it takes on `cluster`: print it, or read its fields.
+        """Explain the time of a step on `cluster`: print the result, or read its fields.
 
-        The critical rank, what the bubble costs, which communication nothing hides, what the longest stage's cuts
-        would do elsewhere, and what one more chunk, microbatch or tensor rank would change: the last are estimates
-        (see `Estimator`) with the program's own `options`, and need the model, which a loaded program does not know,
-        and ranks in their default order. `training` as `simulate` takes it; ValueError as there.
+        It has the critical rank, the cost of the bubble, the exposed communication, the effect of moving the cuts of
+        the longest stage, and that of one more chunk, microbatch or tensor rank. The last are estimates (see
+        `Estimator`) with the program's own `options`; they need the model, which a loaded program does not have, and
+        ranks in their default order. `training` are arguments of `simulate`, with the same ValueErrors.
         """
         simulation = self.simulate(cluster, dtype, **training)
         known = self.manifest, self.stages, self.schedule, simulation, self.model, self.loss_fn, self.options
         return explain_program(*known, Training(**training))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused, for copies as for pickles: graphs and the user's model are kept by no pickle."""
+        """Refuse copies and pickles, which cannot hold graphs and the user's model."""
         raise TypeError(
-            "a compiled program is neither copied nor pickled, and nothing changes it: program.save(folder) writes its "
-            "texts, and autoptd.load(folder) reads them, in another process too"
+            "a compiled program can be neither copied nor pickled: program.save(folder) writes its texts, and "
+            "autoptd.load(folder) reads them, in another process too"
         )
 
     def save(self, folder: str | Path) -> None:
         """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`.
 
-        The same of a further input shape into ``shape_1`` below it, and so on.
+        Further input shapes go into the subfolders ``shape_1`` and so on.
         """
         for number, program in enumerate(self.shapes):
             own = Path(folder) / shape_folder(number) if number else folder
@@ -263,23 +253,23 @@ class CompiledProgram:
         *,
         backend: str | None = None,
     ) -> Parallel:
-        """This process's rank of the program as an nn.Module, under torchrun (a mesh of one needs no launcher).
+        """Return this process's rank of the program as an nn.Module, under torchrun (not needed for a mesh of one).
 
         Args:
-            device: default the CUDA device LOCAL_RANK, of those that this process sees, else the CPU. NCCL or gloo to
-                match.
+            device: default the CUDA device LOCAL_RANK among those that this process sees, else the CPU. The process
+                group is NCCL or gloo to match.
             weights: whole tensors by the user's names: a module, a state_dict, or a folder or file of safetensors
                 such as ``save_pretrained`` writes; default the compiled model's own. Only this rank's slices are
                 read and copied. Parameters of a model on the meta device are drawn from the program's seed, as
                 building the model on a real device would.
-            backend: of ``torch.compile``, applied to each stage of this rank ("inductor"); default: none, the text
-                runs as it is.
+            backend: a backend of ``torch.compile`` for each stage of this rank ("inductor"); default: the text runs
+                as it is.
 
-        Raises ValueError where WORLD_SIZE is not the mesh's, the machine has no such device, torch no such backend, a
-        tensor is missing or of another shape, parameters of the compiled model were added, removed, tied, untied,
-        frozen or unfrozen since, or a buffer whose values were compiled into the program (`Manifest.proved`) has other
-        ones; RuntimeError where ranks have different programs, or were given different weights: a module's or a
-        mapping's are compared, those of files are not read for it.
+        Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, torch no such backend, a
+        tensor is missing or has another shape, parameters of the compiled model were added, removed, tied, untied,
+        frozen or unfrozen since, or a buffer whose values were compiled into the program (`Manifest.proved`) has
+        changed; RuntimeError if ranks have different programs, or different weights from modules or mappings (those of
+        files are not read for this).
         """
         if backend is not None:
             check_backend(backend)
@@ -288,10 +278,7 @@ class CompiledProgram:
         placed = _read_device(_default_device() if device is None else device)
         if placed.type == "cuda":
             torch.cuda.set_device(placed)  # where torch.distributed puts objects and barriers
-        tensors = [
-            program._own_weights() if weights is None else program._given_weights(weights)
-            for program in self.shapes
-        ]
+        tensors = [program._read_weights(weights) for program in self.shapes]
         check_proved(self.manifest, tensors[0])
         hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
         with join(self.manifest, placed, " ".join(hashes), compiles=backend is not None) as connection:
@@ -302,51 +289,36 @@ class CompiledProgram:
                 program._read_rank(pipeline, own, backend)
                 for program, own in zip(self.shapes, tensors, strict=True)
             )
-            parallel = signed(self.manifest)(
-                self.manifest,
-                connection,
-                first.functions,
-                first.constants,
-                first.schedule,
-                first.weights,
-                drawn=weights is None,
-                further=further,
-            )
+            given = first.functions, first.constants, first.schedule, first.weights
+            make = signed(self.manifest)
+            parallel = make(self.manifest, connection, *given, drawn=weights is None, further=further)
         parallel.loss_type = getattr(self.model, "loss_type", None)
         known = {} if self.model is None else vars(self.model)
-        plain = {
-            name for name, value in known.items() if isinstance(value, (int, float, str)) and name[0] != "_"
-        }
+        plain = {n for n, value in known.items() if isinstance(value, (int, float, str)) and n[0] != "_"}
         parallel.compiled_in = frozenset(plain - {"training", "loss_type"})
         for model in (self.model, weights):
             if isinstance(model, nn.Module):
                 refuse_forgotten(parallel, model.named_parameters())
         if placed.type == "cpu":
-            disable_malloc_trim()  # from here on: what reading the weights took is given back
+            disable_malloc_trim()  # after the weights are read, whose memory goes back to the system
         return parallel
 
-    def _read_rank(
-        self, pipeline_rank: int, weights: Mapping[str, Tensor], backend: str | None
-    ) -> ShapeFunctions:
-        text = read_program(self.texts[pipeline_rank], text_filename(self.manifest, pipeline_rank))
+    def _read_rank(self, pipeline: int, weights: Mapping[str, Tensor], backend: str | None) -> ShapeFunctions:
+        text = read_program(self.texts[pipeline], text_filename(self.manifest, pipeline))
         stages = text.stages if backend is None else compile_stages(text, backend)
-        return ShapeFunctions(self.manifest, stages, text.constants or _no_constants, self.schedule, weights)
+        constants = text.constants or (lambda p: {})
+        return ShapeFunctions(self.manifest, stages, constants, self.schedule, weights)
 
-    def _given_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path) -> Stored:
-        tensors = read_weights(weights, self.buffers)
-        check_given(self.manifest, tensors)
-        return tensors
-
-    def _own_weights(self) -> Stored:
-        """The model's weights, for a program that can draw those that have no values. ValueError where it cannot."""
+    def _read_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path | None) -> Stored:
+        """Return the given weights or the model's own; ValueError if some are missing that cannot be drawn."""
+        if weights is not None:
+            tensors = read_weights(weights, self.buffers)
+            check_given(self.manifest, tensors)
+            return tensors
         had_none = self.manifest.uninitialized or any(p.initial for p in self.manifest.parameters.values())
         tensors = read_weights({} if self.model is None and had_none else self.model, self.buffers)
         check_values(self.manifest, tensors)
         return tensors
-
-
-def _no_constants(p: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {}
 
 
 def _read_device(device: str | torch.device) -> torch.device:

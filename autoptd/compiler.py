@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.align_shapes import align_cut
 from autoptd.passes.stages.cut import Found, cut_at, find_cut
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.planning.plan import Plan
 from autoptd.planning.search import plan
 from autoptd.progress import Watch
 from autoptd.runtime.launch import end_with_launcher
@@ -52,8 +51,7 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import check_shape, make_schedule
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.simulate.stage_times import count_flops
-from autoptd.text.pass_dump import keep_text
-from autoptd.text.writer import emit_texts
+from autoptd.text.writer import emit_texts, keep_text
 from autoptd.versions import read_versions, warn_untested
 from autoptd.weights.deferred_init import read_initial
 
@@ -119,16 +117,13 @@ def compile(
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster}
     if isinstance(mesh, str) and mesh == "auto":
         plans = plan(model, world_size=world_size, global_batch=global_batch, cluster=cluster, **given)  # type: ignore[arg-type]
-        return choose_fitting(_follow(plans, model, given | own), Cluster.load(own["cluster"]))
-    return _compile_for(model, mesh, num_microbatches=num_microbatches, **given, **own)
+        programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
+        return choose_fitting(programs, Cluster.load(own["cluster"]))
+    return _compile(model, mesh, num_microbatches=num_microbatches, **given, **own)
 
 
-def _follow(plans: Sequence[Plan], model: nn.Module, given: Mapping[str, Any]) -> Iterator[CompiledProgram]:
-    """Compile the `model` by each of the simulated `plans`, the best first, with the other arguments `given`."""
-    return (_compile_for(model, **{**given, **one.options}) for one in plans if one.simulated)
-
-
-def _compile_for(
+@paused_collector()
+def _compile(
     model: nn.Module,
     mesh: object,
     *,
@@ -139,168 +134,131 @@ def _compile_for(
     fuse: bool,
     layout: str,
     rules: Mapping[Any, str] | None,
+    num_microbatches: int | None,
+    cluster: Cluster | str | Path | None,
     **job: Any,
 ) -> CompiledProgram:
-    """Compile the `model` for one mesh; the arguments are those of `compile`."""
-    settled = "interleaved_1f1b" if schedule is None else schedule
+    """Compile the `model` for one mesh, with the other arguments of `compile`.
+
+    Further input shapes are divided and cut where the first one is.
+    """
+    known, name = read_mesh(mesh), "interleaved_1f1b" if schedule is None else schedule
     options = Options("none" if recompute is None else recompute, fuse, layout, rules)
-    check_modes(schedule=settled, recompute=options.recompute, layout=layout)
+    check_modes(schedule=name, recompute=options.recompute, layout=layout)
     check_flags(fuse=fuse, scatter_gather=job["scatter_gather"])
-    counts = {name: job[name] for name in ("num_microbatches", "num_model_chunks")}
+    counts = {"num_microbatches": num_microbatches, "num_model_chunks": job["num_model_chunks"]}
     check_free_counts(microbatch_size=microbatch_size, **counts)
-    whole = _Job(model, read_mesh(mesh), schedule=settled, options=options, **job)
-    return _compile(whole, list_examples(example_inputs), microbatch_size)
+    examples = list_examples(example_inputs)
+    check_examples(model, examples, job["loss_fn"], microbatch_size)
+    described = None if cluster is None else Cluster.load(cluster)
+    with Watch("compile") as watch:
+        count = num_microbatches or 8 * known.pipeline
+        settled = _Job(model, known, name, options, count, described, watch, **job)
+        divided = settled.divide(examples[0], microbatch_size)
+        collect_garbage()
+        first, positions = settled.cut(divided)
+        further = []
+        for number, example in enumerate(examples[1:], 1):
+            with naming_shape(number, example):
+                other = rename_own(keep_whole(settled.divide(example, None, divided), divided), number)
+                with leave_autocast():
+                    aligned = align_cut(other, divided, positions)
+                    cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
+                    further.append(settled.finish(cut, other, number))
+                if reason := find_disagreement(first.manifest, further[-1].manifest):
+                    raise ValueError(
+                        f"{reason}; all shapes train the same parameters: compile this one alone"
+                    )
+    # Buffer values that the program of one shape relies on hold for all.
+    proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
+    ordered = tuple(proved[name] for name in sorted(proved))
+    manifest = replace(first.manifest, proved=ordered, num_shapes=len(examples))
+    return replace(first, manifest=manifest, further=tuple(further))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The arguments of one compilation, settled: the same for all input shapes."""
+    """The settled arguments of one compilation, the same for all input shapes."""
 
     model: nn.Module
     mesh: Mesh
-    loss_fn: Callable[..., torch.Tensor] | None
     schedule: str
     options: Options
+    num_microbatches: int
+    cluster: Cluster | None
+    watch: Watch
+    loss_fn: Callable[..., torch.Tensor] | None
     scatter_gather: bool
-    num_microbatches: int | None
     num_model_chunks: int | None
     seed: int
     initializer: Callable[[nn.Module], object] | None
-    cluster: Cluster | str | Path | None
 
-    @property
-    def count(self) -> int:
-        """Microbatches per step."""
-        return self.num_microbatches or 8 * self.mesh.pipeline
-
-    def divide(
-        self, example: Any, microbatch_size: int | None, watch: Watch, first: Program | None = None
-    ) -> Program:
+    def divide(self, example: Any, microbatch_size: int | None, first: Program | None = None) -> Program:
         """Capture the model at the shape of `example` and divide it over the tensor ranks, as `first` was."""
-        watch.say("capture")
+        self.watch.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
         captured = capture(self.model, mesh=self.mesh, **given)
         captured = captured if first is None else guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
-            program = run_passes(select_passes(self.options, "arrange"), program, watch, keep_text)
+            program = run_passes(select_passes(self.options, "arrange"), program, self.watch, keep_text)
             program = mark_expanded(program, self.options.layout, self.model, self.loss_fn)
             program = replace(program, model_flops=count_flops(program.stages[0]))
-            return run_passes(select_passes(self.options, "divide"), program, watch, keep_text)
+            return run_passes(select_passes(self.options, "divide"), program, self.watch, keep_text)
 
-    def finish(self, cut: Program, divided: Program, watch: Watch, shape: int = 0) -> CompiledProgram:
+    def search(self, divided: Program) -> Callable[[Sequence[int]], Found]:
+        """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
+
+        Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
+        """
+        self.watch.say("finish uncut")
+        p, m = self.mesh.pipeline, self.num_microbatches
+        uncut = FusedOrder(divided, select_passes(self.options, "finish"))
+        interleaves = self.schedule == "interleaved_1f1b" and m % p == 0 and p > 1
+        chunks = self.num_model_chunks or (2 if interleaves and uncut.units >= 2 * p else 1)
+        check_shape(self.schedule, p, m, chunks)
+        job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.cluster}
+
+        def find(besides: Sequence[int]) -> Found:
+            self.watch.say("cut stages")
+            return find_cut(uncut, num_stages=p * chunks, besides=besides, **job)
+
+        return find
+
+    def cut(self, divided: Program) -> tuple[CompiledProgram, tuple[int, ...]]:
+        """Cut the `divided` program of the first input shape. Return its program and the positions."""
+
+        def finish(found: Found) -> CompiledProgram:
+            cut = cut_at(divided, found.positions, found.entry)
+            collect_garbage()
+            return self.finish(cut, divided)
+
+        with leave_autocast():
+            # The call alone holds the search, and drops it when it is no longer needed.
+            positions, program = fit_program(self.search(divided), finish, self.cluster)
+        return program, positions
+
+    def finish(self, cut: Program, divided: Program, shape: int = 0) -> CompiledProgram:
         """Rewrite the stages of a `cut` program, emit and check their texts; `divided` is the uncut program."""
         keep_text(cut, "cut stages")
-        program = run_passes(select_passes(self.options, "finish"), cut, watch, keep_text)
-        watch.say("emit and check")
+        program = run_passes(select_passes(self.options, "finish"), cut, self.watch, keep_text)
+        self.watch.say("emit and check")
         parameters = divided.stages[0].parameters
-        manifest = replace(
-            describe_program(program, parameters, self.model, self.loss_fn),
-            schedule=self.schedule,
-            num_microbatches=self.count,
-            scatter_gather=self.scatter_gather,
-            seed=self.seed,
-            autocast=None if program.autocast is None else program.autocast.dtype,
-            shape=shape,
-        )
-        if shape == 0 and manifest.num_microbatches * manifest.mesh.data > 1:
+        job = {n: getattr(self, n) for n in ("schedule", "num_microbatches", "scatter_gather", "seed")}
+        manifest = describe_program(program, parameters, self.model, self.loss_fn, shape=shape, **job)
+        if shape == 0 and self.num_microbatches * self.mesh.data > 1:
             for text in describe_means(program, divided):
                 warn_caller(text)
         title = write_title(type(self.model).__name__, parameters)
         flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
-        schedule = make_schedule(self.schedule, self.mesh.pipeline, self.count, manifest.num_model_chunks)
+        # A long pipeline's schedule is large, so it is not kept: the check reads it from the texts.
+        chunks, m = manifest.num_model_chunks, self.num_microbatches
+        schedule = make_schedule(self.schedule, self.mesh.pipeline, m, chunks)
         texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
-        del schedule  # of a long pipeline it is large, and the check reads it from the texts
-        result = CompiledProgram(
-            program.stages,
-            program.log,
-            texts,
-            manifest,
-            program.buffers,
-            title,
-            self.model,
-            self.loss_fn,
-            program.symbols,
-            self.options,
-        )
+        del schedule
+        known = program.buffers, title, self.model, self.loss_fn, program.symbols, self.options
+        result = CompiledProgram(program.stages, program.log, texts, manifest, *known)
         if uncovered := result.check():
             entry = f"check does not cover {len(uncovered)} operators, so verify: {uncovered[0]}"
             result = replace(result, log=(*result.log, entry))
         return result
-
-
-@paused_collector()
-def _compile(job: _Job, examples: Sequence[Any], microbatch_size: int | None) -> CompiledProgram:
-    """Compile for each of `examples`; the others are divided and cut where the first one is."""
-    check_examples(job.model, examples, job.loss_fn, microbatch_size)
-    described = None if job.cluster is None else Cluster.load(job.cluster)
-    with Watch("compile") as watch:
-        divided = job.divide(examples[0], microbatch_size, watch)
-        collect_garbage()
-        with leave_autocast():
-
-            def finish(found: Found) -> CompiledProgram:
-                cut = cut_at(divided, found.positions, found.entry)
-                collect_garbage()
-                return job.finish(cut, divided, watch)
-
-            # Held by the call alone, which drops what it no longer needs.
-            positions, first = fit_program(_prepare_cut(job, divided, described, watch), finish, described)
-        further = []
-        for number, example in enumerate(examples[1:], 1):
-            with naming_shape(number, example):
-                other = job.divide(example, None, watch, divided)
-                other = rename_own(keep_whole(other, divided), number)
-                with leave_autocast():
-                    aligned = align_cut(other, divided, positions)
-                    cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
-                    program = job.finish(cut, other, watch, number)
-                reason = find_disagreement(first.manifest, program.manifest)
-                if reason:
-                    raise ValueError(
-                        f"{reason}; all shapes train the same parameters: compile this one alone"
-                    )
-                further.append(program)
-    return _join(first, further)
-
-
-def _prepare_cut(
-    job: _Job, divided: Program, cluster: Cluster | None, watch: Watch
-) -> Callable[[Sequence[int]], Found]:
-    """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
-
-    Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
-    """
-    watch.say("finish uncut")
-    uncut = FusedOrder(divided, select_passes(job.options, "finish"))
-    chunks = job.num_model_chunks or _default_chunks(uncut, job.schedule, job.count)
-    check_shape(job.schedule, job.mesh.pipeline, job.count, chunks)
-
-    def find(besides: Sequence[int]) -> Found:
-        watch.say("cut stages")
-        return find_cut(
-            uncut,
-            num_stages=job.mesh.pipeline * chunks,
-            schedule=job.schedule,
-            num_microbatches=job.count,
-            cluster=cluster,
-            besides=besides,
-        )
-
-    return find
-
-
-def _join(first: CompiledProgram, further: Sequence[CompiledProgram]) -> CompiledProgram:
-    """Join the programs of all shapes; buffer values that one of them relies on hold for all."""
-    proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
-    manifest = replace(
-        first.manifest, proved=tuple(proved[name] for name in sorted(proved)), num_shapes=1 + len(further)
-    )
-    return replace(first, manifest=manifest, further=tuple(further))
-
-
-def _default_chunks(uncut: FusedOrder, schedule: str, num_microbatches: int) -> int:
-    """Return the stages per pipeline rank: 2 where the schedule and the model allow it."""
-    pipeline = uncut.program.mesh.pipeline
-    interleaves = schedule == "interleaved_1f1b" and num_microbatches % pipeline == 0 and pipeline > 1
-    return 2 if interleaves and uncut.units >= 2 * pipeline else 1

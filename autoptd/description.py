@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoptd.capture.example_inputs import read_arguments
-from autoptd.loss.class_ranges import describe_rows
-from autoptd.loss.labels import describe_labels
+from autoptd.loss.labels import describe_inputs
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import boundaries
@@ -24,17 +24,18 @@ def describe_program(
     parameters: Mapping[str, Parameter],
     model: nn.Module,
     loss_fn: Callable[..., torch.Tensor] | None,
+    **job: Any,
 ) -> Manifest:
-    """Return the manifest of a cut program, with one microbatch a step under GPipe until a schedule is set."""
+    """Return the manifest of a cut program; `job` are its fields that follow from the arguments of `compile`."""
+    used = [(name, program.buffers[name], parameters[name].dtype) for name in sorted(program.proved)]
+    saved = model.state_dict().keys()
+    sizes = [i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None]
+    values = [node.meta.get("val") for stage in program.stages for node in stage.graph.nodes]
     return Manifest(
         mesh=program.mesh,
-        schedule="gpipe",
         num_model_chunks=len(program.stages) // program.mesh.pipeline,
-        num_microbatches=1,
-        microbatch_size=_microbatch_size(program),
-        scatter_gather=True,
-        seed=0,
-        inputs=describe_rows(program, describe_labels(program)),
+        microbatch_size=min(sizes, default=1),
+        inputs=describe_inputs(program),
         stages=_interfaces(program),
         parameters=parameters,
         aliases=program.aliases,
@@ -43,50 +44,26 @@ def describe_program(
         rules=program.rules,
         layers=name_layers(model),
         training=model.training,
-        transient=_transient(parameters, model),
+        transient=tuple(sorted(n for n, p in parameters.items() if p.kind == "buffer" and n not in saved)),
         model_flops=program.model_flops,
         arguments=read_arguments(model, loss_fn),
         uninitialized=program.uninitialized,
-        proved=_proofs(program, parameters),
-        scales_loss=any(_is_float16(node) for stage in program.stages for node in stage.graph.nodes),
+        proved=tuple(Proved(name, hash_values(values, dtype)) for name, values, dtype in used),
+        scales_loss=any(getattr(value, "dtype", None) is torch.float16 for value in values),
+        autocast=None if program.autocast is None else program.autocast.dtype,
+        **job,
     )
-
-
-def _microbatch_size(program: Program) -> int:
-    """Return the sequences of a microbatch: the batch dimension of the inputs that have one."""
-    return min((i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None), default=1)
 
 
 def _interfaces(program: Program) -> tuple[StageInterface, ...]:
     """Read from the graphs what each stage receives; it sends what the next one receives."""
     received = boundaries(program)
-    return tuple(
-        StageInterface(
-            index,
-            received[index],
-            received[index + 1] if index + 1 < len(received) else (),
-            tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input"),
-            tuple(stage.parameters),
-        )
-        for index, stage in enumerate(program.stages)
-    )
-
-
-def _transient(parameters: Mapping[str, Parameter], model: nn.Module) -> tuple[str, ...]:
-    """List the buffers that the user's ``state_dict`` does not have."""
-    saved = model.state_dict().keys()
-    return tuple(sorted(name for name, p in parameters.items() if p.kind == "buffer" and name not in saved))
-
-
-def _is_float16(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is torch.float16
-
-
-def _proofs(program: Program, parameters: Mapping[str, Parameter]) -> tuple[Proved, ...]:
-    """List the buffers whose values passes relied on, each with the hash of its values."""
-    buffers = ((name, program.buffers[name], parameters[name].dtype) for name in sorted(program.proved))
-    return tuple(Proved(name, hash_values(values, dtype)) for name, values, dtype in buffers)
+    rows = zip(program.stages, received, (*received[1:], ()), strict=True)
+    interfaces = []
+    for index, (stage, takes, gives) in enumerate(rows):
+        inputs = tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input")
+        interfaces.append(StageInterface(index, takes, gives, inputs, tuple(stage.parameters)))
+    return tuple(interfaces)
 
 
 def write_title(name: str, parameters: Mapping[str, Parameter]) -> str:

@@ -16,7 +16,7 @@ TEXT = "text of pipeline rank"
 
 @dataclass(frozen=True)
 class Difference:
-    """The rows that differ, by name: one value and the other (None if it has none)."""
+    """The rows that differ, by name: the value on either side, None if there is none."""
 
     rows: Mapping[str, tuple[object, object]]
 
@@ -26,13 +26,11 @@ class Difference:
     def __str__(self) -> str:
         if not self.rows:
             return "no difference"
-        return "\n".join(
-            f"{name}: {_show(one)} -> {_show(other)}" for name, (one, other) in self.rows.items()
-        )
+        return "\n".join(f"{n}: {_show(one)} -> {_show(other)}" for n, (one, other) in self.rows.items())
 
 
 def diff(a: Plan | CompiledProgram, b: Plan | CompiledProgram) -> Difference:
-    """Compare two plans, two programs, or a plan with the program that was made of it. TypeError for others."""
+    """Compare two plans, two programs, or a plan with the program made from it. Raises TypeError for others."""
     one, other = _describe(a), _describe(b)
     names = [*one, *(name for name in other if name not in one)]
     if type(a) is not type(b):
@@ -42,7 +40,7 @@ def diff(a: Plan | CompiledProgram, b: Plan | CompiledProgram) -> Difference:
 
 
 def _first_lines(*texts: object) -> tuple[object, object]:
-    """The first lines that differ of two texts, with their number; None where a text has ended."""
+    """Return the first lines in which two texts differ, with their number; None where a text has ended."""
     lines = (enumerate(str(text).split("\n") if text else (), 1) for text in texts)
     pairs = zip_longest(*([f"line {number}: {line}" for number, line in own] for own in lines))
     one, other = next(pair for pair in pairs if pair[0] != pair[1])
@@ -58,30 +56,21 @@ def _describe(given: object) -> dict[str, object]:
     elif isinstance(given, CompiledProgram):
         found = _describe_program(given)
     else:
-        raise TypeError(f"diff compares plans and programs, and was given a {type(given).__name__}")
+        raise TypeError(f"diff compares plans and programs, not a {type(given).__name__}")
     mesh = found.pop("mesh")
     return {"mesh": str(mesh), **found}
 
 
 def _describe_program(program: CompiledProgram) -> dict[str, object]:
-    manifest = program.manifest
-    found: dict[str, object] = {
-        "mesh": manifest.mesh,
-        "schedule": manifest.schedule,
-        "num_model_chunks": manifest.num_model_chunks,
-        "microbatch_size": manifest.microbatch_size,
-        "num_microbatches": manifest.num_microbatches,
-        "scatter_gather": manifest.scatter_gather,
-        "seed": manifest.seed,
-        "autocast": manifest.autocast,
-        **(vars(program.options) if program.options is not None else {}),
-    }
-    for rank in range(manifest.mesh.pipeline):
-        names = {
-            name for stage in manifest.stages[rank :: manifest.mesh.pipeline] for name in stage.parameters
-        }
-        held = (p for p in map(manifest.parameters.__getitem__, names) if p.kind == "parameter")
-        local = (prod(p.local_shape(manifest.mesh.axes)) for p in held)
+    manifest, mesh = program.manifest, program.mesh
+    names = ["mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches"]
+    names += ["scatter_gather", "seed", "autocast"]
+    found: dict[str, object] = {name: getattr(manifest, name) for name in names}
+    found |= {} if program.options is None else vars(program.options)
+    for rank in range(mesh.pipeline):
+        own = {name for stage in manifest.stages[rank :: mesh.pipeline] for name in stage.parameters}
+        held = (p for p in map(manifest.parameters.__getitem__, own) if p.kind == "parameter")
+        local = (prod(p.local_shape(mesh.axes)) for p in held)
         found[f"parameters on pipeline rank {rank}"] = sum(local)
     for stage in manifest.stages[:-1]:
         found[f"stage {stage.index} sends"] = tuple((value.name, value.shape) for value in stage.sends)

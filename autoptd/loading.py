@@ -23,15 +23,13 @@ def load(folder: str | Path) -> CompiledProgram:
     end_with_launcher()
     name = Path(folder).resolve().name
     first = _load(Path(folder), name)
-    numbers = range(1, first.manifest.num_shapes)
-    further = tuple(_load(Path(folder) / shape_folder(number), name) for number in numbers)
-    result = replace(first, further=further)
+    further = (_load(Path(folder) / shape_folder(n), name) for n in range(1, first.manifest.num_shapes))
+    result = replace(first, further=tuple(further))
     result.check_shapes()
     return result
 
 
 def _load(folder: Path, name: str) -> CompiledProgram:
-    """Load the program of one input shape, and check it by itself."""
     texts, manifest, buffers = load_folder(folder)
     program = trace_program(texts, manifest, buffers=buffers)
     title = write_title(name, manifest.parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.cluster import Cluster
@@ -40,7 +41,6 @@ def fit_program(
 
 
 def choose_fitting(programs: Iterator[CompiledProgram], cluster: Cluster) -> CompiledProgram:
-    """Return the first of `programs` that fits the `cluster`, else the first: plans are estimates until they are
-    cut."""
+    """Return the first of `programs` that fits the `cluster`, else the first; plans are only estimates."""
     first = next(programs)
-    return next((program for program in (first, *programs) if program.simulate(cluster).fits), first)
+    return next((program for program in chain((first,), programs) if program.simulate(cluster).fits), first)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
+from contextlib import nullcontext
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -19,20 +20,16 @@ class Watch:
         console = Console(stderr=True)
         shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
         self._title = title
-        self._status: Status | None = console.status(title) if shown else None
+        self._status: Status | nullcontext[None] = console.status(title) if shown else nullcontext()
 
     def __enter__(self) -> Watch:
-        if self._status is not None:
-            self._status.start()
+        self._status.__enter__()
         return self
 
     def say(self, what: str) -> None:
         """Show `what` as what is being done now."""
-        if self._status is not None:
+        if isinstance(self._status, Status):
             self._status.update(f"{self._title}: {what}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
+    def __exit__(self, *error: Any) -> None:
+        self._status.__exit__(*error)

@@ -91,7 +91,7 @@ IMPORTS = {
         "reports": "capture options planning simulate",
         "simulate": "options",
         "text": "check",
-        "verification": "capture text weights",
+        "verification": "capture loss text weights",
         "versions": "",
         "weights": "capture",
     },

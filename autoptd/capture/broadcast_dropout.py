@@ -33,15 +33,13 @@ def mark_expanded(
     found = _list_dropouts(program)
     if not found or all(i.batch_dim is None or i.shape[i.batch_dim] > 1 for i in program.inputs):
         return program
-    example: dict[str, Any] = {i.name: decode_value(i.value, i.name) for i in program.fixed}
+    inputs: dict[str, Any] = {i.name: decode_value(i.value, i.name) for i in program.fixed}
     for i in program.inputs:
         shape = [2 * n if d == i.batch_dim else n for d, n in enumerate(i.shape)]
-        example[i.name] = torch.empty(shape, dtype=i.dtype, device="meta")
+        inputs[i.name] = torch.empty(shape, dtype=i.dtype, device="meta")
     try:
         with warnings.catch_warnings(action="ignore"):  # the batch of one was warned of
-            two = capture(
-                model, mesh=program.mesh, example_inputs=example, loss_fn=loss_fn, microbatch_size=2
-            )
+            two = capture(model, mesh=program.mesh, example_inputs=inputs, loss_fn=loss_fn, microbatch_size=2)
             with leave_autocast():
                 for _, step in select_passes(Options(layout=layout), "arrange"):
                     two = step(two)

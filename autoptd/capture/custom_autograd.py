@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ from autoptd.capture.source_lines import user_line
 _TOLERANCE = 1e-6
 _ROUND = "_checkpoint_without_reentrant_generator"
 _ROUND += "_impl" if hasattr(checkpoint, f"{_ROUND}_impl") else ""  # since torch 2.14
-_LIBRARY = (
-    "GeneratedBackwardFor_"  # of torch.library: such an operator stays whole in a trace, with its gradient
-)
+# Of torch.library: such an operator stays whole in a trace, with its gradient.
+_LIBRARY = "GeneratedBackwardFor_"
 
 
 class Functions:
@@ -36,8 +36,6 @@ class Functions:
     def watch(self) -> Iterator[None]:
         """Note every ``Function.apply`` in this block, and replace activation checkpointing by the call it wraps."""
         original = Function.__dict__["apply"]
-        # Private: the context of a call that is not reentrant. A torch without it traces such calls itself.
-        generator = getattr(checkpoint, _ROUND, None)
 
         def look_through(*_: Any, **__: Any) -> Iterator[None]:
             self.checkpointed[user_line(traceback.extract_stack())] = None
@@ -58,15 +56,10 @@ class Functions:
                 self.seen[cls] = (user_line(traceback.extract_stack()), args)
             return original.__get__(None, cls)(*args, **kwargs)
 
-        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        if generator is not None:
-            setattr(checkpoint, _ROUND, look_through)
-        try:
+        # Private: the context of a call that is not reentrant. A torch without it traces such calls itself.
+        inner = patch.object(checkpoint, _ROUND, look_through, create=True)
+        with patch.object(Function, "apply", classmethod(apply)), inner:
             yield
-        finally:
-            Function.apply = original  # type: ignore[method-assign]
-            if generator is not None:
-                setattr(checkpoint, _ROUND, generator)
 
     def check(self) -> tuple[str, ...]:
         """Compare each function's own backward with autograd through its forward, on small random numbers.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoptd.capture.dropout_off import ATTENTIONS, DROPPING, drops
-from autoptd.capture.module_state import keeping_attributes
-from autoptd.capture.side_effects import REGISTERING, refuse_hook
+from autoptd.capture.side_effects import REGISTERING, keeping_attributes, refuse_hook
 from autoptd.capture.source_lines import user_line
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -42,15 +41,13 @@ class Calls(TorchFunctionMode):
             self.dropped = user_line(traceback.extract_stack())
         result = func(*args, **options)
         if isinstance(result, Tensor) and result.is_floating_point() and func not in LEFT_OUT:
-            self._note(func, () if func in ATTENTIONS else (*args, *options.values()))
+            given = () if func in ATTENTIONS else (*args, *options.values())
+            call = func, tuple(value for value in given if isinstance(value, (bool, int, float, str)))
+            wanted = None if self._expected is None else self._expected[len(self.made) : len(self.made) + 1]
+            self.made.append(call)
+            if wanted is not None and self.found is None and wanted != [call]:
+                self.found = user_line(traceback.extract_stack())
         return result
-
-    def _note(self, func: Callable[..., Any], given: Sequence[Any]) -> None:
-        call = func, tuple(value for value in given if isinstance(value, (bool, int, float, str)))
-        place = len(self.made)
-        self.made.append(call)
-        if self._expected is not None and self.found is None and self._expected[place : place + 1] != [call]:
-            self.found = user_line(traceback.extract_stack())
 
 
 def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:

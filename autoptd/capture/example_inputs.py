@@ -17,15 +17,8 @@ from autoptd.runtime.program.tagged_json import decode_value, encode_value
 from autoptd.runtime.user_warnings import warn_caller
 
 _LENGTHS = (
-    "n_positions",
-    "max_position_embeddings",
-    "block_size",
-    "n_ctx",
-    "context_length",
-    "max_seq_len",
-    "max_seq_length",
-    "seq_len",
-    "seq_length",
+    *("n_positions", "max_position_embeddings", "block_size", "n_ctx", "context_length"),
+    *("max_seq_len", "max_seq_length", "seq_len", "seq_length"),
 )
 _TARGETS = ("targets", "labels", "target", "y")
 
@@ -60,8 +53,6 @@ def read_examples(
 
     Raises ValueError where names, shapes or `microbatch_size` disagree, or where nothing can be inferred.
     """
-    if microbatch_size is not None and microbatch_size < 1:
-        raise ValueError(f"microbatch_size={microbatch_size}: expected a positive number of sequences")
     forward = inspect.signature(model.forward).parameters
     targets = _target_names(loss_fn)
     if example_inputs is None:
@@ -94,10 +85,15 @@ def read_examples(
                 f"example input {name!r} has the shape {list(tensors[name].shape)}, which is empty: pass one "
                 "microbatch of the sizes of training"
             )
-    size = _microbatch_size(names[0], tensors[names[0]], microbatch_size)
-    inputs = tuple(
-        Input(n, tuple(tensors[n].shape), tensors[n].dtype, _batch_dim(tensors[n], size)) for n in names
-    )
+    first = list(tensors[names[0]].shape)
+    size = (first or [1])[0] if microbatch_size is None else microbatch_size
+    if microbatch_size is not None and size not in first:
+        raise ValueError(
+            f"microbatch_size={size}, but example input {names[0]!r} is {first}: make them agree, or leave one out"
+        )
+    shapes = {name: tuple(tensors[name].shape) for name in names}
+    batch_dims = {name: shape.index(size) if size in shape else None for name, shape in shapes.items()}
+    inputs = tuple(Input(name, shapes[name], tensors[name].dtype, batch_dims[name]) for name in names)
     return Examples(inputs, constants, targets)
 
 
@@ -115,9 +111,7 @@ def _warn_of_packing(given: Mapping[str, Any]) -> None:
 def make_example(manifest: Manifest) -> dict[str, Any]:
     """Return one microbatch as compiled: tensors without values, and the fixed arguments."""
     tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
-    return tensors | {
-        argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed
-    }
+    return tensors | {fixed.name: decode_value(fixed.value, fixed.name) for fixed in manifest.fixed}
 
 
 def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
@@ -180,10 +174,8 @@ def _by_position(
     # The last values are the targets of the loss function, in its order.
     names = [*taken[: max(len(values) - len(targets), 0)], *targets]
     if isinstance(values, Tensor) or len(values) > len(names):
-        found = "a tensor" if isinstance(values, Tensor) else f"{len(values)} values"
-        raise ValueError(
-            f"example_inputs is {found} for the inputs {names}; pass a dict of keyword arguments"
-        )
+        what = "a tensor" if isinstance(values, Tensor) else f"{len(values)} values"
+        raise ValueError(f"example_inputs is {what} for the inputs {names}; pass a dict of keyword arguments")
     return dict(zip(names, values, strict=False))
 
 
@@ -193,12 +185,10 @@ def _check_names(
     targets: tuple[str, ...],
     loss_fn: Callable[..., Tensor] | None,
 ) -> None:
-    if loss_fn is None and any(p.kind is p.VAR_KEYWORD for p in forward.values()):
-        known = set(given)
-    else:
-        known = {n for n, p in forward.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    any_name = loss_fn is None and any(p.kind is p.VAR_KEYWORD for p in forward.values())
+    known = {n for n, p in forward.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name in given:
-        if name not in known and name not in targets:
+        if not any_name and name not in known and name not in targets:
             near = difflib.get_close_matches(name, (*forward, *targets), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"example_inputs names {name!r}, forward takes {', '.join(forward)}{hint}")
@@ -209,18 +199,3 @@ def _check_names(
     missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
     if missing:
         raise ValueError(f"example_inputs lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
-
-
-def _microbatch_size(name: str, tensor: Tensor, microbatch_size: int | None) -> int:
-    if microbatch_size is None:
-        return tensor.shape[0] if tensor.dim() else 1
-    if microbatch_size not in tensor.shape:
-        raise ValueError(
-            f"microbatch_size={microbatch_size}, but example input {name!r} is {list(tensor.shape)}: "
-            "make them agree, or leave one out"
-        )
-    return microbatch_size
-
-
-def _batch_dim(tensor: Tensor, size: int) -> int | None:
-    return next((dim for dim, extent in enumerate(tensor.shape) if extent == size), None)

@@ -6,25 +6,24 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoptd.capture.attention_hints import unread_masks
 from autoptd.capture.autocast_state import read_autocast, trace_under
 from autoptd.capture.custom_autograd import Functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
-from autoptd.capture.module_state import keeping_attributes
 from autoptd.capture.objective import DataDependentError, LossError, Objective
-from autoptd.capture.side_effects import SideEffectError, refuse_hooks
+from autoptd.capture.side_effects import SideEffectError, keeping_attributes, refuse_hooks
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.passes.ir.nodes import where
@@ -63,26 +62,22 @@ def capture(
     objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
     functions = Functions()
     autocast = read_autocast(model)
-    with trace_under(autocast), unread_masks():
+    with trace_under(autocast), patch.object(transformer, "_detect_is_causal_mask", _is_said_causal):
         with keeping_attributes(objective):
-            exported = _export(objective, values, functions, model)
+            exported = _export(objective, values, functions)
         differences = tuple(_compare_modes(objective, mode, values))
     notes = (*functions.check(), *differences)
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
-    entry = f"capture {type(model).__name__}: {len(graph.nodes)} nodes"
-    return Program(
-        mesh,
-        (stage,),
-        examples.inputs,
-        objective.result.output,
-        tensors.aliases,
-        (entry, *notes),
-        tensors.buffers,
-        autocast=autocast,
-        fixed=examples.fixed,
-    )
+    log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
+    known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
+    return Program(mesh, (stage,), *known, autocast=autocast, fixed=examples.fixed)
+
+
+def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Replace a function of ``nn.TransformerEncoder`` that reads a mask's values: the passes prove masks causal."""
+    return is_causal is True
 
 
 def check_model(model: object) -> None:
@@ -108,9 +103,7 @@ def check_model(model: object) -> None:
             )
 
 
-def _export(
-    objective: Objective, values: tuple[Tensor, ...], functions: Functions, model: nn.Module
-) -> ExportedProgram:
+def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functions) -> ExportedProgram:
     try:
         with functions.watch(), warnings.catch_warnings():
             # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
@@ -119,8 +112,8 @@ def _export(
     except (LossError, SideEffectError):
         raise
     except DataDependentError as error:
-        place, found = _describe(error.__cause__ or error, model)
-        grouped = hasattr(model, "set_experts_implementation")
+        place, found = _describe(error.__cause__ or error, objective.captured)
+        grouped = hasattr(objective.captured, "set_experts_implementation")
         raise ValueError(
             f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
             f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
@@ -129,7 +122,7 @@ def _export(
             * grouped
         ) from error
     except Exception as error:
-        place, found = _describe(error, model)
+        place, found = _describe(error, objective.captured)
         raise ValueError(
             f"{place}: the model cannot be traced ({found}). Write that call with torch operators, or move it out of "
             "forward"
@@ -169,14 +162,13 @@ def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
     return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-@dataclass(frozen=True)
-class _Tensors:
+class _Tensors(NamedTuple):
     """The user's tensors under their first names, and the exported graph's placeholder of each."""
 
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
     buffers: Mapping[str, Tensor]
-    placeholders: Mapping[str, str] = field(default_factory=dict)
+    placeholders: Mapping[str, str]
 
 
 def _name_tensors(
@@ -194,13 +186,12 @@ def _name_tensors(
         home = homes.setdefault(id(tensor), name)
         if home != name:
             aliases[name] = home
-        elif isinstance(tensor, nn.Parameter):
-            shape, trained = tuple(tensor.shape), tensor.requires_grad
-            parameters[name] = Parameter(name, shape, tensor.dtype, requires_grad=trained)
-        else:
-            parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, "buffer", False)
-            if not tensor.is_meta:
-                buffers[name] = tensor.detach()
+            continue
+        trained = isinstance(tensor, nn.Parameter)
+        kind, wants = ("parameter", tensor.requires_grad) if trained else ("buffer", False)
+        parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, kind, wants)
+        if not trained and not tensor.is_meta:
+            buffers[name] = tensor.detach()
     places = {t.data_ptr(): name for name, t in model.named_parameters() if not t.is_meta and t.numel()}
     assigned = {tensor.data_ptr(): place for place, tensor in written.items() if type(tensor) is Tensor}
     placeholders: dict[str, str] = {}
@@ -209,33 +200,31 @@ def _name_tensors(
             continue
         name = str(spec.target).removeprefix("captured.")
         placeholders[spec.arg.name] = aliases.get(name, name)
+        if spec.kind not in (InputKind.CUSTOM_OBJ, InputKind.CONSTANT_TENSOR):
+            continue
+        value, place = exported.constants[str(spec.target)], _first_use(exported, spec.arg.name)
         if spec.kind is InputKind.CUSTOM_OBJ:
             raise ValueError(
-                f"{_first_use(exported, spec.arg.name)} gets {exported.constants[str(spec.target)]!r}, which is not a "
-                "tensor. Random numbers of a generator would differ between meshes: pass them in as an input, or use "
-                "dropout"
+                f"{place} gets {value!r}, which is not a tensor. Random numbers of a generator would differ between "
+                "meshes: pass them in as an input, or use dropout"
             )
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            value = exported.constants[str(spec.target)]
-            if type(value) is not Tensor:
-                raise ValueError(
-                    f"{_first_use(exported, spec.arg.name)} reads {name}, a tensor without values: it was made on the "
-                    "meta device, or is the .data of a parameter. Register it as a buffer, or build the model on the "
-                    "CPU; for a parameter, read .detach()"
-                )
-            if (held := assigned.get(value.data_ptr())) is not None:
-                raise ValueError(
-                    f"{_first_use(exported, spec.arg.name)} reads {held}, which forward assigns for the next call: a "
-                    "program would keep its value from the capture in every step. Pass it as an input, or compute it "
-                    "from the batch"
-                )
-            if value.data_ptr() in places:
-                raise ValueError(
-                    f"{_first_use(exported, spec.arg.name)} reads {places[value.data_ptr()]} from outside the module, "
-                    "where it is a constant; read it through self"
-                )
-            parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
-            buffers[name] = value.detach()
+        if type(value) is not Tensor:
+            raise ValueError(
+                f"{place} reads {name}, a tensor without values: it was made on the meta device, or is the .data of a "
+                "parameter. Register it as a buffer, or build the model on the CPU; for a parameter, read .detach()"
+            )
+        if (held := assigned.get(value.data_ptr())) is not None:
+            raise ValueError(
+                f"{place} reads {held}, which forward assigns for the next call: a program would keep its value from "
+                "the capture in every step. Pass it as an input, or compute it from the batch"
+            )
+        if value.data_ptr() in places:
+            raise ValueError(
+                f"{place} reads {places[value.data_ptr()]} from outside the module, where it is a constant; read it "
+                "through self"
+            )
+        parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
+        buffers[name] = value.detach()
     return _Tensors(parameters, aliases, buffers, placeholders)
 
 
@@ -311,12 +300,8 @@ def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
 
 def _describe_node(new: fx.Node, node: fx.Node, **facts: Any) -> None:
     """Describe `new` by what torch.export says of `node`, and `facts`."""
-    stack = node.meta.get("nn_module_stack")
-    path = re.sub(r"@\d+", "", list(stack.values())[-1][0]) if stack else ""
-    path, line = (
-        path.removeprefix("captured").removeprefix("."),
-        short_line(node.meta.get("stack_trace") or ""),
-    )
+    stack, line = node.meta.get("nn_module_stack"), short_line(node.meta.get("stack_trace") or "")
+    path = re.sub(r"@\d+|^captured\.?", "", list(stack.values())[-1][0]) if stack else ""
     describe(new, fx.node.map_aggregate(node.meta.get("val"), _plain), NodeInfo(path, line, **facts))
 
 

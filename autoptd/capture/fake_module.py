@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: a device, but no data
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 # What may lead to a module again, and is copied even where a copy of it alone fails.
 _STRUCTURE = (nn.Module, Tensor, list, tuple, dict, set, MethodType, functools.partial)
@@ -49,34 +50,31 @@ def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     The user's model stays unchanged and no weight is copied. The copy is in training mode; a model that is training
     already keeps the modes of its submodules. Raises TypeError naming what cannot be copied.
     """
-    return copy_structure(model, lambda tensor: _twin(tensor, mode))
+    return copy_structure(model, functools.partial(make_twin, mode=mode))
 
 
 def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.Module:
     """Copy `model` as `make_skeleton` does, with other twins of its tensors."""
-    memo: dict[int, object] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = twin_of(tensor)
+    tensors = (*model.parameters(), *model.buffers())
+    memo: dict[int, object] = {id(tensor): twin_of(tensor) for tensor in tensors}
     for module in model.modules():
-        for tensor in _loose_tensors(list(vars(module).values())):
-            if id(tensor) not in memo:
+        for tensor in tree_leaves(list(vars(module).values())):  # attributes, in containers included
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = twin_of(tensor) if tensor.is_meta else tensor.detach().cpu()
     try:
         twin = copy.deepcopy(model, twins := dict(memo))
     except Exception:
         # Locks, files, process groups: share what the forward may read and Python cannot copy.
-        for value in _uncopyable(model, memo):
-            memo[id(value)] = value
+        memo.update({id(value): value for value in _uncopyable(model, memo)})
         twin = copy.deepcopy(model, twins := memo)
     for module in twin.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType):
-                vars(module)[name] = _copy_function(value, twins)
+        functions = {name: f for name, f in vars(module).items() if isinstance(f, FunctionType)}
+        vars(module).update({name: _copy_function(f, twins) for name, f in functions.items()})
     set_training(twin)
     return twin
 
 
-def _copy_function(function: FunctionType, twins: dict[int, object]) -> FunctionType:
+def _copy_function(function: FunctionType, twins: dict[int, object]) -> object:
     """Copy `function` with the `twins` of its closure, as ``lambda x: x @ self.weight``: Python copies none.
 
     Other variables stay shared with functions that are not copied.
@@ -93,9 +91,7 @@ def _copy_function(function: FunctionType, twins: dict[int, object]) -> Function
         for own, cell in zip(function.__closure__, cells, strict=True):
             if cell is not own:
                 cell.cell_contents = _twin_of(own.cell_contents, twins)
-    found = twins[id(function)]
-    assert isinstance(found, FunctionType)
-    return found
+    return twins[id(function)]
 
 
 def _holds_twin(cell: CellType) -> bool:
@@ -125,32 +121,20 @@ def set_training(model: nn.Module) -> None:
         model.train()
 
 
-def _twin(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    twin = FakeTensor(mode, shape, torch.device("cpu"))
+def make_twin(tensor: Tensor, mode: FakeTensorMode | None = None) -> Tensor:
+    """Return a twin of `tensor` without data: on the meta device, or in `mode` on the CPU."""
+    twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    if mode is not None:
+        twin = FakeTensor(mode, twin, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)
 
 
-def _loose_tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yield the tensors that a module holds as plain attributes, in containers included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            yield from _loose_tensors(value)
-        elif isinstance(value, dict):
-            yield from _loose_tensors(value.values())
-
-
-def _uncopyable(model: nn.Module, memo: dict[int, object]) -> list[object]:
-    found = []
-    for module in model.modules():
-        for value in vars(module).values():
-            if not isinstance(value, _STRUCTURE):
-                try:
-                    copy.deepcopy(value, dict(memo))
-                except Exception:  # anything a foreign __deepcopy__ or __reduce__ may raise
-                    found.append(value)
-    return found
+def _uncopyable(model: nn.Module, memo: dict[int, object]) -> Iterator[object]:
+    for value in [value for module in model.modules() for value in vars(module).values()]:
+        if not isinstance(value, _STRUCTURE):
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:  # anything a foreign __deepcopy__ or __reduce__ may raise
+                yield value

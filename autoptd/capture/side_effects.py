@@ -1,26 +1,53 @@
-"""Refuse what a forward does besides computing its loss, since a program would silently leave it out."""
+"""The state of modules besides parameters and buffers: restore it, and refuse side effects of a forward on it."""
 
 from __future__ import annotations
 
+import copy
+import operator
 import pickle
 import random
 import sys
 import traceback
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from autoptd.capture.module_state import list_held
 from autoptd.capture.source_lines import user_line
 from autoptd.runtime.user_warnings import warn_caller
 
+MOST = 256  # entries of what is looked into: data sets have more
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, tuple)
+_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SideEffectError(ValueError):
     """A side effect that a traced program cannot repeat in every step."""
+
+
+@contextmanager
+def keeping_attributes(objective: nn.Module) -> Iterator[None]:
+    """Restore after the block what all modules held: attributes, buffers, modes, and their containers."""
+    parts = list(objective.modules())
+    holders = [vars(objective), *(part._buffers for part in parts)]
+    holders += [vars(held) if _is_object(held) else held for _, held in _holders(objective)]
+    kept = [(holder, copy.copy(holder)) for holder in holders]
+    try:
+        yield
+    finally:
+        for holder, before in kept:
+            now, then = _flatten(holder), _flatten(before)
+            if len(now) == len(then) and all(map(operator.is_, now, then)):
+                continue  # others may be reading it
+            holder.clear()
+            if isinstance(holder, dict):
+                holder.update(before)
+            else:
+                holder.extend(before)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -46,7 +73,7 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
 
     Warns of numbers that forward changes. `assigned` gets the tensors that forward replaced, by their places.
     """
-    buffers, held = _list_buffers(objective), list_held(objective)
+    buffers, held = _list_buffers(objective), _list_held(objective)
     drawn = _random_states(held)
     yield
     now = _list_buffers(objective)
@@ -64,7 +91,7 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
                 "step; draw with torch, as dropout does, or outside forward (another thread that draws at the same "
                 "time looks the same)"
             )
-    for place, value in list_held(objective).items():
+    for place, value in _list_held(objective).items():
         before = held.get(place)
         numbers = type(before) in (int, float) and type(value) in (int, float)
         if numbers and value is not before and value != before:  # nan is not itself
@@ -99,3 +126,53 @@ def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:
         states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
         kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
     return states | {f"the model's {place}": pickle.dumps(x) for place, x in held.items() if type(x) in kinds}
+
+
+def _list_held(objective: nn.Module) -> dict[str, Any]:
+    """Return all values by their places, "h.0.count" or "state['count']", without those of `objective` itself."""
+    return {
+        f"{path}{name}".removeprefix("captured").removeprefix("."): value
+        for path, holder in _holders(objective)
+        for name, value in _entries(holder)
+    }
+
+
+def _flatten(holder: Any) -> list[Any]:
+    return [x for pair in holder.items() for x in pair] if isinstance(holder, dict) else list(holder)
+
+
+def _holders(objective: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield every module but `objective`, and every container in one, each once, with its path."""
+    seen: set[int] = set()
+    pending: list[tuple[str, Any]] = [(path, part) for path, part in objective.named_modules() if path]
+    for path, holder in pending:
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        yield path, holder
+        for name, value in _entries(holder):
+            if not isinstance(value, nn.Module) and _holds(value):
+                pending.append((f"{path}{name}", value))
+
+
+def _holds(value: object) -> bool:
+    if type(value) in _CONTAINERS:
+        return len(value) <= MOST  # type: ignore[arg-type]
+    return _is_object(value) and len(vars(value)) <= MOST
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a value has attributes of the user's: a module, a configuration."""
+    foreign = isinstance(value, (Tensor, type, ModuleType)) or type(value).__module__.startswith("torch.")
+    plain = hasattr(value, "__dict__") and not callable(value) and not foreign
+    return isinstance(value, nn.Module) or plain
+
+
+def _entries(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of `holder`, each named as written after the holder's own name."""
+    if _is_object(holder):
+        own = _TORCH if isinstance(holder, nn.Module) else ()
+        yield from ((f".{name}", value) for name, value in list(vars(holder).items()) if name not in own)
+    else:
+        pairs = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        yield from ((f"[{key!r}]", value) for key, value in list(pairs))

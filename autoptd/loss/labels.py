@@ -1,4 +1,4 @@
-"""The batch inputs that are labels of a mean loss, and the elements of them that the loss ignores."""
+"""The batch inputs that are labels of a mean loss, and those that are row numbers of a table or classes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from autoptd.runtime.program.manifest import Input
 
 MOVING = Trait.REARRANGES | Trait.TAKES | Trait.PADS  # moves elements, or adds constant ones
 LINEAR = MOVING | Trait.SCALES | Trait.REPEATS | Trait.LINEAR  # in its argument
+# The losses that read each input, each with the result of `_place`.
+Places = dict[str, list[tuple[fx.Node, tuple[int, int] | None]]]
 
 
 class Loss(NamedTuple):
@@ -31,25 +33,56 @@ class Loss(NamedTuple):
     weighted: bool
 
 
-def describe_labels(program: Program) -> tuple[Input, ...]:
-    """Return the inputs of `program`, labels with the ``ignore_index`` of their loss and the leading elements it skips.
+class Lookup(NamedTuple):
+    """A lookup of `rows` of a table, or a loss over `rows` classes, with the number that the loss ignores.
 
-    An input is marked if only mean cross-entropies without class weights read it, through operators that only move its
-    elements, and all ignore the same elements. It weighs microbatches if one such cross-entropy, at most scaled, is the
-    whole loss.
+    `numbers` are the row numbers or labels; `source` is the table or the logits.
     """
+
+    source: fx.Node
+    numbers: fx.Node
+    rows: int
+    ignored: int | None
+
+
+def describe_inputs(program: Program) -> tuple[Input, ...]:
+    """Return the inputs of `program`, with the facts about labels and row numbers.
+
+    Labels have the ``ignore_index`` of their loss and the number of leading elements that it skips: if only mean
+    cross-entropies without class weights read them, through operators that only move elements, and all ignore the same
+    elements. They weigh microbatches if one such cross-entropy, at most scaled, is the whole loss. Row numbers and
+    labels, at most moved, have the number of `rows`, and `exempt` if all their readers are losses that ignore the same
+    number.
+    """
+    inputs = {value.name: value for value in program.inputs}
     whole = strip(find_loss(program), MOVING | Trait.SCALES)
-    marks: dict[str, tuple[int, int, bool]] = {}
     for name, places in _find_places(program).items():
         (node, place), *others = places
         if place is not None and all(other is not None and other[0] == place[0] for _, other in others):
-            marks[name] = (*place, node is whole and not others)
-    return tuple(
-        replace(value, ignore_index=mark[0], skipped=mark[1], weighs=mark[2] and value.batch_dim is not None)
-        if (mark := marks.get(value.name))
-        else value
-        for value in program.inputs
-    )
+            weighs = node is whole and not others and inputs[name].batch_dim is not None
+            inputs[name] = replace(inputs[name], ignore_index=place[0], skipped=place[1], weighs=weighs)
+    found: dict[str, list[Lookup]] = {}
+    for lookup in find_lookups(program):
+        if info(number := strip(lookup.numbers)).role == "input":
+            found.setdefault(str(number.target), []).append(lookup)
+    for name, lookups in found.items():
+        if not inputs[name].dtype.is_floating_point:
+            ignored = {lookup.ignored for lookup in lookups}
+            exempt = ignored.pop() if len(ignored) == 1 else None
+            rows = min(lookup.rows for lookup in lookups)
+            inputs[name] = replace(inputs[name], rows=rows, exempt=exempt)
+    return tuple(inputs.values())
+
+
+def find_lookups(program: Program) -> Iterator[Lookup]:
+    """Yield the lookups of rows and the losses over classes in a program."""
+    for node in (node for stage in program.stages for node in stage.graph.nodes):
+        args: Any = node.args
+        ignored = argument(node, 4, "ignore_index", -100) if read_loss(node) else None
+        if node.target in (kernels.embedding, kernels.cross_entropy):
+            yield Lookup(*args[1:4], ignored)
+        elif node.target in (aten.embedding.default, aten.cross_entropy_loss.default):
+            yield Lookup(*args[:2], shape_of(args[0])[0 if ignored is None else 1], ignored)
 
 
 def find_uncounted(program: Program) -> tuple[str, ...]:
@@ -67,18 +100,15 @@ def find_counts(program: Program) -> tuple[str, ...]:
     trained = find_trained(stage)
 
     def parts(node: fx.Node) -> list[fx.Node]:
-        return [
-            x for x in node.all_input_nodes if has_trait(node, LINEAR) and (x in trained or not shape_of(x))
-        ]
+        arguments = node.all_input_nodes if has_trait(node, LINEAR) else ()
+        return [x for x in arguments if x in trained or not shape_of(x)]
 
     divisors = [divisor for node in walk([find_loss(program)], parts) for divisor in find_divisors(node)]
     counts = [x for x in divisors if isinstance(x, fx.Node) and x not in trained and not shape_of(x)]
-    return tuple(dict.fromkeys(name for x in counts if _is_summed(x) for name, _ in _sources(x)))
-
-
-def _is_summed(count: fx.Node) -> bool:
-    """Return whether `count` is computed with a sum, as a count of labels is."""
-    return any(aten_name(node.target) in ("sum", "count_nonzero", "mean") for node in walk([count]))
+    # A count of labels is computed with a sum.
+    sums = ("sum", "count_nonzero", "mean")
+    summed = (x for x in counts if any(aten_name(node.target) in sums for node in walk([x])))
+    return tuple(dict.fromkeys(name for x in summed for name, _ in find_sources(x)))
 
 
 def find_divisors(node: fx.Node) -> Sequence[Any]:
@@ -90,18 +120,16 @@ def find_divisors(node: fx.Node) -> Sequence[Any]:
     return node.args[:1] if inverse or aten_name(node.target) == "reciprocal" else ()
 
 
-def _find_places(
-    program: Program, *, means: bool = False
-) -> dict[str, list[tuple[fx.Node, tuple[int, int] | None]]]:
-    """Return the losses that read each input, or only the `means` among them, each with the result of `_place`."""
-    found: dict[str, list[tuple[fx.Node, tuple[int, int] | None]]] = {}
+def _find_places(program: Program, *, means: bool = False) -> Places:
+    """Return the losses that read each input, or only the `means` among them."""
+    found: Places = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
             loss = read_loss(node)
             # A mean over probabilities ignores no row.
             if loss is None or (means and not loss.mean) or loss.target.meta["val"].is_floating_point():
                 continue
-            for name, source in _sources(loss.target):
+            for name, source in find_sources(loss.target):
                 counts = loss.mean and not loss.weighted
                 place = _place(source, loss.target, loss.ignored) if counts else None
                 found.setdefault(name, []).append((node, place))
@@ -124,21 +152,18 @@ def strip(node: fx.Node, traits: Trait = MOVING) -> fx.Node:
 
 def read_loss(node: fx.Node) -> Loss | None:
     """Read a cross-entropy; return None for any other node."""
-    if node.target is kernels.cross_entropy:
-        target, weight = node.args[2], None
-        ignored, mean = (
-            argument(node, 4, "ignore_index", -100),
-            argument(node, 5, "reduction", "mean") == "mean",
-        )
-    elif node.target is aten.cross_entropy_loss.default or node.target is aten.nll_loss_nd.default:
-        target, weight = node.args[1], argument(node, 2, "weight")
-        ignored, mean = argument(node, 4, "ignore_index", -100), argument(node, 3, "reduction", 1) == 1
-    else:
+    ours = node.target is kernels.cross_entropy
+    if not ours and node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
         return None
-    return Loss(target, ignored, mean, weight is not None) if isinstance(target, fx.Node) else None
+    target, ignored = node.args[2 if ours else 1], argument(node, 4, "ignore_index", -100)
+    mean = (
+        argument(node, 5, "reduction", "mean") == "mean" if ours else argument(node, 3, "reduction", 1) == 1
+    )
+    weighted = not ours and argument(node, 2, "weight") is not None
+    return Loss(target, ignored, mean, weighted) if isinstance(target, fx.Node) else None
 
 
-def _sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+def find_sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     """Return the names and nodes of the inputs that `target` is computed from."""
     return ((str(node.target), node) for node in walk([target]) if info(node).role == "input")
 

@@ -84,10 +84,7 @@ def is_sum(program: Program) -> bool:
     values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
     sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {0, 1}
     batch = symbols.values.get(symbol("b"), 1)
-    return all(
-        grows(node, sources) and not _may_divide(node, sources, batch, sizes)
-        for node, sources in grown.items()
-    )
+    return all(grows(n, own) and not _may_divide(n, own, batch, sizes) for n, own in grown.items())
 
 
 def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: set[int]) -> bool:
@@ -99,9 +96,8 @@ def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: se
     numbers = [1 / x for x in factors if not isinstance(x, fx.Node) and x != 0]
     # A mask divides nothing. Every whole number is a multiple of a batch of one, so the other sizes tell a factor such
     # as 0.1 from one over a count.
-    return any(strip(x).meta["val"].dtype != torch.bool for x in weights) or any(
-        _may_count(x, sizes) for x in numbers
-    )
+    weighted = any(strip(x).meta["val"].dtype != torch.bool for x in weights)
+    return weighted or any(_may_count(x, sizes) for x in numbers)
 
 
 def _may_count(number: float, sizes: Collection[int]) -> bool:

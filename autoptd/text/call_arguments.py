@@ -1,4 +1,4 @@
-"""Convert a call between its short form, for people, and its positional form, as a graph holds it."""
+"""Convert a call between its short form, for people, and its positional form with the overload, as a graph holds it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import inspect
 import keyword
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
-from torch import fx
-from torch._ops import OpOverload
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 _REQUIRED = inspect.Parameter.empty
+_resolved: dict[tuple[object, ...], OpOverload] = {}
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -86,3 +88,27 @@ def _holds_node(value: Any) -> bool:
 def _same(value: Any, default: Any) -> bool:
     # 1 == 1.0 == True, but as arguments they may differ.
     return type(value) is type(default) and bool(value == default)
+
+
+def resolve_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
+    """Return the overload that ``packet(*args, **kwargs)`` would run; tensors may be on the meta device.
+
+    Raises RuntimeError if none fits. Each kind of arguments is looked up once.
+    """
+    key = (packet, _kind(tuple(args)), _kind(kwargs))
+    found = _resolved.get(key)
+    if found is None:
+        # Private, as torch has no public function for it; a call makes its choice here too.
+        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+        found = _resolved[key] = cast(OpOverload, getattr(packet, name))
+    return found
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, Tensor):
+        return Tensor, value.dim() == 0, value.dtype.is_floating_point
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_kind(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, _kind(item)) for name, item in value.items())
+    return type(value)

@@ -14,19 +14,6 @@ from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.collectives import COPIED
 
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-}
-
 # A module with fewer calls of its own than this, and no module inside, goes under its parent's heading.
 _OWN_HEADING = 8
 
@@ -36,7 +23,8 @@ def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = 
     sizes = [str(size) for size in shape]
     if divided is not None and tensor > 1 and sizes:
         sizes[divided] = f"{shape[divided] * tensor}/{tensor}"
-    return f"{_DTYPES.get(dtype) or str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+    name = str(dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i")
+    return f"{name}[{', '.join(sizes)}]"
 
 
 def write_bytes(count: int) -> str:
@@ -128,7 +116,9 @@ class Headings:
 
     def path_range(self, paths: Iterable[str]) -> str:
         """Return the same range for calls under `paths`; empty if they are under no module."""
-        blocks = [b for b in dict.fromkeys(map(_block, paths)) if b and _is_block(b, self._outer)]
+        # A container such as "transformer" says nothing beside "transformer.h.0".
+        known = (b for b in dict.fromkeys(map(_block, paths)) if b)
+        blocks = [b for b in known if b not in self._outer or b.rpartition(".")[2].isdigit()]
         rows: list[list[str]] = []
         for previous, block in zip(["", *blocks], blocks, strict=False):
             if not _follows(previous, block):
@@ -167,11 +157,6 @@ def _caller(path: str, calls: Mapping[str, int]) -> str:
     """Return the module around a leaf; if that is a container (a ModuleDict), the model."""
     parent = path.rpartition(".")[0]
     return parent if parent in calls or any(part.isdigit() for part in parent.split(".")) else ""
-
-
-def _is_block(block: str, outer: set[str]) -> bool:
-    """Return whether a path says more than its containers: "transformer" beside "transformer.h.0" does not."""
-    return block not in outer or block.rpartition(".")[2].isdigit()
 
 
 def _follows(block: str, other: str) -> bool:

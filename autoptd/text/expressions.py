@@ -6,7 +6,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.node_info import info
-from autoptd.text.call_arguments import shorten_call
-from autoptd.text.overloads import resolve_overload
+from autoptd.text.call_arguments import resolve_overload, shorten_call
 
 # Names that a stage function uses itself, besides Python's keywords.
 RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "recompute", "torch", "float", "slice"})
@@ -27,23 +26,26 @@ _PLAIN = re.compile(r"[^\"\\\n\r\t]*")
 
 
 class Names:
-    """The names of one function's values: those of the nodes, made legal and distinct."""
+    """The names of one function's values: those of the nodes, made legal and distinct.
 
-    def __init__(self, parameters: str = "p") -> None:
+    `device` is how the function writes a device; None leaves device, layout and pinning out of calls.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node] = (), device: str | None = "rank.device") -> None:
+        self.device = device
         self._texts: dict[fx.Node, str] = {}
         self._taken: set[str] = set(RESERVED)
-        self._parameters = parameters
+        for node in nodes:
+            self.add(node)
 
-    def add(self, node: fx.Node) -> str:
+    def add(self, node: fx.Node) -> None:
         """Give `node` its name: ``p["..."]`` for a parameter, ``rank`` for the rank."""
         if node.op == "get_attr":
-            text = f"{self._parameters}[{quote(str(node.target))}]"
+            self._texts[node] = f"p[{quote(str(node.target))}]"
         elif node.op == "placeholder" and info(node).role == "rank":
-            text = "rank"
+            self._texts[node] = "rank"
         else:
-            text = self.take(node.name)
-        self._texts[node] = text
-        return text
+            self._texts[node] = self.take(node.name)
 
     def __getitem__(self, node: fx.Node) -> str:
         return self._texts[node]
@@ -62,11 +64,10 @@ class Names:
         return candidate
 
 
-def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, list[str]]:
+def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
     """Return the operator and the arguments of a call, ``("aten.linear", ["x", 'p["w"]'])``.
 
-    `device` is how a device is written ("rank.device"); None leaves device, layout and pinning out. Raises ValueError
-    for a node that a rank program cannot hold.
+    Raises ValueError for a node that a rank program cannot hold.
     """
     if node.op != "call_function":
         found = f"node {node.name} ({node.op} {node.target}) at {place_of(node)}"
@@ -82,30 +83,31 @@ def write_call(node: fx.Node, names: Names, device: str | None) -> tuple[str, li
     options = {
         name: value
         for name, value in kwargs.items()
-        if name not in _DEVICE_KWARGS or (device is not None and value not in (None, False, torch.strided))
+        if name not in _DEVICE_KWARGS
+        or (names.device is not None and value not in (None, False, torch.strided))
     }
     if isinstance(node.target, OpOverload) and not _packet_suffices(node.target, args, options):
         text = f"{text}.{node.target._overloadname}"
-    texts = [write_value(arg, names, device) for arg in args]
-    texts += [f"{name}={write_value(value, names, device)}" for name, value in options.items()]
+    texts = [write_value(arg, names) for arg in args]
+    texts += [f"{name}={write_value(value, names)}" for name, value in options.items()]
     return text, texts
 
 
-def write_index(node: fx.Node, names: Names, device: str | None) -> str:
+def write_index(node: fx.Node, names: Names) -> str:
     """Write ``x[0]`` for a call of operator.getitem."""
     value, index = node.args
     items = index if isinstance(index, tuple) and index else (index,)
-    inner = ", ".join(_index(item, names, device) for item in items)
+    inner = ", ".join(_index(item, names) for item in items)
     if isinstance(index, tuple) and len(index) == 1:
         inner += ","
-    return f"{write_value(value, names, device)}[{inner}]"
+    return f"{write_value(value, names)}[{inner}]"
 
 
 def is_index(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def write_value(value: Any, names: Names, device: str | None) -> str:
+def write_value(value: Any, names: Names) -> str:
     """Write an argument as Python source."""
     kind = type(value)
     if kind is fx.Node:
@@ -117,18 +119,18 @@ def write_value(value: Any, names: Names, device: str | None) -> str:
     if kind is str:
         return quote(value)
     if isinstance(value, (list, torch.Size)):
-        return f"[{', '.join(write_value(item, names, device) for item in value)}]"
+        return f"[{', '.join(write_value(item, names) for item in value)}]"
     if isinstance(value, tuple):
-        inner = ", ".join(write_value(item, names, device) for item in value)
+        inner = ", ".join(write_value(item, names) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, Mapping):
-        items = (f"{quote(str(key))}: {write_value(item, names, device)}" for key, item in value.items())
+        items = (f"{quote(str(key))}: {write_value(item, names)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if kind is slice:
         ends = (value.start, value.stop, value.step)
-        return f"slice({', '.join(write_value(end, names, device) for end in ends)})"
+        return f"slice({', '.join(write_value(end, names) for end in ends)})"
     if kind is torch.device:
-        return f"torch.device({quote(str(value))})" if device is None else device
+        return names.device or f"torch.device({quote(str(value))})"
     if value is Ellipsis:
         return "..."
     raise ValueError(f"cannot write {value!r} of type {kind.__name__} as an argument")
@@ -145,12 +147,11 @@ def place_of(node: fx.Node) -> str:
     return f"{path or 'the model'} ({line})" if line else path or "the model"
 
 
-def _index(item: Any, names: Names, device: str | None) -> str:
+def _index(item: Any, names: Names) -> str:
     if not isinstance(item, slice):
-        return write_value(item, names, device)
-    start, stop, step = (
-        "" if end is None else write_value(end, names, device) for end in (item.start, item.stop, item.step)
-    )
+        return write_value(item, names)
+    ends = (item.start, item.stop, item.step)
+    start, stop, step = ("" if end is None else write_value(end, names) for end in ends)
     return f"{start}:{stop}" + (f":{step}" if step else "")
 
 

@@ -47,7 +47,8 @@ def save_folder(
     for rank, text in enumerate(texts):
         _write(folder / program_filename(rank, len(texts)), text)
     _write(folder / MANIFEST, to_json(manifest))
-    _write(folder / SCHEDULE, _describe_schedule(schedule))
+    rows = [f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(schedule)]
+    _write(folder / SCHEDULE, "\n".join([*rows, schedule_grid(tuple(map(tuple, schedule)))]))
     # Copies: two names may share one tensor's memory, which the file format refuses.
     plain = torch.contiguous_format
     copies = {name: buffer.detach().cpu().clone(memory_format=plain) for name, buffer in buffers.items()}
@@ -60,10 +61,8 @@ def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, 
     manifest = from_json(_read(folder / MANIFEST), str(folder / MANIFEST))
     count = manifest.mesh.pipeline
     texts = tuple(_read(folder / program_filename(rank, count)) for rank in range(count))
-    if not (folder / BUFFERS).exists():
-        raise _missing(folder / BUFFERS)
     try:
-        buffers = load_file(folder / BUFFERS)
+        buffers = load_file(_existing(folder / BUFFERS))
     except SafetensorError as error:
         raise ValueError(f"{folder / BUFFERS}: {error}; save the program again") from error
     return texts, manifest, buffers
@@ -90,7 +89,6 @@ def check_free(folder: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether `folder` holds a saved program."""
     try:
         found: object = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format")
     except (OSError, ValueError, AttributeError):  # no manifest.json, or another tool's
@@ -98,26 +96,18 @@ def _is_ours(folder: Path) -> bool:
     return found == FORMAT
 
 
-def _describe_schedule(schedule: Sequence[Sequence[Action]]) -> str:
-    """Write every action of every pipeline rank in order, and a grid with a column per rank."""
-    parts = [f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(schedule)]
-    return "\n".join([*parts, schedule_grid(tuple(tuple(actions) for actions in schedule))])
-
-
 def _write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _read(file: Path) -> str:
-    if not file.exists():
-        raise _missing(file)
     try:
-        return file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        return _existing(file).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 ({error}); convert it, or save the program again") from error
 
 
-def _missing(file: Path) -> ValueError:
-    return ValueError(
-        f"{file} is missing; give the folder that program.save wrote, or save the program again"
-    )
+def _existing(file: Path) -> Path:
+    if not file.exists():
+        raise ValueError(f"{file} is missing; give a folder that program.save wrote, or save a program again")
+    return file

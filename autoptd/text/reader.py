@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 from autoptd.check.program import check_manifest
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import Role, change_info
-from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.program_text import ProgramText, read_program
@@ -44,25 +45,23 @@ def read_texts(texts: Sequence[str], manifest: Manifest) -> tuple[ProgramText, .
     return tuple(read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts))
 
 
-def trace_texts(
-    programs: Sequence[ProgramText], manifest: Manifest, buffers: Mapping[str, Tensor]
-) -> Program:
+def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mapping[str, Tensor]) -> Program:
     """Rebuild the cut program from texts that are read; see `trace_program`."""
     check_manifest(manifest)
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META
     stages: dict[int, Stage] = {}
-    for rank, program in enumerate(programs):
+    for rank, program in enumerate(texts):
         expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
         if list(program.stages) != expected:
+            found, wanted = (", ".join(f"stage_{i}" for i in own) for own in (program.stages, expected))
             raise ValueError(
-                f"{program.filename}: has {_list_functions(program.stages)}; expected {_list_functions(expected)} on "
-                f"pipeline rank {rank} of {manifest.mesh.pipeline}"
+                f"{program.filename}: has {found}; expected {wanted} on pipeline rank {rank} of "
+                f"{manifest.mesh.pipeline}"
             )
-        targets = _find_targets(program.text)
-        constants = _trace_constants(program, manifest, targets, propagation, buffers)
+        constants = _trace_constants(program, manifest, propagation, buffers)
         for index in program.stages:
-            graph = _trace_stage(program, index, manifest, targets, propagation)
+            graph = _trace_stage(program, index, manifest, propagation)
             parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
             stages[index] = Stage(graph, parameters, _select(constants, parameters))
     return Program(
@@ -71,7 +70,7 @@ def trace_texts(
         inputs=manifest.inputs,
         output=manifest.output,
         aliases=manifest.aliases,
-        log=(f"read {len(programs)} program texts",),
+        log=(f"read {len(texts)} program texts",),
         buffers=buffers,
     )
 
@@ -98,17 +97,10 @@ def trace_stages(text: str, filename: str, manifest: Manifest) -> dict[int, fx.G
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META
     program = read_program(text, filename)
-    targets = _find_targets(text)
-    return {index: _trace_stage(program, index, manifest, targets, propagation) for index in program.stages}
+    return {index: _trace_stage(program, index, manifest, propagation) for index in program.stages}
 
 
-def _list_functions(indices: Iterable[int]) -> str:
-    return ", ".join(f"stage_{index}" for index in indices) or "no stage"
-
-
-def _trace_stage(
-    program: ProgramText, index: int, manifest: Manifest, targets: Targets, propagation: Propagation
-) -> fx.Graph:
+def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagation: Propagation) -> fx.Graph:
     function, interface = program.stages[index], manifest.stages[index]
     inputs = {value.name: value for value in manifest.inputs}
     values: list[Boundary | Input] = [*interface.receives, *(inputs[name] for name in interface.inputs)]
@@ -116,15 +108,12 @@ def _trace_stage(
     if len(names) != 2 + len(values):
         expected = ", ".join(["rank", "p", *(value.name for value in values)])
         raise ValueError(
-            f"{program.filename}:{_first_line(function)}: stage_{index} takes ({', '.join(names)}); "
+            f"{program.filename}:{function.__code__.co_firstlineno}: stage_{index} takes ({', '.join(names)}); "
             f"expected {2 + len(values)} arguments ({expected})"
         )
-    parameters = {
-        name: _meta(p.local_shape(manifest.mesh.axes), p.dtype)
-        for name in interface.parameters
-        if (p := manifest.parameters[name])
-    }
-    recorder = Recorder(program.filename, targets, parameters, propagation)
+    tensors = {name: manifest.parameters[name] for name in interface.parameters}
+    parameters = {name: _meta(p.local_shape(manifest.mesh.axes), p.dtype) for name, p in tensors.items()}
+    recorder = Recorder(program.filename, _find_targets(program.text), parameters, propagation)
     rank = recorder.placeholder("rank", "rank", "rank", propagation.rank)
     traced = []
     for name, value in zip(names[2:], values, strict=True):
@@ -136,39 +125,29 @@ def _trace_stage(
 
 
 def _trace_constants(
-    program: ProgramText,
-    manifest: Manifest,
-    targets: Targets,
-    propagation: Propagation,
-    buffers: Mapping[str, Tensor],
+    program: ProgramText, manifest: Manifest, propagation: Propagation, buffers: Mapping[str, Tensor]
 ) -> fx.Graph | None:
     if program.constants is None:
         return None
-    tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
-    for name, parameter in manifest.parameters.items():
-        if parameter.kind != "constant":
-            tensors[name] = _meta(parameter.shape, parameter.dtype)
-    recorder = Recorder(program.filename, targets, tensors, propagation)
+    known = {name: p for name, p in manifest.parameters.items() if p.kind != "constant"}
+    tensors = {name: _meta(value.shape, value.dtype) for name, value in {**buffers, **known}.items()}
+    recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
     graph = recorder.record(program.constants, recorder.parameters)
-    table = next(iter(reversed(graph.nodes))).args[0]
-    if not isinstance(table, dict):
-        line = _first_line(program.constants)
+    if not isinstance(graph.output_node().args[0], dict):
+        line = program.constants.__code__.co_firstlineno
         raise ValueError(f"{program.filename}:{line}: constants(p) does not return a dict of tensors by name")
     return graph
 
 
 def _select(constants: fx.Graph | None, parameters: Mapping[str, Parameter]) -> fx.Graph:
     """Return the part of a rank's constants that one stage uses."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    table: Any = {}
-    for node in constants.nodes if constants else ():
-        if node.op == "output":
-            table = {name: value for name, value in node.args[0].items() if name in parameters}
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(fx.map_arg(table, copies.__getitem__))
-    graph.eliminate_dead_code()
+    graph = fx.Graph() if constants is None else copy_graph(constants)
+    if constants is None:
+        graph.output({})
+    else:
+        table: Any = graph.output_node().args[0]
+        graph.output_node().args = ({n: value for n, value in table.items() if n in parameters},)
+        graph.eliminate_dead_code()
     return graph
 
 
@@ -176,11 +155,8 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def _first_line(function: Callable[..., Any]) -> int:
-    return function.__code__.co_firstlineno
-
-
-def _find_targets(text: str) -> dict[int, tuple[str, ...]]:
+@lru_cache(maxsize=1)
+def _find_targets(text: str) -> Targets:
     """Return the names that each line of the text assigns to."""
     found: dict[int, tuple[str, ...]] = {}
     pending: list[ast.AST] = [ast.parse(text)]

@@ -20,20 +20,12 @@ from autoptd.passes.ir.node_info import NodeInfo, Role, describe, info
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.recomputation import recompute
-from autoptd.text.call_arguments import spread_call
+from autoptd.text.call_arguments import resolve_overload, spread_call
 from autoptd.text.comments import write_shape
-from autoptd.text.overloads import resolve_overload
 
 META = torch.device("meta")
-_KNOWN = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "size",
-    "dim",
-    "numel",
-)  # of a traced tensor; its elements are not
+# What is known of a traced tensor; its elements are not.
+_KNOWN = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel"})
 Targets = Mapping[int, tuple[str, ...]]
 
 
@@ -113,7 +105,9 @@ class Recorder(GraphAppendingTracer):
         A function inside another is recomputed with it.
         """
         if getattr(rank, "node", None) is None or info(rank.node).role != "rank":  # type: ignore[attr-defined]
-            raise ValueError(f"recompute gets {rank} first; expected recompute(rank, function, *values)")
+            raise ValueError(
+                f"the first argument of recompute is {rank}; expected recompute(rank, function, *values)"
+            )
         if self._group is not None:
             return function(rank, *values)
         name = function.__name__
@@ -145,7 +139,8 @@ class Recorder(GraphAppendingTracer):
         try:
             if isinstance(target, OpOverloadPacket):
                 target = resolve_overload(target, *fx.map_arg((args, kwargs), _value_of))
-            if isinstance(target, OpOverload) and "device" not in kwargs and _takes_device(target):
+            schema = target._schema.arguments if isinstance(target, OpOverload) else ()
+            if "device" not in kwargs and any(a.name == "device" and a.kwarg_only for a in schema):
                 kwargs = {**kwargs, "device": META}  # a text leaves the device to the default
             if kind == "call_function":
                 args, kwargs = spread_call(target, args, kwargs)
@@ -227,10 +222,6 @@ class _Recorded:
 
 def _value_of(node: fx.Node) -> Any:
     return node.meta["val"]
-
-
-def _takes_device(overload: OpOverload) -> bool:
-    return any(argument.name == "device" and argument.kwarg_only for argument in overload._schema.arguments)
 
 
 def _describe_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 
 from torch import fx
 
+from autoptd.passes.cost.saved_tensors import find_repeated
 from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import values_given, values_taken
+from autoptd.passes.ir.program import Stage
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
-from autoptd.text.comments import write_communication, write_hidden, write_value_shape
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.text.comments import Headings, write_communication, write_hidden, write_value_shape
 from autoptd.text.expressions import Names, is_index, write_call, write_index
 
 WIDTH = 110
@@ -18,6 +23,42 @@ INDENT = " " * 4
 _SHAPE_WIDTH = 20
 _PARAMETER = re.compile(r" (?=p\[)")
 _SHAPE_KEPT = (copy_to_tensor, reduce_from_tensor)  # their comments have no room for it
+
+
+def write_body(stage: Stage, names: Names, headings: Headings, mesh: Mesh) -> Iterator[str]:
+    """Write the lines between the signature and the ``return`` of a stage."""
+    repeated = find_repeated(stage, mesh)
+
+    def write_modules(nodes: Sequence[fx.Node], indent: str = INDENT) -> Iterator[str]:
+        groups = groupby(nodes, lambda node: headings.group(info(node).path))
+        for number, (path, run) in enumerate(groups):
+            members = list(run)
+            if number:
+                yield ""
+            own = next((n for n in members if path and info(n).path == path), members[0])
+            yield write_heading(headings.heading(path, members), info(own).line, indent)
+            yield from write_calls(members, names, mesh.tensor, indent, repeated)
+
+    def write_group(label: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
+        """Write a function and its call: it takes ``rank`` and values, and reads ``p`` from outside."""
+        function = names.take(label)
+        paths = dict.fromkeys(path for node in nodes if (path := info(node).path))
+        title = next(iter(paths)) if len(paths) == 1 else headings.path_range(paths) or function
+        taken = [names[node] for node in values_taken(nodes)]
+        given = values_given(nodes)
+        results = ", ".join(names[node] for node in given)
+        shapes = ", ".join(dict.fromkeys(write_value_shape(node, mesh.tensor) for node in given))
+        yield f"{INDENT}# {title}, recomputed in the backward"
+        yield from write_statement(f"def {function}", ["rank", *taken], "", "", INDENT, "):")
+        yield from write_modules(nodes, 2 * INDENT)
+        yield from ("", f"{2 * INDENT}return {results}", "")
+        yield from write_statement(f"{results} = recompute", ["rank", function, *taken], shapes, "", INDENT)
+
+    calls = [node for node in stage.graph.nodes if node.op == "call_function"]
+    for number, (label, run) in enumerate(groupby(calls, lambda node: info(node).recompute)):
+        if number:
+            yield ""
+        yield from write_modules(list(run)) if label is None else write_group(label, list(run))
 
 
 def write_heading(name: str, line: str, indent: str = INDENT) -> str:
@@ -30,14 +71,12 @@ def write_calls(
     nodes: Sequence[fx.Node],
     names: Names,
     tensor: int,
-    device: str | None,
     indent: str = INDENT,
     repeated: Collection[fx.Node] = (),
 ) -> Iterator[str]:
-    """Write the lines of consecutive calls; a split is unpacked if its parts are taken at once.
+    """Write the lines of consecutive calls on one of `tensor` ranks; the backward runs those `repeated` again.
 
-    `tensor` and `device` are the tensor ranks and how a device is written, as in `write_call`; `repeated` are the
-    calls that the backward runs again.
+    A split is unpacked if its parts are taken at once.
     """
     position = 0
     while position < len(nodes):
@@ -49,9 +88,9 @@ def write_calls(
         if node in repeated and note.startswith("all-reduce"):
             note += ", and again"
         if is_index(node):
-            yield beside(f"{indent}{target} = {write_index(node, names, device)}", write_comment(shape, note))
+            yield beside(f"{indent}{target} = {write_index(node, names)}", write_comment(shape, note))
         else:
-            function, args = write_call(node, names, device)
+            function, args = write_call(node, names)
             after = write_comment(write_hidden(node, tensor))
             yield from write_statement(f"{target} = {function}", args, shape, note, indent, after=after)
 

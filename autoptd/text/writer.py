@@ -1,31 +1,40 @@
-"""Write the cut program down: one readable Python program per pipeline rank, which is what runs.
+"""Write the program down: one readable Python program per pipeline rank, which is what runs, and a text per pass.
 
 Stage k is a function ``stage_k`` of pipeline rank k mod p. The same program gives the same bytes.
 """
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import walk
 from autoptd.passes.ir.program import Program, Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.program.schedule_text import format_schedule
-from autoptd.text.comments import Headings, stage_bytes, write_bytes, write_shape, write_value_shape
-from autoptd.text.expressions import Names, write_value
-from autoptd.text.stage_body import write_body
-from autoptd.text.statements import WIDTH, align, beside, write_calls, write_comment, write_heading
+from autoptd.text.comments import Headings, stage_bytes, write_bytes, write_value_shape
+from autoptd.text.expressions import Names, quote, write_value
+from autoptd.text.statements import (
+    WIDTH,
+    align,
+    beside,
+    write_body,
+    write_calls,
+    write_comment,
+    write_heading,
+)
 
-DEVICE = "rank.device"
 ADVICE = (
     "This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it."
 )
@@ -45,48 +54,31 @@ def emit_texts(
     in the header if given, are each stage's forward floating-point operations for one microbatch on one rank. Raises
     ValueError for a node that cannot be written, or a stage that does not match its interface.
     """
-    headings = Headings(program.stages)
+    headings, mesh = Headings(program.stages), program.mesh
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
-    return tuple(
-        _write_program(program, manifest, schedule[rank], rank, headings, [title, *log], flops)
-        for rank in range(program.mesh.pipeline)
-    )
+    totals = []
+    for index, stage in enumerate(program.stages):
+        held = f"{write_bytes(stage_bytes(stage, mesh.axes))} of parameters"
+        work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
+        totals.append(_wrap(f"stage {index}: {headings.stage_range(index)}: {work}{held} per rank", "    "))
+    texts = []
+    for rank in range(mesh.pipeline):
+        indices = range(rank, len(program.stages), mesh.pipeline)
+        functions = [_write_stage(program.stages[index], manifest, index, headings) for index in indices]
+        functions.append(_write_constants([program.stages[index] for index in indices]))
+        body = [line for function in functions if function for line in ["", "", *function]]
+        lead = [*_first_lines(mesh, rank, title), *log, *(line for i in indices for line in totals[i])]
+        lines = _docstring([*lead, *_wrap(ADVICE)])
+        lines += ["import torch", ""] if any("torch." in line for line in body) else []
+        lines.append("from autoptd.runtime import aten, collectives, kernels")
+        if any(recomputed_groups(program.stages[index].graph) for index in indices):
+            lines.append("from autoptd.runtime.recomputation import recompute")
+        lines += ["", 'SCHEDULE = """', *format_schedule(schedule[rank]).splitlines(), '"""', *body, ""]
+        texts.append("\n".join(lines))
+    return tuple(texts)
 
 
-def _write_program(
-    program: Program,
-    manifest: Manifest,
-    actions: Sequence[Action],
-    rank: int,
-    headings: Headings,
-    notes: Sequence[str],
-    flops: Sequence[int],
-) -> str:
-    indices = range(rank, len(program.stages), program.mesh.pipeline)
-    functions = [_write_stage(program, manifest, index, headings) for index in indices]
-    constants = _write_constants([program.stages[index] for index in indices])
-    title, *log = notes
-    totals = [line for index in indices for line in _stage_lines(program, index, headings, flops)]
-    body = "\n".join(line for function in [*functions, constants] for line in ["", "", *function] if function)
-    imports = ["import torch\n"] if "torch." in body else []
-    modules = ["from autoptd.runtime import aten, collectives, kernels"]
-    if any(recomputed_groups(program.stages[index].graph) for index in indices):
-        modules.append("from autoptd.runtime.recomputation import recompute")
-    return "\n".join(
-        [
-            *_docstring([*_first_lines(program, rank, title), *log, *totals, *_wrap(ADVICE)]),
-            *imports,
-            *modules,
-            "",
-            *['SCHEDULE = """', *format_schedule(actions).splitlines(), '"""'],
-            body,
-            "",
-        ]
-    )
-
-
-def _first_lines(program: Program, rank: int, title: str) -> list[str]:
-    mesh = program.mesh
+def _first_lines(mesh: Mesh, rank: int, title: str) -> list[str]:
     peers = f"{mesh.tensor} tensor x {mesh.data} data ranks"
     left = f"Pipeline rank {rank} of {mesh.pipeline}, on each of its {peers}."
     right = f"{title}, {mesh}" if title else str(mesh)
@@ -94,61 +86,39 @@ def _first_lines(program: Program, rank: int, title: str) -> list[str]:
     return [left + right.rjust(WIDTH - 3 - len(left))] if fits else [left, right]
 
 
-def _stage_lines(program: Program, index: int, headings: Headings, flops: Sequence[int]) -> list[str]:
-    held = f"{write_bytes(stage_bytes(program.stages[index], program.mesh.axes))} of parameters"
-    work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
-    return _wrap(f"stage {index}: {headings.stage_range(index)}: {work}{held} per rank", "    ")
-
-
 def _docstring(lines: Sequence[str]) -> list[str]:
     escaped = [line.replace("\\", "\\\\").replace('"', "'").rstrip() for line in lines]
     return [f'"""{escaped[0]}', *escaped[1:], '"""', ""]
 
 
-def _wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def _wrap(text: str, inner: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 
-def _write_stage(program: Program, manifest: Manifest, index: int, headings: Headings) -> list[str]:
-    """Write the function of one stage, from its ``def`` to its ``return``."""
-    interface, names = manifest.stages[index], Names()
-    nodes = list(program.stages[index].graph.nodes)
-    for node in nodes:
-        names.add(node)
-    lines = _write_signature(program, manifest, interface, [n for n in nodes if n.op == "placeholder"], names)
-    lines += write_body(program.stages[index], names, headings, program.mesh, DEVICE)
-    lines.append("")
-    lines += _write_return(manifest, interface, nodes[-1], names)
-    return lines
+def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Headings) -> list[str]:
+    nodes = list(stage.graph.nodes)
+    names = Names(nodes)
+    lines = _write_signature(manifest, index, [n for n in nodes if n.op == "placeholder"], names)
+    lines += [*write_body(stage, names, headings, manifest.mesh), ""]
+    return lines + _write_return(manifest, manifest.stages[index], nodes[-1], names)
 
 
-def _write_signature(
-    program: Program,
-    manifest: Manifest,
-    interface: StageInterface,
-    placeholders: Sequence[fx.Node],
-    names: Names,
-) -> list[str]:
-    received, tensor = len(interface.receives), program.mesh.tensor
-    values = placeholders[1:]
-    if len(values) != received + len(interface.inputs) or info(placeholders[0]).role != "rank":
-        found = ", ".join(f"{n.name} ({info(n).role})" for n in placeholders)
+def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], names: Names) -> list[str]:
+    interface, tensor = manifest.stages[index], manifest.mesh.tensor
+    received, values = len(interface.receives), taken[1:]
+    if len(values) != received + len(interface.inputs) or info(taken[0]).role != "rank":
+        found = ", ".join(f"{n.name} ({info(n).role})" for n in taken)
         raise ValueError(
-            f"stage {interface.index} takes {found}; expected rank, {received} received values and the inputs "
+            f"stage {index} takes {found}; expected rank, {received} received values and the inputs "
             f"{', '.join(interface.inputs) or '(none)'}"
         )
-    comments = []
-    for number, node in enumerate(values):
-        shape = write_value_shape(node, tensor)
-        if number < received:
-            crossing = _crossing(manifest, interface.receives[number], "gathered")
-            note = f"from stage {interface.index - 1}, {crossing}"
-        else:
-            note = "batch"
-        comments.append(write_comment(shape, note, columns=len(values) == 1))
-    head = f"def stage_{interface.index}("
+    came = [f"from stage {index - 1}, {_crossing(manifest, b, 'gathered')}" for b in interface.receives]
+    notes = [*came, *["batch"] * len(interface.inputs)]
+    comments = [
+        write_comment(write_value_shape(node, tensor), note, columns=len(values) == 1)
+        for node, note in zip(values, notes, strict=True)
+    ]
+    head = f"def stage_{index}("
     if len(values) == 1:
         return [beside(f"{head}rank, p, {names[values[0]]}):", comments[0])]
     if not values:
@@ -168,36 +138,26 @@ def _crossing(manifest: Manifest, boundary: Boundary, done: str) -> str:
 def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node, names: Names) -> list[str]:
     value = output.args[0]
     values: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
-    text = write_value(tuple(values), names, DEVICE)[1:-1] if len(values) > 1 else ""
-    text = text or write_value(value, names, DEVICE)
+    text = write_value(tuple(values), names)[1:-1] if len(values) > 1 else write_value(value, names)
     tensor = manifest.mesh.tensor
     if not interface.sends:
         shape = write_value_shape(value, tensor) if isinstance(value, fx.Node) else ""
         return [beside(f"    return {text}", f"# {shape}".rstrip())]
     if len(values) != len(interface.sends):
         raise ValueError(f"stage {interface.index} returns {text}; expected {len(interface.sends)} values")
-    notes = [
-        write_comment(
-            _node_shape(node, boundary, tensor),
-            f"to stage {interface.index + 1}, {_crossing(manifest, boundary, 'scattered')}",
-        )
-        for node, boundary in zip(values, interface.sends, strict=True)
-    ]
+    notes = []
+    for node, boundary in zip(values, interface.sends, strict=True):
+        crossing = f"to stage {interface.index + 1}, {_crossing(manifest, boundary, 'scattered')}"
+        notes.append(write_comment(write_value_shape(node, tensor), crossing))
     if len(notes) == 1:
         return [beside(f"    return {text}", notes[0])]
-    codes = [f"        {write_value(node, names, DEVICE)}," for node in values]
+    codes = [f"        {names[node]}," for node in values]
     return ["    return (", *align(list(zip(codes, notes, strict=True))), "    )"]
-
-
-def _node_shape(node: object, boundary: Boundary, tensor: int) -> str:
-    if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor):
-        return write_value_shape(node, tensor)
-    return write_shape(boundary.dtype, boundary.shape)
 
 
 def _write_constants(stages: Sequence[Stage]) -> list[str]:
     """Write ``constants(p)``: every constant of these stages once; empty if there is none."""
-    names, lines = Names(), list[str]()
+    names, lines = Names(device=None), list[str]()
     result: dict[str, str] = {}
     for stage in stages:
         table: Any = next((n.args[0] for n in reversed(stage.constants.nodes) if n.op == "output"), {})
@@ -210,10 +170,24 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
         for path, run in groupby(made, lambda node: info(node).path):
             calls = list(run)
             lines += ["", write_heading(path or "model", info(calls[0]).line)]
-            lines += write_calls(calls, names, 1, None)
-        result.update({name: write_value(node, names, None) for name, node in wanted.items()})
+            lines += write_calls(calls, names, 1)
+        result.update({name: write_value(node, names) for name, node in wanted.items()})
     if not result:
         return []
-    rows = [f"        {write_value(name, names, None)}: {value}," for name, value in result.items()]
+    rows = [f"        {quote(name)}: {value}," for name, value in result.items()]
     comment = "# runs once, when weights are bound"
     return [beside("def constants(p):", comment), *lines[1:], "", "    return {", *rows, "    }"]
+
+
+def keep_text(program: Program, name: str) -> None:
+    """Write log and stages after the pass `name` into the folder of AUTOPTD_PASSES, if set; only rank 0 does."""
+    folder = os.environ.get("AUTOPTD_PASSES")
+    if folder and os.environ.get("RANK", "0") == "0":
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        headings, lines = Headings(program.stages), [*program.log]
+        for index, stage in enumerate(program.stages):
+            body = write_body(stage, Names(stage.graph.nodes), headings, program.mesh)
+            lines += ["", f"stage {index}", "", *body]
+        number = len(list(Path(folder).glob("*.txt")))
+        path = Path(folder) / f"{number:02d}_{name.replace(' ', '_')}.txt"
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")

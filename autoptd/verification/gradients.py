@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
 
 FLOOR = 1e-6  # of the largest gradient of all: the scale for smaller ones
 ZERO = 1e-12, 1e-3  # of the same: the size of a gradient that is only rounding, and the scale for it
@@ -17,16 +18,17 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class RankResult:
-    """One rank's step: the loss, the gradients of its slices, and the number of promoted casts."""
+class StepResult:
+    """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss."""
 
     loss: float
     gradients: Mapping[str, Tensor]
     promoted: int
+    notes: tuple[str, ...] = ()
 
 
 def join_gradients(
-    manifest: Manifest, found: Sequence[RankResult]
+    manifest: Manifest, found: Sequence[StepResult]
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return whole gradients from the first replica's first owners, and where ranks that must agree do not."""
     mesh = manifest.mesh
@@ -41,30 +43,23 @@ def join_gradients(
         on_tensor = parameter.placement["tensor"]
         for pipeline in manifest.owners(name):
             ranks = [mesh.rank_of(0, pipeline, tensor) for tensor in range(mesh.tensor)]
-            shards = [found[rank].gradients.get(name) for rank in ranks]
-            if any(shard is None for shard in shards):
+            parts = [part for rank in ranks if (part := found[rank].gradients.get(name)) is not None]
+            if len(parts) < len(ranks):
                 continue
-            parts = [shard for shard in shards if shard is not None]
-            wrong += _compare_replicas(manifest, found, name, pipeline)
+            wrong += _compare_replicas(mesh, found, name, pipeline)
             for rank, part in zip(ranks, parts, strict=True):
                 rows = on_tensor.split(part, mesh.tensor, divided=False)
                 first = on_tensor.split(parts[0], mesh.tensor, divided=False)
                 wrong += _say_different(rows, first, f"undivided gradient of {name}", rank, ranks[0])
-            joined = on_tensor.join(parts)
+            own = on_tensor.join(parts)
             if name in whole:
                 owner = mesh.rank_of(0, manifest.owners(name)[0], 0)
-                wrong += _say_different(
-                    [joined], [whole[name]], f"gradient of the tied {name}", ranks[0], owner
-                )
-            whole.setdefault(name, joined)
+                wrong += _say_different([own], [whole[name]], f"gradient of the tied {name}", ranks[0], owner)
+            whole.setdefault(name, own)
     return whole, tuple(wrong)
 
 
-def _compare_replicas(
-    manifest: Manifest, found: Sequence[RankResult], name: str, pipeline: int
-) -> Iterator[str]:
-    """Yield where data replicas do not have the same bits."""
-    mesh = manifest.mesh
+def _compare_replicas(mesh: Mesh, found: Sequence[StepResult], name: str, pipeline: int) -> Iterator[str]:
     for tensor in range(mesh.tensor):
         first = mesh.rank_of(0, pipeline, tensor)
         for data in range(1, mesh.data):
@@ -78,8 +73,7 @@ def _say_different(
     found: Sequence[Tensor], expected: Sequence[Tensor], what: str, rank: int, other: int
 ) -> Iterator[str]:
     for own, first in zip(found, expected, strict=True):
-        scale = float(first.abs().max()) if first.numel() else 0.0
-        if own.numel() and not float((own - first).abs().max()) <= ROUNDING * scale:
+        if not _largest(own - first) <= ROUNDING * _largest(first):
             yield f"ranks differ: the {what} on rank {rank} differs from that of rank {other}"
 
 
@@ -90,10 +84,8 @@ def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
     noise, unit = ZERO
     errors = {}
     for name in dict.fromkeys([*expected, *found]):
-        if name in found and name in expected:
-            difference = _largest(found[name] - expected[name])
-        else:
-            difference = _largest(found.get(name, expected.get(name)))
+        both = name in found and name in expected
+        difference = _largest(found[name] - expected[name] if both else found.get(name, expected.get(name)))
         own = largest.get(name, 0.0)
         # A key's bias, for example, shifts all scores alike: its gradient is zero except for rounding.
         scale = max(own, FLOOR * top) if own > noise * top else unit * top

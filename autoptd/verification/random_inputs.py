@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from zlib import crc32
 
 import torch
 from torch import Tensor, fx, nn
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import walk
+from autoptd.loss.labels import find_lookups, find_sources
 from autoptd.passes.ir.program import Program
-from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.slices import all_names, find_tensor, has_values
@@ -138,43 +136,18 @@ def _draw_padding(shape: list[int], batch_dim: int, generator: torch.Generator) 
 def _bounds(program: Program, manifest: Manifest) -> dict[str, int]:
     """Return the smallest table or number of classes that each batch input indexes."""
     found: dict[str, int] = {}
-    for stage in program.stages:
-        for node in stage.graph.nodes:
-            for ids, rows in _indexed(node, manifest):
-                for name in _sources(ids):
-                    found[name] = min(rows, found.get(name, rows))
+    for lookup in find_lookups(program):
+        rows = lookup.rows if lookup.ignored is not None else _count_rows(lookup.source, manifest)
+        for name, _ in find_sources(lookup.numbers):
+            found[name] = min(rows, found.get(name, rows))
     return found
 
 
-def _indexed(node: fx.Node, manifest: Manifest) -> Iterator[tuple[fx.Node, int]]:
-    """Yield the row numbers that a node uses, if any, and how many rows there are."""
-    args: tuple[object, ...] = node.args
-    if node.target is kernels.cross_entropy:
-        ids, rows = args[2], args[3]
-    elif node.target is kernels.embedding:
-        ids, rows = args[2], _count_rows(args[1], manifest)
-    elif node.target is aten.embedding.default:
-        ids, rows = args[1], _count_rows(args[0], manifest)
-    elif node.target is aten.cross_entropy_loss.default and isinstance(args[0], fx.Node):
-        ids, rows = args[1], args[0].meta["val"].shape[1]
-    else:
-        return
-    if isinstance(ids, fx.Node) and isinstance(rows, int):
-        yield ids, rows
-
-
-def _count_rows(table: object, manifest: Manifest) -> int | None:
+def _count_rows(table: fx.Node, manifest: Manifest) -> int:
     """Return the rows of a table: those of the parameter that it is, or is a part or a copy of."""
-    assert isinstance(table, fx.Node)
     columns, source = table.meta["val"].shape[1:], table
     while source.op == "call_function" and len(source.all_input_nodes) == 1:
         (source,) = source.all_input_nodes
     if source.op == "get_attr" and source.meta["val"].shape[1:] == columns:
         return manifest.parameters[str(source.target)].shape[0]
     return int(table.meta["val"].shape[0])
-
-
-def _sources(node: fx.Node) -> Iterator[str]:
-    """Return the batch inputs that a value of whole numbers is computed from."""
-    calls = walk([node], lambda node: node.all_input_nodes if node.op == "call_function" else [])
-    return (str(call.target) for call in calls if info(call).role == "input")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +14,14 @@ from autoptd.capture.custom_autograd import Functions
 from autoptd.capture.dropout_off import DropoutOff
 from autoptd.capture.example_inputs import make_example, read_examples
 from autoptd.capture.fake_module import set_training
-from autoptd.capture.module_state import keeping_attributes
 from autoptd.capture.objective import Objective
+from autoptd.capture.side_effects import keeping_attributes
 from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.verification.float64 import Promotion
+from autoptd.verification.gradients import StepResult
 
 ROUNDING = 1e-9  # of a loss in float64, beyond which two losses differ
-
-
-@dataclass(frozen=True)
-class PlainStep:
-    """The loss over all microbatches, its gradients, the number of promoted casts, and notes on the loss."""
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    promoted: int
-    notes: tuple[str, ...]
 
 
 def run_plain(
@@ -40,7 +30,7 @@ def run_plain(
     loss_fn: Callable[..., Tensor] | None,
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
-) -> PlainStep:
+) -> StepResult:
     """Run one step; microbatches count by their valid labels if the program weighs them so, else equally."""
     examples = read_examples(model, make_example(manifest), loss_fn, None)
     names = [i.name for i in manifest.inputs]
@@ -70,7 +60,7 @@ def run_plain(
         for index in range(count):
             if valid.any() and not valid[index]:
                 continue  # a microbatch without labels does not count
-            loss = objective(*_take(manifest, batch, index))
+            loss = objective(*take_parts(manifest, batch, count, index).values())
             losses[index] = float(loss.detach())
             (loss / float(valid.sum() / valid[index])).backward()
             for name, leaf in leaves.items():
@@ -79,19 +69,19 @@ def run_plain(
                     leaf.grad = None
         promoted, pair = promotion.count, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
-        notes = tuple(_compare_losses(apart, lambda: objective(*_take(manifest, batch, *pair))))
-    return PlainStep(_average(losses, valid), sums, promoted, notes if count > 1 else ())
+        both = take_parts(manifest, batch, count, *pair).values()
+        notes = tuple(_compare_losses(apart, lambda: objective(*both)))
+    return StepResult(_average(losses, valid), sums, promoted, notes if count > 1 else ())
 
 
-def _take(manifest: Manifest, batch: Mapping[str, Tensor], *indices: int) -> list[Tensor]:
-    """Return the microbatches of `indices` as one."""
-    count = manifest.num_microbatches * manifest.mesh.data
-    return [
-        batch[i.name]
+def take_parts(manifest: Manifest, batch: Mapping[str, Tensor], num: int, *indices: int) -> dict[str, Tensor]:
+    """Return the parts `indices` of a batch that is cut into `num`, joined."""
+    return {
+        i.name: batch[i.name]
         if i.batch_dim is None
-        else torch.cat([batch[i.name].chunk(count, i.batch_dim)[index] for index in indices], i.batch_dim)
+        else torch.cat([batch[i.name].chunk(num, i.batch_dim)[index] for index in indices], i.batch_dim)
         for i in manifest.inputs
-    ]
+    }
 
 
 def _average(losses: Mapping[int, float], valid: Tensor) -> float:
@@ -134,12 +124,10 @@ def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Te
     A module registered under several names is one place. Under the second name torch would take the leaf for the
     original, and leave it in the user's model.
     """
-    inside = next(path for path, part in objective.named_modules() if part is model)
+    inner = next(path for path, part in objective.named_modules() if part is model)
     own = {n: id(t) for n, t in (*objective.named_parameters(), *objective.named_buffers())}
     # A loss_fn's buffers have their names in the objective; tensors in forward's code have none.
-    by_tensor = {
-        own[n]: leaf for name, leaf in leaves.items() for n in (name, f"{inside}.{name}") if n in own
-    }
+    by_tensor = {own[n]: leaf for name, leaf in leaves.items() for n in (name, f"{inner}.{name}") if n in own}
     return {
         f"{path}.{name}": by_tensor[id(tensor)]
         for path, part in objective.named_modules()

@@ -7,11 +7,12 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,9 +28,9 @@ from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.weights.slices import check_proved
 from autoptd.text.reader import text_filename, trace_program
 from autoptd.verification.float64 import Promotion, promote
-from autoptd.verification.gradients import RankResult, compare_gradients, join_gradients
+from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
-from autoptd.verification.reference import run_plain
+from autoptd.verification.reference import run_plain, take_parts
 from autoptd.verification.report import Report
 from autoptd.weights.sources import check_parameters
 
@@ -81,10 +82,7 @@ def verify_program(
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=(
-            *plain.notes,
-            *_notes(program, manifest, plain.promoted, sum(rank.promoted for rank in found)),
-        ),
+        notes=(*plain.notes, *_notes(program, manifest, plain.promoted, sum(r.promoted for r in found))),
     )
 
 
@@ -93,12 +91,11 @@ def check_memory(manifest: Manifest) -> None:
     mesh = manifest.mesh
     plain = sum(prod(p.shape) for p in manifest.parameters.values())
     slices = sum(
-        prod(p.local_shape(mesh.axes)) * mesh.tensor * mesh.data * len(manifest.homes(name))
-        for name, p in manifest.parameters.items()
+        prod(p.local_shape(mesh.axes)) * len(manifest.homes(name)) for name, p in manifest.parameters.items()
     )
+    slices *= mesh.tensor * mesh.data
     needed = COPIES * torch.float64.itemsize * (plain + slices) + MARGIN
-    available = available_bytes()
-    if needed > available:
+    if needed > (available := available_bytes()):
         raise ValueError(
             f"verify runs all {mesh.size} ranks and the plain model here in float64, which takes about {needed:,} "
             f"bytes; this machine has {available:,} free. Verify the same model with fewer layers or a smaller hidden "
@@ -109,10 +106,8 @@ def check_memory(manifest: Manifest) -> None:
 def available_bytes() -> int:
     """Return the bytes of memory still available: the kernel's estimate, which counts caches as free."""
     table = Path("/proc/meminfo")
-    if table.exists():
-        for line in table.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    if table.exists() and (found := re.search(r"MemAvailable:\s*(\d+)", table.read_text())):
+        return int(found[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -121,47 +116,39 @@ def available_bytes() -> int:
 
 def widen(manifest: Manifest) -> Manifest:
     """Return the manifest with every floating dtype float64."""
+
+    def wide(values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(replace(value, dtype=promote(value.dtype)) for value in values)
+
     return replace(
         manifest,
         scales_loss=False,
-        inputs=tuple(replace(i, dtype=promote(i.dtype)) for i in manifest.inputs),
-        parameters={n: replace(p, dtype=promote(p.dtype)) for n, p in manifest.parameters.items()},
-        stages=tuple(
-            replace(
-                stage,
-                receives=tuple(replace(b, dtype=promote(b.dtype)) for b in stage.receives),
-                sends=tuple(replace(b, dtype=promote(b.dtype)) for b in stage.sends),
-            )
-            for stage in manifest.stages
-        ),
+        inputs=wide(manifest.inputs),
+        parameters=dict(zip(manifest.parameters, wide(manifest.parameters.values()), strict=True)),
+        stages=tuple(replace(s, receives=wide(s.receives), sends=wide(s.sends)) for s in manifest.stages),
     )
 
 
 def _run_ranks(
     texts: Sequence[str], manifest: Manifest, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor]
-) -> list[RankResult]:
+) -> list[StepResult]:
     """Return every rank's step by global rank, run from the functions and the schedule of the texts."""
     programs = [read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts)]
     schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
-    def step(connection: Connection) -> RankResult:
+    def step(connection: Connection) -> StepResult:
         at = connection.rank.coordinates
         with Promotion() as promotion:
             program = programs[at.pipeline]
             constants = program.constants or (lambda p: {})
             parallel = Parallel(manifest, connection, program.stages, constants, schedule, tensors)
             parallel.eval()
-            replica = {
-                i.name: batch[i.name]
-                if i.batch_dim is None
-                else batch[i.name].chunk(manifest.mesh.data, i.batch_dim)[at.data]
-                for i in manifest.inputs
-            }
+            replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
             loss = find_loss(manifest.output, parallel(**replica))
             loss.backward()
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
-        return RankResult(float(loss.detach()), gradients, promotion.count)
+        return StepResult(float(loss.detach()), gradients, promotion.count)
 
     torch.set_num_threads(max(1, cores // manifest.mesh.size))
     try:
@@ -195,9 +182,7 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
                 "model with another one; for transformers' experts: model.set_experts_implementation('batched_mm')"
             ) from error
         if not isinstance(error, IndexError) and "out of bounds" not in str(error):
-            raise ValueError(
-                f"verify computes in float64, and {who} fails in it, at {line}: {error}"
-            ) from error
+            raise ValueError(f"verify computes in float64, where {who} fails at {line}: {error}") from error
         held = (
             f"{name} from {int(x.min())} to {int(x.max())}"
             for name, x in batch.items()

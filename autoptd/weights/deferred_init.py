@@ -24,8 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves  # private, with no public twin
 
-from autoptd.capture.fake_module import copy_structure
+from autoptd.capture.fake_module import copy_structure, make_twin
 from autoptd.capture.source_lines import user_line
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.placement import Draw
@@ -60,7 +61,9 @@ def read_initial(
             raise ValueError("initializer= is for a model on the meta device, and this one has its weights")
         return program
     try:
-        with _undisturbed():
+        # Without prints, and without drawing from the user's random numbers.
+        with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
             made, writes, how = _initialize(model, initializer)
         draws = _read_draws(made, missing, writes)
     except UnknownError as error:
@@ -74,14 +77,6 @@ def read_initial(
     } | dict(program.buffers)
     log = (*program.log, f"initialise: {len(draws)} parameters as {how}")
     return replace(program, stages=(replace(stage, parameters=parameters),), buffers=buffers, log=log)
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Run the user's code without its prints, and without drawing from the user's random numbers."""
-    with contextlib.redirect_stdout(io.StringIO()), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield
 
 
 def _initialize(
@@ -138,10 +133,6 @@ def _read_draws(made: nn.Module, names: list[str], writes: Writes) -> dict[str, 
 
 
 def _copy_on_meta(model: nn.Module, writes: Writes) -> nn.Module:
-    def make_twin(tensor: Tensor) -> Tensor:
-        twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-        return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-
     twin = copy_structure(model, make_twin)
     for tensor in twin.parameters():
         writes.watch(tensor)
@@ -178,11 +169,7 @@ def _find_arguments(model: nn.Module) -> dict[str, Any] | str:
 
 
 def _holds_tensors(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, (nn.Module, Tensor))
+    return any(isinstance(leaf, (nn.Module, Tensor)) for leaf in tree_leaves(value))
 
 
 def _compare(model: nn.Module, twin: nn.Module, arguments: Mapping[str, object]) -> None:
@@ -191,15 +178,11 @@ def _compare(model: nn.Module, twin: nn.Module, arguments: Mapping[str, object])
     for name, value in arguments.items():
         kept = vars(twin).get(name)
         if kept is not value and (not isinstance(value, _PLAIN) or kept != value):
-            raise UnknownError(
-                f"{kind}.__init__ keeps something else in self.{name} than its argument {name}"
-            )
+            raise UnknownError(f"{kind}.__init__ does not keep its argument {name} in self.{name} as it is")
     pairs = itertools.zip_longest(_list_structure(model), _list_structure(twin))
     for own, other in pairs:
         if own != other:
-            raise UnknownError(
-                f"{kind}({', '.join(arguments)}) builds another model: {other} instead of {own}"
-            )
+            raise UnknownError(f"{kind}({', '.join(arguments)}) builds another model: {other}, not {own}")
     _compare_versions(model, twin)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,8 +55,7 @@ class SafetensorsFolder(Stored):
     def __getitem__(self, name: str) -> Tensor:
         file, known = self._places[name]
         with safe_open(file, framework="pt") as reader:
-            tensor: Tensor = reader.get_tensor(known)
-            return tensor
+            return cast(Tensor, reader.get_tensor(known))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -94,8 +93,7 @@ class SafetensorsFolder(Stored):
     def _read(self, name: str, rows: tuple[slice, ...]) -> Tensor:
         file, known = self._places[name]
         with safe_open(file, framework="pt") as reader:
-            tensor: Tensor = reader.get_slice(known)[rows]
-            return tensor
+            return cast(Tensor, reader.get_slice(known)[rows])
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -126,18 +124,11 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
                 "fetch them, or write the folder again"
             )
         return files
-    if path.is_dir():
-        whole = path / WHOLE
-        files = [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
-    else:
-        files = [path] if path.exists() else []
+    whole = path / WHOLE
+    files = [path] if path.is_file() else [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
     if not files:
         pickled = path.is_dir() and any(path.glob("*.bin"))
-        way = (
-            "; *.bin files are pickles: load them with from_pretrained, then save_pretrained"
-            if pickled
-            else ""
-        )
+        way = "; *.bin files are pickles: load them with from_pretrained, then save_pretrained" * pickled
         raise ValueError(
             f"{path} has no safetensors; expected a file, or a folder with *.safetensors (a name on a hub: download "
             f"it first){way}"
@@ -160,6 +151,4 @@ def _read_shapes(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
                 for name in reader.keys()  # noqa: SIM118
             }
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file} cannot be read as safetensors ({error}): fetch or write it again"
-        ) from error
+        raise ValueError(f"{file} cannot be read as safetensors: {error}; fetch or write it again") from error

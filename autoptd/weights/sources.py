@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.slices import Stored, all_names, check_tied, has_values, is_meta
+from autoptd.runtime.weights.slices import Stored, all_names, check_tied, find_name, has_values, is_meta
 from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -56,22 +56,15 @@ def read_weights(
 
 def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless every tensor has values, or initial distributions in the manifest."""
-    empty = [
-        name
-        for name, p in manifest.parameters.items()
-        if p.kind != "constant"
-        and not p.initial
-        and manifest.homes(name)
-        and not has_values(manifest, tensors, name)
-    ]
-    if not empty:
-        return
-    kinds = {manifest.parameters[name].kind for name in empty}
-    why = manifest.uninitialized if "parameter" in kinds else "buffers get their values from the user only"
-    raise ValueError(
-        f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), and their "
-        f"initialisation is unknown: {why}. {WAYS_OUT}"
-    )
+    known = manifest.parameters
+    empty = [n for n in _wanted(manifest) if not known[n].initial and not has_values(manifest, tensors, n)]
+    if empty:
+        unknown = any(known[name].kind == "parameter" for name in empty)
+        why = manifest.uninitialized if unknown else "buffers get their values from the user only"
+        raise ValueError(
+            f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), and their "
+            f"initialisation is unknown: {why}. {WAYS_OUT}"
+        )
 
 
 def check_given(manifest: Manifest, tensors: Stored) -> None:
@@ -79,14 +72,14 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
 
     Only some rows of tensors that the program ties are read, to compare them. Warns of tensors it does not use.
     """
-    wanted = [
-        name for name, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(name)
-    ]
+    wanted = _wanted(manifest)
+    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
+    others = [name for name in tensors if name not in own]
     missing = [name for name in wanted if not any(known in tensors for known in all_names(manifest, name))]
     if missing:
-        raise ValueError(_describe_missing(manifest, tensors, missing, len(wanted)))
+        raise ValueError(_describe_missing(manifest, others, missing, len(wanted), len(tensors)))
     for name in wanted:
-        known = next(known for known in all_names(manifest, name) if known in tensors)
+        known = find_name(manifest, tensors, name)
         if tensors.is_meta(known):
             raise ValueError(f"{known} is on the meta device and has no values: give real weights=")
         found, expected = tensors.shape(known), manifest.parameters[name].shape
@@ -101,8 +94,6 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
                 "program: the numbers of a quantized model are no weights without its scales; give them dequantized"
             )
     check_tied(manifest, tensors)
-    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
-    others = [name for name in tensors if name not in own]
     if others and os.environ.get("RANK", "0") == "0":
         warn_caller(
             f"{len(others)} of the tensors given are not in the program, and are ignored: "
@@ -130,12 +121,10 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
     for name, p in found.items():
         stored = manifest.aliases.get(name, name)
         if found.get(stored) is not p:
-            raise ValueError(
-                f"{name} is one tensor with {stored} in the program, and another in the model: tie them"
-            )
+            raise ValueError(f"{name} is tied to {stored} in the program, but not in the model: tie them")
         if (home := homes.setdefault(id(p), stored)) != stored:
             raise ValueError(
-                f"{name} is one tensor with {home} in the model, and another in the program: compile it again"
+                f"{name} is tied to {home} in the model, but not in the program: compile it again"
             )
         if manifest.parameters[stored].requires_grad != p.requires_grad:
             raise ValueError(
@@ -145,9 +134,14 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
     check_tied(manifest, dict(model.named_buffers(remove_duplicate=False)))
 
 
-def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], wanted: int) -> str:
-    own = {known for name in manifest.parameters for known in all_names(manifest, name)}
-    others = [name for name in tensors if name not in own]
+def _wanted(manifest: Manifest) -> list[str]:
+    """Return the tensors that ranks take from whole weights."""
+    return [n for n, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(n)]
+
+
+def _describe_missing(
+    manifest: Manifest, others: list[str], missing: list[str], wanted: int, given: int
+) -> str:
     shown = []
     for name in missing[:SHOWN]:
         ends = (other for other in others if name.endswith("." + other) or other.endswith("." + name))
@@ -155,7 +149,7 @@ def _describe_missing(manifest: Manifest, tensors: Stored, missing: list[str], w
         shown.append(f"{name}{list(manifest.parameters[name].shape)}" + f" (nearest: {near})" * bool(near))
     more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
     return (
-        f"{len(missing)} of the model's {wanted} tensors are not among the {len(tensors)} given: {', '.join(shown)}"
+        f"{len(missing)} of the model's {wanted} tensors are not among the {given} given: {', '.join(shown)}"
         f"{more}; give the whole model's, under the names of its state_dict. Files of the class below, or for another "
         "version of the model, have other names: give weights=autoptd.SafetensorsFolder(path, rename=function), or "
         "(where experts are saved one by one, too) load them with from_pretrained of the compiled class and save with "
@@ -167,44 +161,39 @@ class Overlay(Stored):
     """The tensors of `first`, and those of `second` that `first` lacks or has only on the meta device."""
 
     def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-        self._first = first
-        self._second = second
+        more = dict.fromkeys((n for n in second if n not in first or is_meta(first, n)), second)
+        self._sources = {**dict.fromkeys(first, first), **more}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._source(name)[name]
+        return self._sources[name][name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**dict.fromkeys(self._first), **dict.fromkeys(self._second)})
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len({*self._first, *self._second})
+        return len(self._sources)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._first or name in self._second
+        return name in self._sources
 
     def shape(self, name: str) -> tuple[int, ...]:
-        source = self._source(name)
+        source = self._sources[name]
         return source.shape(name) if isinstance(source, Stored) else tuple(source[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        source = self._source(name)
+        source = self._sources[name]
         return source.dtype(name) if isinstance(source, Stored) else source[name].dtype
 
     def is_meta(self, name: str) -> bool:
-        return is_meta(self._source(name), name)
+        return is_meta(self._sources[name], name)
 
     def in_memory(self, name: str) -> Tensor | None:
-        source = self._source(name)
+        source = self._sources[name]
         return source.in_memory(name) if isinstance(source, Stored) else source[name]
 
     def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        source = self._source(name)
+        source = self._sources[name]
         if isinstance(source, Stored):
             source.copy_rows(name, dim, first, end, into)
         else:
             into.copy_(source[name].detach().narrow(dim, first, end - first))
-
-    def _source(self, name: str) -> Mapping[str, Tensor]:
-        if name in self._first and not (name in self._second and is_meta(self._first, name)):
-            return self._first
-        return self._second

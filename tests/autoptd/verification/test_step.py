@@ -19,7 +19,7 @@ from autoptd.runtime.program.manifest import Input
 from autoptd.text.reader import trace_program
 from autoptd.verification import step
 from autoptd.verification.float64 import Promotion
-from autoptd.verification.gradients import RankResult, compare_gradients, join_gradients
+from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.report import Report
 from samples.gpt import GPT, GPTConfig
@@ -414,10 +414,10 @@ def test_a_gradient_of_rounding_only_is_no_error() -> None:
 def test_ranks_that_disagree_are_named() -> None:
     program = compile_gpt((1, 2, 2))
     gradient = torch.ones(67, 32, dtype=torch.float64)
-    results = [RankResult(1.0, {"wte.weight": gradient.clone()}, 0) for _ in range(4)]
+    results = [StepResult(1.0, {"wte.weight": gradient.clone()}, 0) for _ in range(4)]
     assert join_gradients(program.manifest, results)[1] == ()
     results[1].gradients["wte.weight"][0, 0] = 2  # pipeline rank 1 of replica 0
-    results[2] = RankResult(1.5, results[2].gradients, 0)
+    results[2] = StepResult(1.5, results[2].gradients, 0)
     _, disagreements = join_gradients(program.manifest, results)
     assert disagreements == (
         "rank 2 has the loss 1.5, rank 0 1.0",
@@ -535,6 +535,6 @@ def test_a_model_that_takes_no_float64_is_named_with_its_line() -> None:
     program = autoptd.compile(Lost(lose), (1, 1, 1), example_inputs=examples, num_microbatches=2)
     with pytest.raises(
         ValueError,
-        match=r"computes in float64, and the plain model fails in it, at .*test_step\.py:\d+: .*: not in float32",
+        match=r"computes in float64, where the plain model fails at .*test_step\.py:\d+: .*: not in float32",
     ):
         program.verify()

@@ -409,7 +409,10 @@ HERE = r"test_deferred_init\.py:\d+: "
             Looking,
             rf"^Looking cannot be built again \(RuntimeError: .* at .*{HERE}if not self\.head\.weight",
         ),
-        (lambda: Shadowed(3), r"^Shadowed\.__init__ keeps something else in self\.width than its argument"),
+        (
+            lambda: Shadowed(3),
+            r"^Shadowed\.__init__ does not keep its argument width in self\.width as it is",
+        ),
         (
             lambda: UnkeptAndMore(16),
             r"^UnkeptAndMore\.__init__ cannot be called again: it keeps no self\.size, and UnkeptAndMore\."
@@ -444,9 +447,9 @@ def test_changes_after_construction_are_refused() -> None:
     replaced = changed(
         build, lambda model: setattr(model, "head", nn.Linear(8, 16, bias=False, device="meta"))
     )
-    assert replaced.startswith("Configured(config, scale) builds another model: head.bias is [16] instead of")
+    assert replaced.startswith("Configured(config, scale) builds another model: head.bias is [16], not ")
     kind = changed(build, lambda model: setattr(model, "table", type("Table", (nn.Embedding,), {})(16, 8)))
-    assert "table is a Embedding instead of table is a Table" in kind
+    assert "table is a Embedding, not table is a Table" in kind
 
 
 def reset_torchs(model: nn.Module) -> None:
