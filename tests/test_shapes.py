@@ -364,7 +364,7 @@ def test_shapes_that_cannot_share_are_refused() -> None:
         [long, {**short, "idx": short["idx"].int()}],
     )
     refused(
-        r"example_inputs\[2\] .*shapes of example_inputs\[0\]",
+        r"example_inputs\[2\] .*same shapes as example_inputs\[0\]",
         make_model(),
         two,
         [long, short, make_example(LONG)],

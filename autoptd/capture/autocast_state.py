@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,13 +24,6 @@ def read_autocast(model: nn.Module) -> Autocast | None:
         return next(iter(states.values()), None)
     tensors = (*model.parameters(), *model.buffers())
     return states["cpu" if any(tensor.is_cpu for tensor in tensors) else "cuda"]
-
-
-@contextmanager
-def trace_under(state: Autocast | None) -> Iterator[None]:
-    """Trace under the dtypes of `state` although the traced tensors are on the CPU: forwards read ``x.dtype``."""
-    with torch.autocast("cpu", state.dtype) if state else nullcontext():
-        yield
 
 
 class NoGradRegions(TorchFunctionMode):

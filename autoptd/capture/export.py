@@ -6,6 +6,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoptd.capture.autocast_state import read_autocast, trace_under
+from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import Functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
@@ -62,7 +63,9 @@ def capture(
     objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
     functions = Functions()
     autocast = read_autocast(model)
-    with trace_under(autocast), patch.object(transformer, "_detect_is_causal_mask", _is_said_causal):
+    # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
+    dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
+    with dtypes, patch.object(transformer, "_detect_is_causal_mask", _is_said_causal):
         with keeping_attributes(objective):
             exported = _export(objective, values, functions)
         differences = tuple(_compare_modes(objective, mode, values))
