@@ -1,4 +1,4 @@
-"""A program that fits the memory of its devices, as the simulator has it."""
+"""Find a program that fits the memory of its devices in the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first and last versions of torch and triton that the tests have run with, and a word about others."""
+"""The first and last versions of torch and triton that the tests have run with, and a warning about others."""
 
 from __future__ import annotations
 

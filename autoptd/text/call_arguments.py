@@ -45,7 +45,7 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Pass every argument by position that can go so; skipped ones get their default."""
+    """Pass every argument by position if possible; skipped ones get their default."""
     known = _positional(target)
     if known is None or len(args) > len(known):
         return tuple(args), dict(kwargs)

@@ -69,9 +69,6 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
 
     Raises ValueError for a node that a rank program cannot hold.
     """
-    if node.op != "call_function":
-        found = f"node {node.name} ({node.op} {node.target}) at {place_of(node)}"
-        raise ValueError(f"cannot write {found}; expected a call_function")
     text = _function(node.target)
     if text is None:
         raise ValueError(

@@ -79,33 +79,22 @@ class RankProgram:
         """Return the rank's tensors by their names in the user's ``state_dict``."""
         mesh, at = self.manifest.mesh, self.coordinates
         return {
-            name: LocalParameter(
-                parameter.shape,
-                parameter.local_shape(mesh.axes),
-                find_slice(parameter, mesh.tensor, at.tensor),
-            )
-            for name, parameter in self.manifest.parameters.items()
+            name: LocalParameter(p.shape, p.local_shape(mesh.axes), find_slice(p, mesh.tensor, at.tensor))
+            for name, p in self.manifest.parameters.items()
             if at.pipeline in self.manifest.owners(name)
         }
 
     @cached_property
     def peers(self) -> Peers:
         mesh, at = self.manifest.mesh, self.coordinates
-        line = mesh.group("pipeline", self.rank)
+        tensor, line, data = (mesh.group(axis, self.rank) for axis in ("tensor", "pipeline", "data"))
         ring = len(self.manifest.stages) > mesh.pipeline > 1
         before, after = at.pipeline - 1, at.pipeline + 1
-        return Peers(
-            mesh.group("tensor", self.rank),
-            line,
-            mesh.group("data", self.rank),
-            line[before] if before >= 0 or ring else None,
-            line[after % mesh.pipeline] if after < mesh.pipeline or ring else None,
-            {
-                name: tuple(line[owner] for owner in owners)
-                for name in self.parameters
-                if len(owners := self.manifest.owners(name)) > 1
-            },
-        )
+        previous = line[before] if before >= 0 or ring else None
+        following = line[after % mesh.pipeline] if after < mesh.pipeline or ring else None
+        owners = {name: self.manifest.owners(name) for name in self.parameters}
+        tied = {name: tuple(line[rank] for rank in ranks) for name, ranks in owners.items() if len(ranks) > 1}
+        return Peers(tensor, line, data, previous, following, tied)
 
     def module(self, device: str | torch.device = "meta") -> nn.Module:
         """Return the text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).

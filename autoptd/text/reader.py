@@ -25,28 +25,25 @@ from autoptd.text.recorder import META, Recorder, Targets
 
 
 def trace_program(
-    texts: Sequence[str],
-    manifest: Manifest,
-    *,
-    buffers: Mapping[str, Tensor] | None = None,
+    texts: Sequence[str], manifest: Manifest, *, buffers: Mapping[str, Tensor] | None = None
 ) -> Program:
-    """Rebuild the cut program from its `texts`, one per pipeline rank, with values on meta tensors.
+    """Rebuild the cut program from its `texts`, one per pipeline rank, with meta tensors as values.
 
-    Runs the texts' code. ``constants(p)`` may read `buffers` besides the manifest's own.
-    A node's ``line`` is its place in the text; ``path`` is empty, ``divided`` and ``partial`` are unknown (None,
-    False), as a text does not say them. Raises ValueError, with file and line, for what does not trace, and
-    `ProgramError` for a manifest that no text can follow.
+    This runs the texts' code. ``constants(p)`` may read `buffers` besides the manifest's own. The ``line`` of a node is
+    its place in the text; its ``path`` and ``placement`` keep their defaults, as a text does not have them. Raises
+    ValueError, with file and line, for a text that cannot be traced, and `ProgramError` for a manifest that no text
+    can follow.
     """
     return trace_texts(read_texts(texts, manifest), manifest, buffers or {})
 
 
 def read_texts(texts: Sequence[str], manifest: Manifest) -> tuple[ProgramText, ...]:
-    """Read the texts of all pipeline ranks, which runs their code."""
+    """Read the texts of all pipeline ranks. This runs their code."""
     return tuple(read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts))
 
 
 def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mapping[str, Tensor]) -> Program:
-    """Rebuild the cut program from texts that are read; see `trace_program`."""
+    """Rebuild the cut program from texts that were read; see `trace_program`."""
     check_manifest(manifest)
     propagation = Propagation(manifest.mesh)
     propagation.rank.device = META

@@ -1,4 +1,4 @@
-"""Write the program down: one readable Python program per pipeline rank, which is what runs, and a text per pass.
+"""Write one readable Python program per pipeline rank, which is what runs, and a text after each pass.
 
 Stage k is a function ``stage_k`` of pipeline rank k mod p. The same program gives the same bytes.
 """

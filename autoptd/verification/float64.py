@@ -1,4 +1,4 @@
-"""Compute in float64 what was written for fewer bits: casts and new tensors are promoted too."""
+"""Run code written for fewer bits in float64: casts and new tensors are promoted too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the plain model's step in float64, to compare all ranks' step with."""
+"""Run the plain model's step in float64, the reference for the step of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_plain(
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
 ) -> StepResult:
-    """Run one step; microbatches count by their valid labels if the program weighs them so, else equally."""
+    """Run one step; microbatches are weighed by their valid labels if the program does so, else equally."""
     examples = read_examples(model, make_example(manifest), loss_fn, None)
     names = [i.name for i in manifest.inputs]
     objective = Objective(model, names, examples.constants, loss_fn, examples.targets)

@@ -87,7 +87,7 @@ def verify_program(
 
 
 def check_memory(manifest: Manifest) -> None:
-    """Raise ValueError for what does not fit: all ranks' slices and the plain model, each `COPIES` times."""
+    """Raise ValueError unless all ranks' slices and the plain model fit into memory, each `COPIES` times."""
     mesh = manifest.mesh
     plain = sum(prod(p.shape) for p in manifest.parameters.values())
     slices = sum(
@@ -115,7 +115,7 @@ def available_bytes() -> int:
 
 
 def widen(manifest: Manifest) -> Manifest:
-    """Return the manifest with every floating dtype float64."""
+    """Return the manifest with float64 for every floating dtype."""
 
     def wide(values: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(replace(value, dtype=promote(value.dtype)) for value in values)

@@ -91,7 +91,7 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
         if manifest.parameters[name].dtype.is_floating_point and tensors.dtype(known) not in FLOATING:
             raise ValueError(
                 f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
-                "program: the numbers of a quantized model are no weights without its scales; give them dequantized"
+                "program: the numbers of a quantized model need its scales to be weights; give them dequantized"
             )
     check_tied(manifest, tensors)
     if others and os.environ.get("RANK", "0") == "0":
@@ -102,9 +102,9 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
 
 
 def check_parameters(manifest: Manifest, model: nn.Module) -> None:
-    """Raise ValueError unless `model` has the program's parameters, and the same of them are tied and trained.
+    """Raise ValueError unless `model` has the program's parameters, with the same ones tied and trained.
 
-    Also if buffers that are one tensor in the program have different values in it.
+    Raises ValueError, too, if buffers that are one tensor in the program have different values in `model`.
     """
     found = dict(model.named_parameters(remove_duplicate=False))
     more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
