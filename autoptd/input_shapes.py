@@ -167,9 +167,9 @@ def find_disagreement(first: Manifest, other: Manifest) -> str:
             if found != expected:
                 return f"its {name} has the {field} {found}, the first shape's {expected}"
     for name, parameter in first.parameters.items():
-        own, given = ([s.index for s in m.stages if name in s.parameters] for m in (other, first))
-        if parameter.kind == "parameter" and own != given:
-            return f"its {name} is in stages {own}, the first shape's in {given}"
+        here, there = ([s.index for s in m.stages if name in s.parameters] for m in (other, first))
+        if parameter.kind == "parameter" and here != there:
+            return f"its {name} is in stages {here}, the first shape's in {there}"
         absent = set(other.owners(name)) - set(first.homes(name))
         if parameter.kind == "buffer" and absent:
             return (

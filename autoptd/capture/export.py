@@ -190,9 +190,9 @@ def _name_tensors(
         if home != name:
             aliases[name] = home
             continue
-        trained = isinstance(tensor, nn.Parameter)
-        kind, wants = ("parameter", tensor.requires_grad) if trained else ("buffer", False)
-        parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, kind, wants)
+        shape, trained = tuple(tensor.shape), isinstance(tensor, nn.Parameter)
+        wants = trained and tensor.requires_grad
+        parameters[name] = Parameter(name, shape, tensor.dtype, "parameter" if trained else "buffer", wants)
         if not trained and not tensor.is_meta:
             buffers[name] = tensor.detach()
     places = {t.data_ptr(): name for name, t in model.named_parameters() if not t.is_meta and t.numel()}

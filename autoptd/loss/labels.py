@@ -80,9 +80,13 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
         args: Any = node.args
         ignored = argument(node, 4, "ignore_index", -100) if read_loss(node) else None
         if node.target in (kernels.embedding, kernels.cross_entropy):
-            yield Lookup(*args[1:4], ignored)
+            source, numbers, rows = args[1:4]
         elif node.target in (aten.embedding.default, aten.cross_entropy_loss.default):
-            yield Lookup(*args[:2], shape_of(args[0])[0 if ignored is None else 1], ignored)
+            source, numbers = args[:2]
+            rows = shape_of(source)[0 if ignored is None else 1]
+        else:
+            continue
+        yield Lookup(source, numbers, rows, ignored)
 
 
 def find_uncounted(program: Program) -> tuple[str, ...]:

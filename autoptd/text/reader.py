@@ -126,8 +126,8 @@ def _trace_constants(
 ) -> fx.Graph | None:
     if program.constants is None:
         return None
-    known = {name: p for name, p in manifest.parameters.items() if p.kind != "constant"}
-    tensors = {name: _meta(value.shape, value.dtype) for name, value in {**buffers, **known}.items()}
+    tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+    tensors |= {n: _meta(p.shape, p.dtype) for n, p in manifest.parameters.items() if p.kind != "constant"}
     recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
     graph = recorder.record(program.constants, recorder.parameters)
     if not isinstance(graph.output_node().args[0], dict):
