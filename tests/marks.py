@@ -39,3 +39,8 @@ def cover_pairs(*axes: Iterable[Any]) -> list[Any]:
         missing -= pairs[best]
     named = {row: tuple(axis[i] for axis, i in zip(values, row, strict=True)) for row in rows}
     return [named[row] if row in quick else slow(*named[row]) for row in rows]
+
+
+def name_case(value: Any) -> str:
+    """Return a value's part of a test's name, the same in every process: a function has an address besides."""
+    return str(getattr(value, "__name__", value))

@@ -15,7 +15,7 @@ from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import AxisPlacement, Parameter
+from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Placement, Shard
 from autoptd.runtime.program.schedule import Action, compute_order, peak_in_flight
 from autoptd.runtime.program.schedule_check import ScheduleError, check_schedule
 from autoptd.runtime.user_warnings import warn_caller
@@ -82,6 +82,7 @@ def check_program(
         raise ProgramError(f"the program has {len(stages)} stages, its manifest lists {len(manifest.stages)}")
     _check_schedule(manifest, tuple(map(tuple, schedule)))
     for parameter in manifest.parameters.values():
+        _check_axes(f"parameter {parameter.name}{list(parameter.shape)}", parameter.placement, manifest.mesh)
         for axis, placement in parameter.placement.items():
             _check_placement(parameter, axis, placement, manifest.mesh)
     _check_aliases(manifest)
@@ -127,23 +128,29 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
 # Parameters
 
 
+def _check_axes(what: str, placement: Placement, mesh: Mesh) -> None:
+    for axis, on in placement.items():
+        sharded = isinstance(on, Shard)
+        if axis not in mesh.axes or isinstance(on, Partial) or sharded is not (on.dim is not None):
+            raise ProgramError(
+                f"{what} has the placement {on} on the axis {axis}; expected one of {', '.join(mesh.axes)}, and on it "
+                "a shard with a dimension, or a replica without one; correct it in the manifest"
+            )
+
+
 def _check_placement(parameter: Parameter, axis: str, placement: AxisPlacement, mesh: Mesh) -> None:
     shape, dim = parameter.shape, placement.dim
     name = f"parameter {parameter.name}{list(shape)}"
-    if axis not in mesh.axes:
-        raise ProgramError(
-            f"{name} has a placement on the axis {axis}; expected one of {', '.join(mesh.axes)}"
-        )
     if dim is None:
         return
     if not 0 <= dim < len(shape):
         raise ProgramError(f"{name} is divided along dimension {dim}, which does not exist")
     rows = sum(segment.rows for segment in placement.segments)
-    extent = rows if placement.extent is None else min(rows, placement.extent)
-    if extent != shape[dim]:
+    extent = rows if placement.extent is None else placement.extent
+    if extent != shape[dim] or extent > rows:
         raise ProgramError(
-            f"{name}: the segments of its placement have {extent} rows without padding, expected {shape[dim]} of "
-            f"dimension {dim}; correct its placement in the manifest"
+            f"{name}: its placement has {rows} rows of {extent} without padding, expected {shape[dim]} of dimension "
+            f"{dim}; correct its placement in the manifest"
         )
     for segment in placement.segments:
         if segment.divided and segment.size % mesh.axes[axis]:
@@ -226,10 +233,10 @@ def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest
             f"{at} is the first and receives {', '.join(b.name for b in interface.receives)} from nowhere"
         )
     if interface.index:
-        _check_boundary(manifest.stages[interface.index - 1], interface)
+        _check_boundary(manifest.stages[interface.index - 1], interface, manifest.mesh)
 
 
-def _check_boundary(sender: StageInterface, receiver: StageInterface) -> None:
+def _check_boundary(sender: StageInterface, receiver: StageInterface, mesh: Mesh) -> None:
     """Raise `ProgramError` unless both ends of a boundary list the same values in the same order."""
     at = f"boundary between stages {sender.index} and {receiver.index}"
     if len(sender.sends) != len(receiver.receives):
@@ -238,6 +245,7 @@ def _check_boundary(sender: StageInterface, receiver: StageInterface) -> None:
             f"received ({_names(receiver.receives)})"
         )
     for number, (sent, received) in enumerate(zip(sender.sends, receiver.receives, strict=True)):
+        _check_axes(f"{at}: {sent.name}", sent.placement, mesh)
         for name in ("name", "shape", "dtype", "requires_grad", "placement"):
             if getattr(sent, name) != getattr(received, name):
                 raise ProgramError(

@@ -24,7 +24,7 @@ from autoptd.passes.operators.shares import ShareError
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import REPLICATED, Placement, Segment, Shard
+from autoptd.runtime.program.placement import REPLICATED, Partial, Placement, Replicate, Segment, Shard
 from autoptd.runtime.program.schedule import Action, Kind, make_schedule
 from autoptd.text.reader import trace_program
 from samples.gpt import GPT, GPTConfig
@@ -398,13 +398,26 @@ def test_a_wrong_placement_is_named(program: CompiledProgram) -> None:
     name = "h.0.mlp.c_fc.weight"
     short = Placement(tensor=Shard(0, (Segment(1, 126, 1, True),)))
     assert refusal(program, **with_parameter(program, name, placement=short)) == (
-        "parameter h.0.mlp.c_fc.weight[128, 32]: the segments of its placement have 126 rows without "
-        "padding, expected 128 of dimension 0; correct its placement in the manifest"
+        "parameter h.0.mlp.c_fc.weight[128, 32]: its placement has 126 rows of 126 without padding, "
+        "expected 128 of dimension 0; correct its placement in the manifest"
     )
     odd = Placement(tensor=Shard(0, (Segment(1, 127, 1, True), Segment(1, 1, 1, False))))
     assert "a segment of 1 x 127 x 1 rows does not divide over tensor=2" in refusal(
         program, **with_parameter(program, name, placement=odd)
     )
+    rows = (Segment(1, 126, 1, True),)
+    assert "its placement has 126 rows of 128 without padding" in refusal(
+        program, **with_parameter(program, name, placement=Placement(tensor=Shard(0, rows, 128)))
+    )
+    for wrong in (
+        Placement(tensor=Replicate(0, rows)),
+        Placement(tensor=Shard()),
+        Placement(tensor=Partial()),
+        Placement(expert=Shard(0, rows)),
+    ):
+        assert "expected one of data, pipeline, tensor, and on it a shard" in refusal(
+            program, **with_parameter(program, name, placement=wrong)
+        )
     nowhere = Placement(tensor=Shard(2, (Segment(1, 128, 1, True),)))
     assert "is divided along dimension 2, which does not exist" in refusal(
         program, **with_parameter(program, name, placement=nowhere)

@@ -27,7 +27,7 @@ from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 from tests.generated_graphs import GraphWriter
 from tests.interpret import run_stage
-from tests.marks import cover_pairs, slow
+from tests.marks import cover_pairs, name_case, slow
 
 QUICK, ALL = 150, 500
 STEPS = 12
@@ -291,7 +291,7 @@ def test_near_chains_are_not_fused(name: str) -> None:
 @pytest.mark.parametrize(
     ("turn", "shape", "layout"),
     cover_pairs([turn, turn_chunks], [(8,), (4, 8), (1, 8), (1, 4, 8)], ["sbh", "bsh"]),
-    ids=str,
+    ids=name_case,
 )
 def test_rotary_tables_are_broadcast(
     turn: Callable[[Tensor], Tensor], shape: tuple[int, ...], layout: str

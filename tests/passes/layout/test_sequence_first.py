@@ -30,7 +30,7 @@ from samples.gpt import GPT, GPTConfig
 from tests.captures import shared_capture
 from tests.generated_models import Attention, Grouping, ModelConfig, Projection, make_batch, make_model
 from tests.interpret import run_graph
-from tests.marks import cover_pairs, slow, slow_but
+from tests.marks import cover_pairs, name_case, slow, slow_but
 from tests.parity import GRADIENT_TOLERANCE, gradient_errors
 from tests.plain_models import HIDDEN, HUGGING_FACE, LAYERS, LENGTH, PLAIN, VOCABULARY, PlainGPT
 
@@ -161,7 +161,7 @@ def test_decomposed_attention_copies_its_context_only(make: Callable[[float], nn
 @pytest.mark.parametrize(
     ("make", "dropout", "mesh"),
     cover_pairs([sample_gpt, gpt2], [0.0, 0.1], [(1, 1, 1), (2, 1, 1), (2, 2, 1)]),
-    ids=str,
+    ids=name_case,
 )
 def test_emitted_programs_copy_no_more(
     make: Callable[[float], nn.Module], dropout: float, mesh: tuple[int, int, int]
