@@ -7,8 +7,6 @@ import os
 import pkgutil
 import sysconfig
 import traceback
-from collections.abc import Iterable
-from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 from autoptd.capture.source_lines import user_line
+from autoptd.passes.cost.cluster_file import suggest
 
 EXAMPLE = "expected module:callable, e.g. samples.gpt:make_model"
 LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib"))
@@ -79,9 +78,3 @@ def _failed(name: str, error: Exception) -> ValueError:
     return ValueError(
         f"model {name!r} cannot be built: {type(error).__name__}: {error}{place}; correct it there"
     )
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean x?)" if one of `known` resembles `name`, else ""."""
-    near = get_close_matches(name, list(known), 1)
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -11,9 +11,8 @@ from functools import lru_cache
 from math import ceil
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-from autoptd.passes.cost.cluster_file import read_number, read_table, suggest, write_tables
+from autoptd.passes.cost.cluster_file import read_record, suggest, write_tables
 from autoptd.passes.cost.work import Product, Work
 
 SHIPPED = Path(__file__).parent / "clusters"
@@ -153,7 +152,12 @@ class Cluster:
             raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"cluster file {path} is not valid TOML: {error}") from None
-        return _read_cluster(table, str(path))
+        cluster = read_record(table, cls, str(path))
+        unknown = [key for key in cluster.device.peak_flops if key not in ITEM_BYTES]
+        if unknown or not cluster.device.peak_flops:
+            found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
+            raise ValueError(f"{path}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
+        return cluster
 
     def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:
         """Write a TOML file that `load` reads, each value with its source: `source`, or its entry in `others`.
@@ -165,7 +169,9 @@ class Cluster:
         if file.suffix != ".toml":
             raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
         try:
-            file.write_text(write_tables(self, source, others or {}), "utf-8")
+            file.write_text(
+                "".join(f"{line}\n" for line in write_tables(self, source, others or {})), "utf-8"
+            )
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
 
@@ -250,7 +256,6 @@ def _narrower(product: Product, dtype: str, scale: float) -> str:
 
 
 def _product_bytes(product: Product, dtype: str) -> float:
-    """Return the least bytes that a GEMM reads and writes."""
     m, n, k = product.rows, product.columns, product.inner
     return float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
 
@@ -286,22 +291,3 @@ def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
         found.add(tile)
         pending += [(max(1, tile[0] // 2), tile[1]), (tile[0], max(1, tile[1] // 2))]
     return tuple(sorted(found))
-
-
-# Reading
-
-
-def _read_cluster(table: Mapping[str, Any], source: str) -> Cluster:
-    values = read_table(table, Cluster, source, "")
-    device = read_table(values["device"], Device, source, "device.")
-    device["peak_flops"] = {
-        key: read_number(value, float, source, f"device.peak_flops.{key}")
-        for key, value in device["peak_flops"].items()
-    }
-    unknown = [key for key in device["peak_flops"] if key not in ITEM_BYTES]
-    if unknown or not device["peak_flops"]:
-        found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
-        raise ValueError(f"{source}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
-    for name in ("node", "network"):
-        values[name] = Link(**read_table(values[name], Link, source, f"{name}."))
-    return Cluster(**{**values, "device": Device(**device)})

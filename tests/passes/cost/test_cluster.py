@@ -41,7 +41,7 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("nics_per_node = 8 ", "", "nics_per_node missing: expected a value for each"),
+        ("nics_per_node = 8 ", "", "lacks nics_per_node: expected a value for each"),
         ("nics_per_node = 8 ", "nics_per_nod = 8", "unknown key nics_per_nod (did you mean nics_per_node?)"),
         ("launch_seconds", "launch_second", "device.launch_second (did you mean launch_seconds?)"),
         ("80e9", "-80e9", "device.memory_bytes = -80000000000.0: expected a number above 0"),
