@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoptd.calibration.kernel_timing import (
     BLOCKS,
@@ -41,6 +39,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.work import Product
+from autoptd.progress import Watch
 from autoptd.simulate.stage_times import time_stages
 
 TILES = (16, 32, 64, 128, 256)
@@ -58,7 +57,7 @@ Results = Mapping[str, Sequence[Any]]
 def calibrate(
     output: str | Path | None = None, *, devices: int | None = None, seconds: float = 20.0
 ) -> Cluster:
-    """Measure this machine, with a progress bar on a terminal, and return a cluster of one node.
+    """Measure this machine and return a cluster of one node.
 
     Its devices are `devices` CUDA devices, or where there are none, cores that this process may use, each for one
     process of one thread; by default all of them. The file at `output` says of each value when and where it was
@@ -77,14 +76,13 @@ def calibrate(
     _check(output, number, available, "CUDA devices" if cuda else "cores", seconds)
     main = main_dtype(torch.device("cuda" if cuda else "cpu"))
     groups = {"kernel": min(PROCESSES, available), "message": PAIR if available > 1 else 0}
-    times = {
-        kind: seconds / 2 / count / (1 if kind == "message" else 3) for kind, count in MEASUREMENTS.items()
-    }
-    with _Bar() as bar:
-        kernels, messages = (
-            _measure(kind, ranks, times[kind], cores[:PROCESSES], bar.step) if ranks else {}
-            for kind, ranks in groups.items()
-        )
+    found = {}
+    with Watch("calibrate") as watch:
+        for kind, ranks in groups.items():
+            watch.say(f"measure {kind}s")
+            each = seconds / 2 / MEASUREMENTS[kind] / (1 if kind == "message" else 3)
+            found[kind] = _measure(kind, ranks, each, cores[:PROCESSES]) if ranks else {}
+    kernels, messages = found.values()
     device = fit_device(_describe_device(number, cuda), kernels, main)
     link = fit_link(messages, device, main, *kernels["plain"]) if messages else _link_alone(device)
     cluster = Cluster(f"{number} x {device.name}", device, number, number, link, link)
@@ -222,58 +220,25 @@ def _check(output: str | Path | None, devices: int, available: int, kind: str, s
         raise ValueError(f"output={str(output)!r}: expected a path that ends in .toml, in an existing folder")
 
 
-# Processes
-
-
-class _Bar(Progress):
-    """A progress bar over all measurements, on a terminal."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self.add_task("", total=sum(MEASUREMENTS.values()))
-
-    def step(self, name: str) -> None:
-        self.update(self._task, advance=1, description=name)
-
-
-def _measure(
-    kind: str, world_size: int, seconds: float, cores: Sequence[int], done: Callable[[str], None]
-) -> dict[str, Any]:
+def _measure(kind: str, world_size: int, seconds: float, cores: Sequence[int]) -> dict[str, Any]:
     """Run `world_size` processes that measure at once on `cores`, and return the results of the first."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            _start(
-                Path(folder), environment, kind, rank, world_size, seconds, folder, json.dumps(list(cores))
-            )
-            for rank in range(world_size)
-        ]
-        first, last = processes[0].stdout, ""
-        assert first is not None
-        for line in first:
-            last = line
-            done(kind)
-        failed = [rank for rank, process in enumerate(processes) if process.wait()]
-        if failed:
-            words = (Path(folder) / f"{failed[0]}.log").read_text()
-            raise RuntimeError(
-                f"process {failed[0]} of {world_size}, which measured {kind}s, failed:\n{words}"
-            )
-    results: dict[str, Any] = json.loads(last)
+        words = (str(world_size), str(seconds), folder, json.dumps(list(cores)))
+        logs = [Path(folder) / f"{rank}.log" for rank in range(world_size)]
+        processes = []
+        for rank, file in enumerate(logs):
+            command = [sys.executable, "-m", f"autoptd.calibration.{kind}_timing", str(rank), *words]
+            with file.open("w") as log:
+                processes.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+                )
+        outputs = [process.communicate()[0] for process in processes]
+        for rank, process in enumerate(processes):
+            if process.returncode:
+                raise RuntimeError(
+                    f"process {rank} of {world_size}, which measured {kind}s, failed:\n{logs[rank].read_text()}"
+                )
+    results: dict[str, Any] = json.loads(outputs[0])
     return results
-
-
-def _start(
-    folder: Path, environment: Mapping[str, str], kind: str, rank: int, *words: object
-) -> subprocess.Popen[str]:
-    """Start a process with its errors in a log file; the output of rank 0 is read."""
-    command = [sys.executable, "-m", f"autoptd.calibration.{kind}_timing", *map(str, (rank, *words))]
-    output = subprocess.DEVNULL if rank else subprocess.PIPE
-    with (folder / f"{rank}.log").open("w") as log:
-        return subprocess.Popen(command, stdout=output, stderr=log, text=True, env=environment)

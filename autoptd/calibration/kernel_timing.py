@@ -1,20 +1,29 @@
-"""Time products, copies, and steps of small compiled transformers on one device; see `timer`."""
+"""Time products, copies, and steps of small compiled transformers on one device, as `autoptd.calibrate` starts it.
+
+    python -m autoptd.calibration.kernel_timing  RANK WORLD_SIZE SECONDS FOLDER CORES
+    python -m autoptd.calibration.message_timing RANK WORLD_SIZE SECONDS FOLDER CORES
+
+Each measurement takes about SECONDS. A process prints all results as JSON, in seconds of the device. Kernels on a CPU
+are timed in CPU time, which other processes hardly change.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoptd.calibration.timer import Timer, say, start
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.runtime.module.parallel import Parallel
@@ -32,6 +41,55 @@ SHAPES = (
 COPIES = tuple(4**power for power in range(9, 13))  # elements
 STEP_BYTES = 2**26  # of the tensors of a product's calls: more than a core's caches hold
 MICROBATCHES = 4
+WARM_UPS, LEAST_REPEATS = 2, 3
+
+
+class Timer:
+    """Times calls on `device`, each kind for about `seconds`."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device = device
+        self.seconds = seconds
+
+    def now(self) -> float:
+        """Return the CPU time of this thread, or the wall time once the CUDA device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.thread_time()
+
+    def time(self, call: Callable[[], object], parts: int = 1) -> float:
+        """Return the median time of a call, repeated for one of `parts` of `seconds`."""
+        for _ in range(WARM_UPS):
+            call()
+        found: list[float] = []
+        until = time.perf_counter() + self.seconds / parts
+        while len(found) < LEAST_REPEATS or time.perf_counter() < until:
+            start = self.now()
+            call()
+            found.append(self.now() - start)
+        return statistics.median(found)
+
+
+def start(*, one_core: bool) -> tuple[int, int, str, Timer]:
+    """Read rank, world size and folder from the command line, and pin one thread to its cores, or to one of them."""
+    rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+    cores = json.loads(sys.argv[5])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, [cores[rank % len(cores)]] if one_core else cores)
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return rank, world_size, sys.argv[4], Timer(device, float(sys.argv[3]))
+
+
+def say(results: Iterable[tuple[str, Any]]) -> None:
+    """Print all results by their names."""
+    found: dict[str, list[Any]] = {}
+    for name, value in results:
+        found.setdefault(name, []).append(value)
+    print(json.dumps(found))
 
 
 def main_dtype(device: torch.device) -> str:
@@ -39,8 +97,7 @@ def main_dtype(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The sizes of a transformer of two layers: sequences, tokens, hidden, heads, vocabulary."""
 
     b: int
@@ -139,19 +196,17 @@ def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) 
         ]
     )
 
-    def forward() -> None:
-        x, w, *_, y = next(turns)
-        torch.mm(x, w.t(), out=y)
+    kinds: tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], ...] = (
+        lambda x, w, g, dx, dw, y: (x, w.t(), y),
+        lambda x, w, g, dx, dw, y: (g, w, dx),
+        lambda x, w, g, dx, dw, y: (g.t(), x, dw),
+    )
 
-    def backward() -> None:
-        _, w, g, y, *_ = next(turns)
-        torch.mm(g, w, out=y)
+    def multiply(choose: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+        one, other, out = choose(*next(turns))
+        torch.mm(one, other, out=out)
 
-    def differentiate() -> None:
-        x, _, g, _, y, _ = next(turns)
-        torch.mm(g.t(), x, out=y)
-
-    return statistics.mean(timer.time(call, 3) for call in (forward, backward, differentiate))
+    return statistics.mean(timer.time(partial(multiply, kind), 3) for kind in kinds)
 
 
 def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Time messages between two devices, a process each, and steps of a program that they divide; see `timer`.
+"""Time messages between two devices, a process each, and steps of a program that they divide; see `kernel_timing`.
 
 Here wall time counts, not only a core's: between ranks that compute, most of a small message's time passes until the
 other rank is woken.
@@ -14,8 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.calibration.kernel_timing import DIVIDED, block_step, compile_block, main_dtype, plain_step
-from autoptd.calibration.timer import LEAST_REPEATS, WARM_UPS, Timer, say, start
+from autoptd.calibration.kernel_timing import (
+    DIVIDED,
+    LEAST_REPEATS,
+    WARM_UPS,
+    Timer,
+    block_step,
+    compile_block,
+    main_dtype,
+    plain_step,
+    say,
+    start,
+)
 from autoptd.runtime.comm.groups import ProcessGroup
 from autoptd.runtime.comm.point_to_point import process_channels
 from autoptd.runtime.program.mesh import Mesh
