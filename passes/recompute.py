@@ -1,16 +1,15 @@
-"""Activation recomputation: which calls run again in the backward, instead of their results being kept (SC21 §3.5).
+"""Activation recomputation: calls that run again in the backward, so that their results are not kept (SC21 §3.5).
 
-A group is a run of neighbouring calls with one label (`NodeInfo.recompute`); the label is the name of the
-function that they become in the program text. Of a group only what it takes from outside is kept, beside the
-parameters. This pass comes before operators are fused: a kernel that joins the end of one layer with the begin
-of the next leaves no place at which one value would do.
+A group is a run of neighbouring calls with one label (`NodeInfo.recompute`), the name of their function in the program
+text. Only the inputs of a group are kept. This pass runs before operators are fused: a kernel that joins the end of one
+layer with the beginning of the next leaves no place with a single live value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import groupby, takewhile
 from math import ceil
 
 import torch
@@ -35,17 +34,17 @@ Group = tuple[str, Sequence[fx.Node]]
 
 
 def recompute_activations(program: Program, *, recompute: str | int) -> Program:
-    """Mark what the backward computes again.
+    """Mark the calls that the backward runs again.
 
     Args:
-        recompute: "none"; "full" keeps each layer's input; an int k the input of every k-th layer; "optimal"
+        recompute: "none"; "full" keeps each layer's input; an int k keeps the input of every k-th layer; "optimal"
             chooses k for the least memory: about ``c = sqrt(l * A_int / A_in)`` checkpoints for the l layers of a
-            stage, with a layer's input and what it saves from the ledger; "selective" computes
-            the attention weights again, from the products of queries and keys to the product with the values,
-            where no fused attention does without them.
+            stage, with the bytes of a layer's input and of its saved tensors from the ledger; "selective" recomputes
+            the attention weights, from the product of queries and keys to the product with the values, unless a fused
+            attention never stores them.
 
-    A stage's part of a layer is a group of its own. What precedes the first layer and follows the last is
-    kept, and so is a group that would save nothing. Raises ValueError where no layers are found.
+    A stage's part of a layer is a group of its own. The calls before the first layer and after the last one are kept,
+    and so is a group that would save nothing. Raises ValueError if no layers are found.
     """
     if recompute == "none":
         return program
@@ -65,10 +64,9 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
 def _find_groups(
     program: Program, recompute: str | int, ledgers: Sequence[Ledger]
 ) -> tuple[list[list[Parts]], str]:
-    """The groups of each stage that are worth it, and how they were found."""
-    found: list[list[Parts]]
+    """Return the groups of each stage that are worth it, and a line on how they were found."""
     if recompute == "selective":
-        found = [[[core] for core in find_cores(stage.graph)] for stage in program.stages]
+        found: list[list[Parts]] = [[[core] for core in find_cores(stage.graph)] for stage in program.stages]
         entry = _describe_cores(program, found)
     else:
         stacks = find_stacks(program)
@@ -81,37 +79,24 @@ def _find_groups(
             for index in range(len(program.stages))
         ]
         entry = f"{len(layers)} layers found, up to {size} in a group"
-    worth = [
-        [parts for parts in own if _is_worth([node for part in parts for node in part], ledger)]
-        for ledger, own in zip(ledgers, found, strict=True)
-    ]
-    return worth, entry
+    pairs = zip(ledgers, found, strict=True)
+    return [[parts for parts in own if _is_worth(parts, ledger)] for ledger, own in pairs], entry
 
 
 # Layers
 
 
 def _gather(stack: Sequence[Layer], index: int, size: int) -> Iterator[Parts]:
-    """The layers of one stack in one stage, up to `size` whole ones in a group; a part of a layer is one alone."""
-    group: list[Sequence[fx.Node]] = []
-    for layer in stack:
-        calls = layer[index]
-        if not calls:
-            continue
-        whole = sum(map(bool, layer)) == 1
-        if group and (not whole or len(group) == size):
-            yield group
-            group = []
-        group.append(calls)
-        if not whole:
-            yield group
-            group = []
-    if group:
-        yield group
+    """Yield the layers of one stack in one stage, up to `size` whole ones together; a part of a layer is alone."""
+    own = [layer for layer in stack if layer[index]]
+    for whole, run in groupby(own, lambda layer: sum(map(bool, layer)) == 1):
+        calls = [layer[index] for layer in run]
+        step = size if whole else 1
+        yield from (calls[start : start + step] for start in range(0, len(calls), step))
 
 
 def _choose_size(recompute: str | int, layers: Sequence[Layer], ledgers: Sequence[Ledger]) -> int:
-    """Layers per checkpoint. The best are those of the least c * A_in + (l / c) * A_int, in whole numbers."""
+    """Return the layers per checkpoint: the best have the least c * A_in + (l / c) * A_int, in whole numbers."""
     if recompute != "optimal":
         return 1 if recompute == "full" else int(recompute)
     index = max(range(len(ledgers)), key=lambda i: sum(bool(layer[i]) for layer in layers))
@@ -145,62 +130,54 @@ def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
     taken: set[fx.Node] = set()
     for node in graph.nodes:
         if has_trait(node, Trait.SOFTMAX):
-            before = _walk(node, lambda n: n.all_input_nodes)
-            behind = _walk(node, lambda n: list(n.users))
-            starts, ends = filter(_is_product, before), filter(_is_product, behind)
-            core = _between(starts, ends, graph)
+            before, behind = _reach(node, lambda n: n.all_input_nodes), _reach(node, lambda n: n.users)
+            core = _between(filter(_is_product, before), filter(_is_product, behind), graph)
             if node in core and not core & taken:
                 taken |= core
                 cores.append(sorted(core, key=place.__getitem__))
     return cores
 
 
-def _walk(softmax: fx.Node, step: Callable[[fx.Node], Sequence[fx.Node]]) -> set[fx.Node]:
-    """The calls that `step` leads to, through those with as many elements as the softmax, and products."""
+def _reach(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return the calls that `step` leads to, through those with as many elements as the softmax, and products."""
     size = softmax.meta["val"].numel()
-    found: set[fx.Node] = set()
-    pending = [softmax]
-    while pending:
-        for node in step(pending.pop()):
-            value = node.meta.get("val")
-            if node.op != "call_function" or node in found or not isinstance(value, torch.Tensor):
-                continue
-            if _is_product(node):
-                found.add(node)
-            elif value.numel() == size:
-                found.add(node)
-                pending.append(node)
-    return found
+
+    def next_calls(node: fx.Node) -> list[fx.Node]:
+        if _is_product(node) and node is not softmax:
+            return []
+        calls = [n for n in step(node) if n.op == "call_function" and isinstance(n.meta["val"], torch.Tensor)]
+        return [n for n in calls if _is_product(n) or n.meta["val"].numel() == size]
+
+    return set(walk([softmax], next_calls)) - {softmax}
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether it multiplies two activations."""
     factors = find_factors(node)
     return bool(factors) and all(factor.op == "call_function" for factor in factors)
 
 
 def _between(starts: Iterable[fx.Node], ends: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """All calls on a way from one of `starts` to one of `ends`, with these."""
+    """Return all calls on a way from one of `starts` to one of `ends`, with these."""
     reached = set(starts)
     for node in graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-    return set(
-        walk(reached.intersection(ends), lambda node: [x for x in node.all_input_nodes if x in reached])
-    )
+    ways = walk(reached.intersection(ends), lambda node: reached.intersection(node.all_input_nodes))
+    return set(ways)
 
 
 # The groups
 
 
-def _is_worth(nodes: Sequence[fx.Node], ledger: Ledger) -> bool:
-    """Whether recomputing frees more than it must keep instead."""
+def _is_worth(parts: Parts, ledger: Ledger) -> bool:
+    """Return whether recomputing frees more than it must keep instead."""
+    nodes = [node for part in parts for node in part]
     saved, taken = ledger.saved(nodes), ledger.storages(values_taken(nodes))
     return count_bytes(saved - taken) > count_bytes(taken - saved)
 
 
 def _name_groups(groups: Iterable[Parts], containers: tuple[str, ...], suffix: str) -> Iterator[Group]:
-    """Each group with its label, unlike the others': "h0", "h0_to_h3", "h0_attn_core"."""
+    """Yield each group with a label of its own: "h0", "h0_to_h3", "h0_attn_core"."""
     labels: set[str] = set()
     for number, parts in enumerate(groups):
         paths = [_common_path(part) for part in (parts[0], parts[-1])]
@@ -213,7 +190,7 @@ def _name_groups(groups: Iterable[Parts], containers: tuple[str, ...], suffix: s
 
 
 def _common_path(nodes: Sequence[fx.Node]) -> str:
-    """The module path that all of `nodes` are under; where that is a list's, the path of its owner."""
+    """Return the module path that all of `nodes` are under, or for a list's the path of its owner."""
     paths = [path.split(".") for node in nodes if (path := info(node).path)]
     levels = list(zip(*paths, strict=False))
     depth = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
@@ -223,7 +200,6 @@ def _common_path(nodes: Sequence[fx.Node]) -> str:
 
 
 def _mark(graph: fx.Graph, groups: Sequence[Group]) -> fx.Graph:
-    """A copy in which each group's calls are neighbours and have its label."""
     order = list(graph.nodes)
     labels = {}
     for label, nodes in groups:
@@ -239,16 +215,15 @@ def _mark(graph: fx.Graph, groups: Sequence[Group]) -> fx.Graph:
 
 
 def _bring_together(order: list[fx.Node], group: set[fx.Node]) -> list[fx.Node]:
-    """`order` with the nodes between those of `group` before them, or behind where they read one of them."""
+    """Return the order with the nodes between those of `group` before them, or behind where they read one of them."""
     places = [i for i, node in enumerate(order) if node in group]
     start, end = places[0], places[-1] + 1
-    late: dict[fx.Node, None] = {}
+    late: set[fx.Node] = set()
     for node in order[start:end]:
-        if node not in group and any(s in group or s in late for s in node.all_input_nodes):
-            late[node] = None
-    span = order[start:end]
-    early = [node for node in span if node not in group and node not in late]
-    return [*order[:start], *early, *(node for node in span if node in group), *late, *order[end:]]
+        if node not in group and any(source in group or source in late for source in node.all_input_nodes):
+            late.add(node)
+    span = sorted(order[start:end], key=lambda node: 2 if node in late else int(node in group))
+    return [*order[:start], *span, *order[end:]]
 
 
 # The log
@@ -263,7 +238,6 @@ def _describe_cores(program: Program, groups: Sequence[Sequence[Parts]]) -> str:
 
 
 def _describe_memory(ledgers: Sequence[Ledger], groups: Sequence[Sequence[Group]]) -> str:
-    """What a microbatch keeps over all stages, of what it would, and the all-reduces that are repeated."""
     kept = whole = 0
     repeated: list[fx.Node] = []
     for ledger, own in zip(ledgers, groups, strict=True):
