@@ -20,7 +20,7 @@ from autoptd.options import Options, check_backend, check_known, check_seed
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols
-from autoptd.reports.explanation import Explanation, explain_program
+from autoptd.planning.explanation import Explanation, explain_program
 from autoptd.reports.overview import Overview
 from autoptd.reports.page import write_page
 from autoptd.reports.summary import summarize
@@ -213,7 +213,8 @@ class CompiledProgram:
 
         The page predicts and explains a step on `cluster`; `dtype` and `training` are arguments of `simulate`.
         """
-        write_page(path, self.overview, self.explain(cluster, dtype, **training), self.texts)
+        explanation = self.explain(cluster, dtype, **training)
+        write_page(path, self.overview, explanation.simulation, explanation.lines, self.texts)
 
     def explain(
         self, cluster: Cluster | str | Path = "dgx-a100", dtype: str | None = None, **training: Any

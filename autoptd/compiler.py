@@ -41,8 +41,7 @@ from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.align_shapes import align_cut
-from autoptd.passes.stages.cut import Found, cut_at, find_cut
+from autoptd.passes.stages.cut import Found, align_cut, cut_at, find_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.search import plan
 from autoptd.progress import Watch
@@ -213,15 +212,15 @@ class _Job:
         """
         self.watch.say("finish uncut")
         p, m = self.mesh.pipeline, self.num_microbatches
-        uncut = FusedOrder(divided, select_passes(self.options, "finish"))
+        fused_order = FusedOrder(divided, select_passes(self.options, "finish"))
         interleaves = self.schedule == "interleaved_1f1b" and m % p == 0 and p > 1
-        chunks = self.num_model_chunks or (2 if interleaves and uncut.units >= 2 * p else 1)
+        chunks = self.num_model_chunks or (2 if interleaves and fused_order.units >= 2 * p else 1)
         check_shape(self.schedule, p, m, chunks)
         job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.cluster}
 
-        def find(besides: Sequence[int]) -> Found:
+        def find(reserved_bytes: Sequence[int]) -> Found:
             self.watch.say("cut stages")
-            return find_cut(uncut, num_stages=p * chunks, besides=besides, **job)
+            return find_cut(fused_order, num_stages=p * chunks, reserved_bytes=reserved_bytes, **job)
 
         return find
 

@@ -69,12 +69,13 @@ IMPORTS = {
     },
     "autoptd": {
         "__main__": "cli",
-        "calibration": "compiled compiler simulate",
+        "calibration": "compiled compiler progress simulate",
         "capture": "options pass_list",
         "check": "options",
         "cli": "calibration capture check compiled compiler "
                "loading planning reports simulate text verification",
-        "compiled": "capture check gc_pause input_shapes options reports simulate text verification weights",
+        "compiled": "capture check gc_pause input_shapes options "
+                    "planning reports simulate text verification weights",
         "compiler": "capture compiled description gc_pause input_shapes loss memory_fit "
                     "options pass_list planning progress simulate text versions weights",
         "description": "capture loss",
@@ -88,7 +89,7 @@ IMPORTS = {
         "pass_list": "options progress",
         "planning": "capture gc_pause input_shapes options pass_list progress simulate",
         "progress": "",
-        "reports": "capture options planning simulate",
+        "reports": "simulate",
         "simulate": "options",
         "text": "check",
         "verification": "capture loss text weights",

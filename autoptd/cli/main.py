@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -11,11 +12,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from rich.console import Console
 
 from autoptd.calibration.fit import calibrate
 from autoptd.check.program import ProgramError
-from autoptd.cli.model_path import make_model, suggest
+from autoptd.cli.model_path import make_model
 from autoptd.cli.tables import (
     open_console,
     print_cluster,
@@ -27,10 +30,10 @@ from autoptd.cli.tables import (
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.loading import load
+from autoptd.passes.cost.cluster_file import suggest
 from autoptd.passes.recompute import MODES
-from autoptd.planning.plan import Plan
+from autoptd.planning.plan import RECOMPUTE
 from autoptd.planning.search import plan
-from autoptd.planning.space import RECOMPUTE
 from autoptd.reports.page import write_page
 from autoptd.runtime.program.schedule import SCHEDULES
 from autoptd.simulate.step import Simulation
@@ -39,13 +42,6 @@ from autoptd.verification.random_inputs import find_empty
 from autoptd.verification.report import Report
 from autoptd.verification.step import check_memory
 
-TRAINING = ("overlap_transfers", "overlap_data", "overlap_tensor", "zero", "wide_gradients")
-BOTH = (
-    *("world_size", "global_batch", "cluster"),
-    *("microbatch_size", "num_model_chunks", "schedule", "recompute"),
-)
-PLANNED = (*BOTH, "dtype", "max_tensor", *TRAINING)
-COMPILED = (*BOTH, "num_microbatches", "seed")
 FLAG: Any = argparse.BooleanOptionalAction
 
 
@@ -57,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # models are named from the current folder, as `python -m` finds them
     try:
-        code = int(args.run(args))
+        found: Outcome = args.run(args)
+        if args.json:
+            print(json.dumps(found.value, indent=2))
+        else:
+            found.show(open_console())
         sys.stdout.flush()
     except (ValueError, TypeError, FloatingPointError, OSError, ProgramError) as error:
         if not isinstance(error, BrokenPipeError):  # `| head` has read enough
@@ -65,68 +65,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is None:  # discard what is left to flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return code
+    return found.code
 
 
 # Commands
 
 
-def _plan(args: argparse.Namespace) -> int:
+class Outcome(NamedTuple):
+    """The result of a command: as JSON, as a function that prints it, and the exit code."""
+
+    value: object
+    show: Callable[[Console], None]
+    code: int = 0
+
+
+def _plan(args: argparse.Namespace) -> Outcome:
     if args.top < 1:
         raise ValueError(f"--top is {args.top}: expected a positive number of plans")
-    plans = plan(make_model(args.model), **_given(args, PLANNED))
-    if args.json:
-        _print_json([asdict(found) | {"mesh": _entries(found)} for found in plans[: args.top]])
-        return 0
-    console, best = open_console(), plans[0]
-    print_plans(console, plans, args.top)
-    options = {**best.options, "mesh": ",".join(map(str, _entries(best))), "cluster": args.cluster}
+    plans = plan(make_model(args.model), **_given(args, plan))
+    meshes = [(own.tensor, own.pipeline, own.data) for own in plans]
+    options = {**plans[0].options, "mesh": ",".join(map(str, meshes[0])), "cluster": args.cluster}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    print_lines(console, [shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])])
-    return 0
+    command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
+    found = [{"mesh": mesh, **asdict(own)} for mesh, own in zip(meshes, plans, strict=True)]
+    return Outcome(found[: args.top], lambda console: print_plans(console, plans, args.top, command))
 
 
-def _entries(found: Plan) -> tuple[int, int, int]:
-    return found.mesh.tensor, found.mesh.pipeline, found.mesh.data
-
-
-def _compile(args: argparse.Namespace) -> int:
+def _compile(args: argparse.Namespace) -> Outcome:
     check_free(args.output)
-    program = compile(make_model(args.model), args.mesh, **_given(args, COMPILED))
+    program = compile(make_model(args.model), args.mesh, **_given(args, compile))
     program.save(args.output)
-    return _print_program(program, args)
+    return _describe_program(program)
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    return _print_program(_load(args.program), args)
+def _inspect(args: argparse.Namespace) -> Outcome:
+    return _describe_program(_load(args.program))
 
 
-def _simulate(args: argparse.Namespace) -> int:
-    training = _given(args, TRAINING)
+def _describe_program(program: CompiledProgram) -> Outcome:
+    return Outcome(asdict(program.overview), lambda console: print_overview(console, program.overview))
+
+
+def _simulate(args: argparse.Namespace) -> Outcome:
     _check_files(args.trace, args.svg)
+    training = _given(args, CompiledProgram.simulate)
     simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
     if args.trace:
         simulation.save_trace(args.trace)
     if args.svg:
         simulation.save_svg(args.svg)
-    if args.json:
-        _print_json(_describe_simulation(simulation))
-    else:
-        print_simulation(open_console(), simulation)
-    return 0
+    return Outcome(_describe_simulation(simulation), lambda console: print_simulation(console, simulation))
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> Outcome:
     program, model = _load(args.program), make_model(args.model)
     if any(find_empty(shape.manifest, model, shape.buffers) for shape in program.shapes):
         check_memory(program.manifest)  # before the whole model takes some of it
         model = make_model(args.model, "cpu")
     report = program.verify(model=model, weights="random", seed=args.seed or 0)
-    if args.json:
-        _print_json(_describe_verified(report))
-    else:
-        print_lines(open_console(), str(report).splitlines())
-    return 0 if report.passed else 1
+    lines = str(report).splitlines()
+    return Outcome(
+        _describe_verified(report), lambda console: print_lines(console, lines), int(not report.passed)
+    )
 
 
 def _describe_verified(report: Report) -> dict[str, Any]:
@@ -153,32 +153,26 @@ def _check_files(*paths: Path | None) -> None:
             raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> Outcome:
     _check_files(args.output)
     program = _load(args.program)
-    explanation = program.explain(args.cluster, args.dtype, **_given(args, TRAINING))
-    write_page(args.output, program.overview, explanation, program.texts)
-    found = _describe_simulation(explanation.simulation)
-    size = args.output.stat().st_size
-    if args.json:
-        _print_json({"path": str(args.output), "bytes": size, "simulation": found})
-    else:
-        print_lines(open_console(), [f"{args.output}: {size:,} bytes; open it in a browser"])
-    return 0
+    explanation = program.explain(args.cluster, args.dtype, **_given(args, CompiledProgram.simulate))
+    simulation = explanation.simulation
+    write_page(args.output, program.overview, simulation, explanation.lines, program.texts)
+    size, simulated = args.output.stat().st_size, _describe_simulation(simulation)
+    return Outcome(
+        {"path": str(args.output), "bytes": size, "simulation": simulated},
+        lambda console: print_lines(console, [f"{args.output}: {size:,} bytes; open it in a browser"]),
+    )
 
 
-def _calibrate(args: argparse.Namespace) -> int:
+def _calibrate(args: argparse.Namespace) -> Outcome:
     _check_files(args.output)
-    cluster = calibrate(args.output, **_given(args, ("devices", "seconds")))
-    if args.json:
-        _print_json(asdict(cluster))
-    else:
-        print_cluster(open_console(), cluster)
-    return 0
+    cluster = calibrate(args.output, **_given(args, calibrate))
+    return Outcome(asdict(cluster), lambda console: print_cluster(console, cluster))
 
 
 def _load(folder: Path) -> CompiledProgram:
-    """Load a saved program; raise ValueError with the nearest existing one."""
     if not folder.is_dir():
         saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
         raise ValueError(
@@ -188,17 +182,10 @@ def _load(folder: Path) -> CompiledProgram:
     return load(folder)
 
 
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Return the given arguments of a Python call; the others keep the defaults of that call."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def _print_program(program: CompiledProgram, args: argparse.Namespace) -> int:
-    if args.json:
-        _print_json(asdict(program.overview))
-    else:
-        print_overview(open_console(), program.overview)
-    return 0
+def _given(args: argparse.Namespace, function: Callable[..., object]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    given = {p.name: getattr(args, p.name, None) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _describe_simulation(simulation: Simulation) -> dict[str, object]:
@@ -213,10 +200,6 @@ def _describe_simulation(simulation: Simulation) -> dict[str, object]:
 def _finite(number: float) -> float | None:
     """Return None for nan and infinity, which JSON does not have."""
     return number if math.isfinite(number) else None
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2))
 
 
 # Arguments
@@ -306,7 +289,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--json": {"action": "store_true", "help": "print JSON"},
 }
 STEP = "--cluster! --dtype --overlap-transfers --overlap-data --overlap-tensor --wide-gradients --zero"
-COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], int], str, str]] = {
+COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], Outcome], str, str]] = {
     "plan": (
         _plan,
         "Find the mesh, model chunks, microbatches and recomputation that train a model fastest.",

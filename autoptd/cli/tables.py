@@ -25,6 +25,7 @@ from autoptd.simulate.step import Simulation
 
 PLAIN_WIDTH = 110  # of what goes to a file or a pipe
 SHOWN_RANKS = 16
+MARKS = {True: "", False: " (!)", None: " (?)"}
 
 
 def open_console() -> Console:
@@ -88,18 +89,18 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
     _print_table(console, ("", "of a device"), rates)
 
 
-def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
-    """Print the best plans; >= marks a time that is a lower bound, and a mark a memory that may not fit."""
+def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: str) -> None:
+    """Print the best plans, and the command that compiles the first.
+
+    >= marks a time that is a lower bound, and a mark a memory that may not fit.
+    """
     head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
     rows = [
         [
-            *(str(n) for n in (plan.mesh.tensor, plan.mesh.pipeline, plan.mesh.data, plan.num_model_chunks)),
-            *(str(n) for n in (plan.microbatch_size, plan.num_microbatches)),
-            *(plan.schedule, str(plan.recompute)),
-            ("" if plan.simulated else ">= ") + format_seconds(plan.step_seconds),
-            ("" if plan.simulated else ">= ")
-            + format_bytes(plan.memory_bytes)
-            + {True: "", False: " (!)", None: " (?)"}[plan.fits],
+            *(str(n) for n in (plan.tensor, plan.pipeline, plan.data, plan.num_model_chunks)),
+            *(str(n) for n in (plan.microbatch_size, plan.num_microbatches, plan.schedule, plan.recompute)),
+            f"{'' if plan.simulated else '>= '}{format_seconds(plan.step_seconds)}",
+            f"{'' if plan.simulated else '>= '}{format_bytes(plan.memory_bytes)}{MARKS[plan.fits]}",
             plan.why,
         ]
         for plan in plans[:shown]
@@ -110,6 +111,7 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int) -> None:
         console.print("(!) does not fit, (?) unknown: not simulated")
     if len(plans) > shown:
         console.print(f"and {len(plans) - shown} more; --top shows them")
+    print_lines(console, [command])
 
 
 def _print_memory(console: Console, simulation: Simulation) -> None:

@@ -1,1 +1,1 @@
-"""Search for the mesh, schedule and microbatch size that train a model fastest on a described cluster."""
+"""Search for the fastest mesh and settings on a described cluster, and explain the time of a compiled program."""

@@ -22,7 +22,7 @@ from autoptd.gc_pause import paused_collector
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.cost.durations import Precision
+from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.schedule_times import (
     least_seconds,
     live_microbatches,
@@ -30,11 +30,12 @@ from autoptd.passes.cost.schedule_times import (
     walk,
     walking_order,
 )
-from autoptd.passes.ir.program import Program
+from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.stages.cut import Found, fit_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.layer_costs import LayerCosts
+from autoptd.planning.plan import Candidate
 from autoptd.planning.shortened_model import shorten_model
 from autoptd.progress import Watch
 from autoptd.runtime.program.manifest import Manifest
@@ -43,31 +44,9 @@ from autoptd.runtime.program.schedule import Action, Schedule, make_schedule
 from autoptd.simulate.stage_times import StageTimes
 from autoptd.simulate.step import Training, action_times, simulate_times
 
+DEFAULTS = Options()
 ROUNDING = 1e-12  # of a sum of times
 WALKED = 2048  # forwards of a step that is simulated whole
-
-
-class Candidate(NamedTuple):
-    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, and the recomputation."""
-
-    tensor: int
-    pipeline: int
-    data: int
-    microbatch_size: int
-    num_microbatches: int
-    num_model_chunks: int
-    recompute: str | int
-    schedule: str
-
-    @property
-    def mesh(self) -> Mesh:
-        return Mesh(self.tensor, self.pipeline, self.data)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
-            f"{self.num_model_chunks} chunks, recompute {self.recompute}"
-        )
 
 
 class Walk(NamedTuple):
@@ -91,8 +70,8 @@ class Estimator:
     """Estimates of one model on `world_size` devices of one cluster.
 
     `training` is how its steps are run. With `search` stages are cut as `compile` cuts them, which takes a second where
-    ranks have several; without, the slowest stage is as fast as can be. The other options are those of
-    `autoptd.compile` that are the same for all.
+    ranks have several; without, the slowest stage is as fast as can be. The other arguments are those of
+    `autoptd.compile` that are the same for all estimates.
     """
 
     def __init__(
@@ -106,9 +85,7 @@ class Estimator:
         example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         scatter_gather: bool = True,
-        fuse: bool = True,
-        layout: str = "sbh",
-        rules: Mapping[Any, str] | None = None,
+        options: Options = DEFAULTS,
         search: bool = False,
     ) -> None:
         cluster.check_ranks(world_size)
@@ -116,14 +93,11 @@ class Estimator:
         self.training = training or Training()
         self._dtype, self._search = dtype, search
         check_model(model)
-        examples = read_examples(model, example_inputs, loss_fn, None)
-        self._model, self._short = model, shorten_model(model, examples)
+        self._examples = read_examples(model, example_inputs, loss_fn, None)
+        self._model, self._short = model, shorten_model(model, self._examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
-        self._scatter_gather = scatter_gather
-        self._options = Options(fuse=fuse, layout=layout, rules=rules)
-        self._captured: dict[int | None, tuple[Program, int]] = {}
-        self._arranged: dict[tuple[int | None, bool], Program] = {}
-        self._divided: dict[tuple[int, int | None], Program | ValueError] = {}
+        self._scatter_gather, self._options = scatter_gather, options
+        self._programs: dict[tuple[object, ...], Program] = {}  # captured, arranged, divided
         self._rows: dict[tuple[int, int | None, str | int], LayerCosts] = {}
         self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
 
@@ -138,8 +112,8 @@ class Estimator:
         """The number of sequences in the given examples, or None without any."""
         if self._given["example_inputs"] is None:
             return None
-        examples = read_examples(self._model, self._given["example_inputs"], self._given["loss_fn"], None)
-        return min((i.shape[i.batch_dim] for i in examples.inputs if i.batch_dim is not None), default=1)
+        dims = (i.shape[i.batch_dim] for i in self._examples.inputs if i.batch_dim is not None)
+        return min(dims, default=1)
 
     def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
         """Measure the calls; raise ValueError if the model does not divide by `tensor`, or cannot be recomputed so."""
@@ -153,9 +127,7 @@ class Estimator:
                 if not self._short[1]:
                     raise
                 self._short = self._model, 0  # the whole says whether it is the model that is wrong
-                self._captured.clear()
-                self._arranged.clear()
-                self._divided.clear()
+                self._programs.clear()
                 self._rows[key] = self._measure(*key)
         return self._rows[key]
 
@@ -197,13 +169,13 @@ class Estimator:
     def fit(self, candidate: Candidate, limit: int) -> Estimate:
         """Estimate a step that is cut within `limit` bytes a rank if possible."""
         mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
-        row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
+        row = self.measure(*candidate.key)
         schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
         alive = live_microbatches(schedule, mesh.pipeline * v)
-        memory = row.memory(alive, mesh.data * training.zero, training.wide_gradients)
+        memory = row.memory(alive, training.states(row.precision, mesh.data), [0] * mesh.pipeline, limit)
 
-        def find(besides: Sequence[int]) -> Found:
-            return row.fit(mesh, v, replace(memory, besides=besides or [0] * mesh.pipeline), limit)
+        def find(reserved: Sequence[int]) -> Found:
+            return row.fit(mesh, v, replace(memory, reserved=reserved or memory.reserved))
 
         def make(found: Found) -> tuple[Estimate, Sequence[int]]:
             self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, found.positions)
@@ -248,7 +220,7 @@ class Estimator:
     def _divide_stages(
         self, candidate: Candidate
     ) -> tuple[LayerCosts, tuple[Manifest, Sequence[StageTimes]]]:
-        row = self.measure(candidate.tensor, candidate.microbatch_size, candidate.recompute)
+        row = self.measure(*candidate.key)
         if candidate not in self._stages:
             mesh, v = candidate.mesh, candidate.num_model_chunks
             cut = row.cut(mesh, v, (candidate.schedule, candidate.num_microbatches) if self._search else None)
@@ -256,43 +228,38 @@ class Estimator:
         return row, self._stages[candidate]
 
     def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
-        divided, repeats = self._divide(tensor, microbatch_size)
+        divided = self._once(self._divide, tensor, microbatch_size)
+        finishing = select_passes(replace(self._options, recompute=recompute), "finish")
         with Watch("plan") as watch:
             watch.say("finish uncut")
-            uncut = FusedOrder(divided, select_passes(replace(self._options, recompute=recompute), "finish"))
-        precision = Precision.of(divided.stages, self._dtype)
-        return LayerCosts(
-            uncut, repeats, self.cluster, self._world_size, precision, overlap=self.training.overlap_tensor
+            fused_order = FusedOrder(divided, finishing)
+        precision, mesh = (
+            Precision.of(divided.stages, self._dtype),
+            Mesh(tensor, 1, self._world_size // tensor),
         )
+        durations = Durations(self.cluster, mesh, precision, self.training.overlap_tensor)
+        return LayerCosts(fused_order, self._short[1], durations)
 
-    def _divide(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
-        arranged, repeats = self._arrange(tensor, microbatch_size)
-        key = tensor, microbatch_size
-        if key not in self._divided:
-            try:
-                with Watch("plan") as watch:
-                    program = replace(arranged, mesh=Mesh(tensor, 1, 1))
-                    self._divided[key] = run_passes(select_passes(self._options, "divide"), program, watch)
-            except ValueError as error:
-                self._divided[key] = error
-        divided = self._divided[key]
-        if isinstance(divided, ValueError):
-            raise divided
-        return divided, repeats
+    def _once(self, make: Callable[..., Program], *key: object) -> Program:
+        if (make.__name__, *key) not in self._programs:
+            self._programs[make.__name__, *key] = make(*key)
+        return self._programs[make.__name__, *key]
 
-    def _arrange(self, tensor: int, microbatch_size: int | None) -> tuple[Program, int]:
+    def _capture(self, microbatch_size: int | None) -> Program:
+        return capture(self._short[0], mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
+
+    def _arrange(self, divides: bool, microbatch_size: int | None) -> Program:
         """Arrange the model for any number of tensor ranks above one, or for a single one, which has its own layout."""
-        if microbatch_size not in self._captured:
-            model, repeats = self._short
-            program = capture(model, mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
-            self._captured[microbatch_size] = program, repeats
-        captured, repeats = self._captured[microbatch_size]
-        key = microbatch_size, tensor > 1
-        if key not in self._arranged:
-            with Watch("plan") as watch:
-                program = replace(captured, mesh=Mesh(tensor, 1, 1))
-                self._arranged[key] = run_passes(select_passes(self._options, "arrange"), program, watch)
-        return self._arranged[key], repeats
+        captured = self._once(self._capture, microbatch_size)
+        return self._rewrite(captured, 2 if divides else 1, select_passes(self._options, "arrange"))
+
+    def _divide(self, tensor: int, microbatch_size: int | None) -> Program:
+        arranged = self._once(self._arrange, tensor > 1, microbatch_size)
+        return self._rewrite(arranged, tensor, select_passes(self._options, "divide"))
+
+    def _rewrite(self, program: Program, tensor: int, passes: Passes) -> Program:
+        with Watch("plan") as watch:
+            return run_passes(passes, replace(program, mesh=Mesh(tensor, 1, 1)), watch)
 
 
 @lru_cache(maxsize=16)
@@ -300,6 +267,5 @@ class Estimator:
 def _schedule(
     name: str, pipeline: int, microbatches: int, chunks: int
 ) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
-    """Return a schedule and its `walking_order`."""
     schedule = make_schedule(name, pipeline, microbatches, chunks)
     return schedule, walking_order(schedule)

@@ -7,71 +7,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import cache, cached_property
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
-from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.cost.durations import Durations, Precision
+from autoptd.passes.cost.durations import Durations, Seconds
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.program import recomputed_groups, tensor_bytes
+from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.stages.choice import ItemTimes, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import Found, make_boundary, name_held
 from autoptd.passes.stages.fused_order import FusedOrder, make_times
-from autoptd.passes.stages.solver import count_pieces, cut_sequence
+from autoptd.passes.stages.solver import cut_sequence
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
-from autoptd.simulate.memory import Owned, count_owned, freeze_others, state_bytes
-from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, add_up, divide_work, time_stage
+from autoptd.simulate.memory import Owned, States, count_owned, freeze_others
+from autoptd.simulate.stage_times import StageTimes, WorkTimes, divide_work, time_stage
 
 
 class LayerCosts:
     """The costs of an uncut program, divided for t tensor ranks, with `repeats` more of its second layer.
 
-    All stages have the speed of the slowest tensor group of `world_size` devices. With `overlap`, gradients of weights
-    are computed during all-reduces. Raises ValueError if layers are to be repeated and the program's do not repeat.
+    All stages have the `durations` of the slowest tensor group. Raises ValueError for a dtype in which the device does
+    not compute, and if layers are to be repeated and the program's do not repeat.
     """
 
-    def __init__(
-        self,
-        uncut: FusedOrder,
-        repeats: int,
-        cluster: Cluster,
-        world_size: int,
-        precision: Precision,
-        *,
-        overlap: bool = True,
-    ) -> None:
-        self._program, self._uncut, self._row = uncut.program, uncut, uncut.row
-        self._cluster, self.precision = cluster, precision
+    def __init__(self, fused_order: FusedOrder, repeats: int, durations: Durations) -> None:
+        self._program, self._fused_order, self._row = fused_order.program, fused_order, fused_order.row
+        self._cluster, self.precision = durations.cluster, durations.precision
         # Of each item of one microbatch: seconds by direction and kind (see `FusedOrder.divide` and `Seconds`), what a
         # cut before it costs either side, and the amounts of `_measure`.
-        cluster.device.peak(precision.dtype)  # refuses what the device has not
-        tensor = self._program.mesh.tensor
-        ranks = cluster.slowest(Mesh(tensor, 1, world_size // tensor).groups("tensor", pipeline=0))
-        measure = cache(lambda work: astuple(add_up({work: 1}, cluster, ranks, precision, overlap)))
-        self._times, self._apart = uncut.divide(measure)
-        self._amounts = self._measure(uncut)
+        self._cluster.device.peak(self.precision.dtype)
+        self._times, self._penalty = fused_order.divide(lambda work: astuple(durations.seconds(work)))
+        self._amounts = self._measure(fused_order)
         first, behind = self._find_period() if repeats else (0, 0)
-        self._source = np.array(
-            [*range(behind), *(repeats * [*range(first, behind)]), *range(behind, len(self._row.items))]
-        )
-        self._copy = np.zeros(len(self._source), int)
-        for copy in range(repeats):
-            start = behind + copy * (behind - first)
-            self._copy[start : start + behind - first] = copy + 1
+        layer, rest = [*range(first, behind)], [*range(behind, len(self._row.items))]
+        self._source = np.array([*range(behind), *(repeats * layer), *rest])
+        copies = (len(layer) * [copy] for copy in range(1, repeats + 1))
+        self._copy = np.array([*behind * [0], *chain.from_iterable(copies), *len(rest) * [0]], int)
         self._sums = np.pad(self._times[self._source].cumsum(0), ((1, 0), (0, 0), (0, 0)))
         self._held = np.pad(self._amounts[self._source].cumsum(0), ((1, 0), (0, 0)))
-        self._more = np.pad(self._apart[self._source], ((0, 1), (0, 0), (0, 0)))
+        self._more = np.pad(self._penalty[self._source], ((0, 1), (0, 0), (0, 0)))
         self._names, self.parameters = self._name_parameters(first, behind)
         self._items: dict[bool, ItemTimes] = {}
         self._cuts: dict[tuple[int, int, bool, tuple[str, int] | None], Sequence[int]] = {}
 
-    def _measure(self, uncut: FusedOrder) -> np.ndarray:
+    def _measure(self, fused_order: FusedOrder) -> np.ndarray:
         """Measure each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
 
         The fourth amount are the bytes that a stage which begins there, in a recomputed group, keeps in addition: the
@@ -79,13 +63,13 @@ class LayerCosts:
         """
         index, item_of, scale = 0, self._row.position, self.precision.scale
         amounts = np.zeros((len(self._row.items), 4))
-        for node, work in divide_work(uncut.stage, uncut.ledger).items():
+        for node, work in divide_work(fused_order.stage, fused_order.ledger).items():
             index = info(node).items[0] if info(node).items else index
             amounts[index, :2] += work.kept * scale, work.flops
             amounts[index, 2] = max(amounts[index, 2], work.working * scale)
-        for group in recomputed_groups(uncut.stage.graph):
+        for group in fused_order.ledger.groups:
             own = sorted({i for node in group for i in info(node).items})
-            for place in (i for i in own[1:] if uncut.fit[i]):
+            for place in (i for i in own[1:] if fused_order.may_cut[i]):
                 taken = {s for i in own if i >= place for s in self._row.items[i].all_input_nodes}
                 live = (tensor_bytes(s.meta["val"]) for s in taken if item_of.get(s, place) < place)
                 amounts[place, 3] = scale * sum(live)
@@ -100,11 +84,9 @@ class LayerCosts:
                 starts.setdefault(label[1], index)
         one, other = (slice(starts.get(i, 0), starts.get(i + 1, 0)) for i in (1, 2))
         rows = (self._times, self._amounts)  # of groups of several layers, layers differ
-        alike = (
-            own[one].shape == own[other].shape and np.allclose(own[one], own[other], atol=1e-12)
-            for own in rows
-        )
-        if not {1, 2, 3} <= starts.keys() or not all(alike):
+        pairs = [(own[one], own[other]) for own in rows]
+        alike = all(a.shape == b.shape and np.allclose(a, b, atol=1e-12) for a, b in pairs)
+        if not {1, 2, 3} <= starts.keys() or not alike:
             raise ValueError(f"layers do not repeat: they begin at the calls {starts}")
         return starts[1], starts[2]
 
@@ -160,7 +142,7 @@ class LayerCosts:
     def units(self) -> int:
         """The largest number of stages that the model can be cut into."""
         times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1))
-        return count_pieces(fold(times.costs, times.boundary_costs, None, 1, 1))
+        return fold(times.costs, times.boundary_costs, None, 1, 1).units
 
     def cut(self, mesh: Mesh, chunks: int, search: tuple[str, int] | None = None) -> Sequence[int]:
         """Return the cut with the fastest slowest stage.
@@ -176,22 +158,25 @@ class LayerCosts:
                 cut = cut_sequence(times.costs, times.boundary_costs, **size, effort=0.0)
             else:
                 size |= {"schedule": search[0], "num_microbatches": search[1]}
-                cut = choose_cut(times, None, **size, memory_limit=None).cut
+                cut = choose_cut(times, None, **size).cut
             self._cuts[key] = cut.positions
         return self._cuts[key]
 
-    def memory(self, in_flight: Sequence[Sequence[int]], shards: int, wide: bool) -> Memory:
-        """Return the memory of the items, in stages with `in_flight` microbatches and states as in `state_bytes`."""
+    def memory(
+        self, in_flight: Sequence[Sequence[int]], states: States, reserved: Sequence[int], limit: int
+    ) -> Memory:
+        """Return the memory of the items, in stages with `in_flight` microbatches."""
         once = dict(zip(self._source.tolist(), self._names, strict=True))
-        sizes = {i: state_bytes(self._own(own), self.precision, shards, wide) for i, own in once.items()}
+        sizes = {i: states.held(self._own(own)) for i, own in once.items()}
         static = [round(sum(sizes[source].values())) for source in self._source.tolist()]
-        return Memory(static, np.ceil(self._amounts[self._source, 0]).astype(int).tolist(), in_flight, ())
+        activation = np.ceil(self._amounts[self._source, 0]).astype(int).tolist()
+        return Memory(static, activation, in_flight, reserved, limit)
 
-    def fit(self, mesh: Mesh, chunks: int, memory: Memory, limit: int) -> Found:
-        """Return the cut into stages of at most `limit` bytes a rank, by their `memory`."""
+    def fit(self, mesh: Mesh, chunks: int, memory: Memory) -> Found:
+        """Return the cut into stages that fit in `memory`."""
         times = self._item_times(mesh)
         size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
-        cut = cut_sequence(times.costs, times.boundary_costs, memory, **size, memory_limit=limit, effort=0.0)
+        cut = cut_sequence(times.costs, times.boundary_costs, memory, **size, effort=0.0)
         return Found(cut.positions, "", not cut.overflow, memory.of_ranks(cut.positions))
 
     def divide(
@@ -202,9 +187,8 @@ class LayerCosts:
         crossing = [self._crossing(at) for at in cut[1:-1]]
         received: list[tuple[Boundary, ...]] = [(), *crossing, ()]
         held = [tuple(sorted({n for names in self._names[a:b] for n in names})) for a, b in pairwise(cut)]
-        interfaces = tuple(
-            StageInterface(i, received[i], received[i + 1], (), own) for i, own in enumerate(held)
-        )
+        stages = enumerate(zip(pairwise(received), held, strict=True))
+        interfaces = tuple(StageInterface(i, *ends, (), own) for i, (ends, own) in stages)
         manifest = self._manifest(mesh, chunks, scatter_gather, interfaces)
         times = tuple(
             time_stage(manifest, index, self._sum(start, end), self._cluster, self.precision)
@@ -232,16 +216,12 @@ class LayerCosts:
         )
 
     def _sum(self, start: int, end: int) -> WorkTimes:
-        forward, backward, again = (Seconds(*side) for side in self._seconds(start, end).tolist())
+        seconds = self._sums[end] - self._sums[start] + self._more[start] + self._more[end]
+        forward, backward, again = (Seconds(*side) for side in seconds.tolist())
         kept, flops = (self._held[end] - self._held[start]).tolist()[:2]
         kept += float(self._amounts[self._source[start], 3])
         working = float(self._amounts[self._source[start:end], 2].max(initial=0.0))
-        return WorkTimes(forward, backward, again, kept, working, flops)
-
-    def _seconds(self, start: int, end: int) -> np.ndarray:
-        """Return the seconds of a stage by direction and kind."""
-        seconds: np.ndarray = self._sums[end] - self._sums[start] + self._more[start] + self._more[end]
-        return seconds
+        return WorkTimes(forward, backward + again, kept, working, flops)
 
     def _item_times(self, mesh: Mesh) -> ItemTimes:
         """Return the times of the items; messages within a node and between nodes differ, and so does the best cut."""
@@ -249,12 +229,11 @@ class LayerCosts:
         apart = mesh.size > node and node % (mesh.pipeline * mesh.tensor) != 0
         if apart not in self._items:
             durations = Durations(self._cluster, mesh, self.precision)
-            times, parted = self._times[..., :2].sum(2), self._apart[..., :2].sum(2)
-            self._items[apart] = make_times(self._uncut, durations, times, parted, self._source)
+            times, parted = self._times[..., :2].sum(2), self._penalty[..., :2].sum(2)
+            self._items[apart] = make_times(self._fused_order, durations, times, parted, self._source)
         return self._items[apart]
 
     def _crossing(self, at: int) -> tuple[Boundary, ...]:
-        """Return the values that cross a cut before an item."""
         row, place = self._row, int(self._source[at])
         live = (node for node in row.items[:place] if row.last_use[node] >= place)
         return tuple(replace(make_boundary(node), requires_grad=node in row.trained) for node in live)

@@ -1,14 +1,16 @@
-"""A way to train a model on a cluster, its time and memory, and the reason for its rank."""
+"""The ways to train a model on a cluster, and a plan: one of them with its time, memory and the reason for its rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoptd.planning.estimator import Candidate
+from autoptd.passes.cost.cluster import Cluster
 from autoptd.runtime.program.mesh import Mesh
 
+RECOMPUTE = ("none", "selective", "full")
+MOST_CHUNKS = 8  # more save little bubble and send as much again
 CAUSES = {
     "compute": "in computing (sizes of GEMMs, recomputation, stages that differ)",
     "tensor": "in the tensor group's all-reduces",
@@ -19,8 +21,47 @@ CAUSES = {
 }
 
 
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, the recomputation and the schedule."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    microbatch_size: int
+    num_microbatches: int
+    num_model_chunks: int
+    recompute: str | int
+    schedule: str
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.tensor, self.pipeline, self.data)
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.num_model_chunks
+
+    @property
+    def key(self) -> tuple[int, int, str | int]:
+        """The settings that the costs of its calls depend on."""
+        return self.tensor, self.microbatch_size, self.recompute
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `autoptd.compile` that follow it."""
+        names = ("mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches", "recompute")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
+            f"{self.num_model_chunks} chunks, recompute {self.recompute}"
+        )
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Candidate):
     """One mesh with its best settings.
 
     If it is `simulated`, `breakdown` has the parts of `step_seconds` on the busiest rank (see `Simulation`), and
@@ -29,12 +70,6 @@ class Plan:
     is unknown. `why` is the reason why the plan is the best, or its largest loss.
     """
 
-    mesh: Mesh
-    schedule: str
-    num_model_chunks: int
-    microbatch_size: int
-    num_microbatches: int
-    recompute: str | int
     step_seconds: float
     memory_bytes: int
     fits: bool | None
@@ -46,32 +81,9 @@ class Plan:
         """Whether the step was simulated; otherwise its time is a lower bound."""
         return bool(self.breakdown)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `autoptd.compile` that follow the plan."""
-        names = ("mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches", "recompute")
-        return {name: getattr(self, name) for name in names}
-
     def __str__(self) -> str:
         at = "" if self.simulated else "at least "
-        return (
-            f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
-            f"{self.num_model_chunks} chunks, recompute {self.recompute}: {at}{self.step_seconds:.4g} s, "
-            f"{at}{self.memory_bytes / 1e9:.3g} GB; {self.why}"
-        )
-
-
-def make_plan(
-    candidate: Candidate,
-    step_seconds: float,
-    memory_bytes: int,
-    fits: bool | None,
-    breakdown: Mapping[str, float] | None = None,
-) -> Plan:
-    """Return the plan of a candidate, without a reason yet."""
-    sizes = candidate.num_model_chunks, candidate.microbatch_size, candidate.num_microbatches
-    settings = candidate.mesh, candidate.schedule, *sizes, candidate.recompute
-    return Plan(*settings, step_seconds, memory_bytes, fits, breakdown or {})
+        return f"{super().__str__()}: {at}{self.step_seconds:.4g} s, {at}{self.memory_bytes / 1e9:.3g} GB; {self.why}"
 
 
 def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:
@@ -88,3 +100,56 @@ def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:
     losses = {name: seconds - best.breakdown.get(name, 0.0) for name, seconds in plan.breakdown.items()}
     worst = max(losses, key=lambda name: losses[name])
     return f"{slower / best.step_seconds:.1%} slower: {losses[worst]:.3g} s more {CAUSES[worst]}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """The limits of the search space; None is free."""
+
+    world_size: int
+    global_batch: int
+    cluster: Cluster
+    max_tensor: int | None = None
+    microbatch_size: int | None = None
+    num_model_chunks: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+
+    def meshes(self) -> Iterator[tuple[int, int, int]]:
+        """Yield all (t, p, d) whose replicas divide the batch; tensor groups span nodes only with `max_tensor`."""
+        for t in _divisors(self.world_size):
+            if t <= self.max_tensor if self.max_tensor else self._in_node(t):
+                for p in _divisors(self.world_size // t):
+                    d = self.world_size // t // p
+                    if self.global_batch % d == 0:
+                        yield t, p, d
+
+    def _in_node(self, t: int) -> bool:
+        size = self.cluster.devices_per_node
+        return t <= size and (size % t == 0 or self.world_size <= size)
+
+    def candidates(self, layers: int, units: int) -> Iterator[Candidate]:
+        """Yield all ways to train a model of so many `layers` that can be cut into so many stages (`units`)."""
+        free = RECOMPUTE if layers else RECOMPUTE[:2]  # "full" is of repeated layers
+        recomputes = [self.recompute] if self.recompute else free
+        for t, p, d in self.meshes():
+            share = self.global_batch // d
+            sizes = [2**k for k in range(share.bit_length())]
+            for b in [self.microbatch_size] if self.microbatch_size else sizes:
+                if share % b == 0:
+                    for v, schedule in self._chunks(p, share // b, layers, units):
+                        for recompute in recomputes:
+                            yield Candidate(t, p, d, b, share // b, v, recompute, schedule)
+
+    def _chunks(self, p: int, m: int, layers: int, units: int) -> Iterator[tuple[int, str]]:
+        """Yield model chunks with their schedule, only chunks of equal numbers of layers, which do not wait."""
+        for v in [self.num_model_chunks] if self.num_model_chunks else range(1, MOST_CHUNKS + 1):
+            schedule = self.schedule or ("1f1b" if v == 1 else "interleaved_1f1b")
+            even = v == 1 or (p > 1 and layers % (p * v) == 0) or v == self.num_model_chunks
+            grouped = schedule != "interleaved_1f1b" or m % p == 0
+            if p * v <= (layers or units) and grouped and even and not (schedule == "1f1b" and v > 1):
+                yield v, schedule
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]

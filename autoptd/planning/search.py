@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +20,17 @@ from torch import nn
 
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import list_examples
-from autoptd.options import check_counts, check_flags, check_free_counts, check_known, check_modes
+from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_known, check_modes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.operators.axes import IndivisibleError
-from autoptd.planning.estimator import Candidate, Estimate, Estimator
-from autoptd.planning.plan import Plan, explain_rank, make_plan
-from autoptd.planning.space import RECOMPUTE, Space
+from autoptd.planning.estimator import Estimate, Estimator
+from autoptd.planning.plan import RECOMPUTE, Candidate, Plan, Space, explain_rank
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.simulate.memory import optimizer_bytes, state_bytes
+from autoptd.runtime.program.schedule import Kind, compute_order
 from autoptd.simulate.step import Training
 
 SLACK = 0.95  # factor of an extrapolated bound
-SEARCHED = (
-    8192  # actions of a schedule at most for which a cut is searched, which else takes longer than planning
-)
+SEARCHED = 8192  # forwards of a step at most for which a cut is searched: it would outlast the planning
 TRIED = 4  # candidates that need least memory, tried if none fits
 
 
@@ -87,7 +87,7 @@ def plan(
     """
     check_known(plan, unknown)
     how = RECOMPUTE[0] if recompute is None else recompute
-    check_modes(schedule="1f1b" if schedule is None else schedule, recompute=how, layout=layout)
+    check_modes(schedule="1f1b" if schedule is None else schedule, layout=layout)
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
     if how not in RECOMPUTE:
         raise ValueError(
@@ -98,8 +98,8 @@ def plan(
         max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks
     )
     described = Cluster.load(cluster)
-    given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn, "rules": rules}
-    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout}
+    given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
+    given |= {"scatter_gather": scatter_gather, "options": Options(fuse=fuse, layout=layout, rules=rules)}
     training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
     estimator = Estimator(model, described, world_size, dtype, training, **given)
     size = microbatch_size or estimator.example_size
@@ -121,9 +121,6 @@ class Search:
         self._each = (twice.seconds - self._whole.seconds) / self._size
         self._refused: dict[tuple[int, str | int | None], str] = {}  # None: whatever is computed again
         self._measured: set[tuple[int, int, str | int]] = set()
-        self._bounded: set[Candidate] = set()  # by their own stages
-        self._walked: set[Candidate] = set()
-        self._again: set[Candidate] = set()  # to be cut again: their cut does not fit
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
         self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
         self._best = math.inf
@@ -133,49 +130,45 @@ class Search:
         candidates = list(self._space.candidates(self._whole.layers, self._whole.units))
         if not candidates:
             raise ValueError(self._explain_none())
-        heap: list[tuple[float, int]] = []
+        # What a bound is of: fewer measurements; the candidate's own stages; its schedule; its cut, which does not fit.
+        heap: list[tuple[float, int, int]] = []
         for index, candidate in enumerate(candidates):
             if not self._is_too_full(candidate):
-                heapq.heappush(heap, (self._extrapolate(candidate), index))
+                heapq.heappush(heap, (self._extrapolate(candidate), index, 0))
         while heap and heap[0][0] <= self._best:
-            bound, index = heapq.heappop(heap)
+            bound, index, level = heapq.heappop(heap)
             candidate = candidates[index]
             found = self._found.get(candidate.mesh)
             if found is not None and found[1].step_seconds <= bound:
                 continue
-            if candidate not in self._bounded:
-                if (higher := self._extrapolate(candidate)) > bound:  # more is measured by now
-                    heapq.heappush(heap, (higher, index))
-                    continue
-                self._bounded.add(candidate)
-                if self._measure(candidate) and self._cuts(candidate) and not self._is_too_full(candidate):
+            if level == 0 and (higher := self._extrapolate(candidate)) > bound:  # more is measured by now
+                heapq.heappush(heap, (higher, index, 0))
+            elif level == 0:
+                cuts = candidate.num_stages <= self._count_units(candidate)  # maybe fewer than for t = 1
+                if cuts and not self._is_too_full(candidate):
                     least = self._estimator.least_seconds(candidate)
-                    heapq.heappush(heap, (least + self._finish(candidate), index))
-            elif candidate not in self._walked:
-                self._walked.add(candidate)
+                    heapq.heappush(heap, (least + self._finish(candidate), index, 1))
+            elif level == 1:
                 pipelined = self._estimator.pipeline_seconds(candidate)
-                heapq.heappush(heap, (pipelined + self._finish(candidate), index))
-            elif slower := self._simulate(candidate):
-                heapq.heappush(heap, (slower, index))
+                heapq.heappush(heap, (pipelined + self._finish(candidate), index, 2))
+            elif slower := self._simulate(candidate, fit=level == 3):
+                heapq.heappush(heap, (slower, index, 3))
         if not self._found:
             raise ValueError(self._explain_full() if self._full else self._explain_none())
         self._search_cuts()
-        return self._rank([(bound, candidates[index]) for bound, index in heap])
+        return self._rank([(bound, candidates[index]) for bound, index, _ in heap])
 
     def _search_cuts(self) -> None:
         """Cut the plans with several chunks a rank as `compile` does, which shortens the step by up to an eighth."""
         searching = self._estimator.searching()
         for mesh, (candidate, _) in self._found.items():
-            chunks = candidate.num_model_chunks
-            if chunks > 1 and candidate.pipeline * chunks * candidate.num_microbatches <= SEARCHED:
+            actions = candidate.num_stages * candidate.num_microbatches
+            if candidate.num_model_chunks > 1 and actions <= SEARCHED:
                 estimate = searching.estimate(candidate)
                 if max(estimate.memory_bytes) <= self._limit:
                     self._found[mesh] = candidate, estimate
 
     # Bounds
-
-    def _key(self, candidate: Candidate) -> tuple[int, int, str | int]:
-        return candidate.tensor, candidate.microbatch_size, candidate.recompute
 
     def _extrapolate(self, candidate: Candidate) -> float:
         """Return a lower bound of a step's seconds, from measurements of fewer tensor ranks and smaller microbatches.
@@ -200,9 +193,9 @@ class Search:
         The gradient sums may overlap with the last backwards.
         """
         cluster, training = self._space.cluster, self._estimator.training
-        ranks = candidate.tensor * candidate.pipeline * max(self._shards(candidate), 1)
-        moved = optimizer_bytes(self._whole.owned, self._whole.precision, ranks, training.wide_gradients)
-        return moved / (cluster.device.memory_bandwidth * cluster.device.memory_efficiency)
+        moved = training.states(self._whole.precision, candidate.data).moved(self._whole.owned)
+        rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
+        return moved / (candidate.tensor * candidate.pipeline) / rate
 
     def _need(self, candidate: Candidate) -> float:
         """Return a lower bound of the fullest pipeline rank's bytes, for any cut.
@@ -211,21 +204,17 @@ class Search:
         that they keep, and the ranks share the sum. Without a measurement of the candidate it is an extrapolation.
         """
         t, p = candidate.tensor, candidate.pipeline
-        if self._key(candidate) in self._measured:
-            row, share = self._estimator.measure(*self._key(candidate)), 1.0
+        if candidate.key in self._measured:
+            row, share = self._estimator.measure(*candidate.key), 1.0
             kept = row.kept
         else:
             row, share = self._whole, 1.0 / t
             kept = row.kept * candidate.microbatch_size / self._size / t
             kept *= candidate.recompute == self._recompute
-        held = [_count_held(candidate, rank) for rank in range(p)]
-        wide = self._estimator.training.wide_gradients
-        static = share * sum(state_bytes(row.owned, row.precision, self._shards(candidate), wide).values())
+        held = _count_held(candidate.schedule, p, candidate.num_microbatches, candidate.num_model_chunks)
+        states = self._estimator.training.states(row.precision, candidate.data)
+        static = share * sum(states.held(row.owned).values())
         return max((static + min(held) * kept) / p, (static / max(held) + kept) / sum(1 / h for h in held))
-
-    def _shards(self, candidate: Candidate) -> int:
-        """Return the number of replicas that divide the optimizer's states; 0 if none do."""
-        return candidate.data * self._estimator.training.zero
 
     def _is_too_full(self, candidate: Candidate) -> bool:
         need = self._need(candidate)
@@ -236,41 +225,31 @@ class Search:
 
     # Steps
 
-    def _measure(self, candidate: Candidate) -> bool:
+    def _count_units(self, candidate: Candidate) -> int:
+        """Measure a candidate, and return the most stages that it can be cut into; 0 if it is refused."""
         t, how = candidate.tensor, candidate.recompute
         if (t, None) in self._refused or (t, how) in self._refused:
-            return False
+            return 0
         try:
-            self._estimator.measure(*self._key(candidate))
+            units = self._estimator.measure(*candidate.key).units
         except ValueError as error:
             self._refused[t, None if isinstance(error, IndivisibleError) else how] = str(error)
-            return False
-        self._measured.add(self._key(candidate))
-        return True
-
-    def _cuts(self, candidate: Candidate) -> bool:
-        """Return whether the measured model can be cut into so many stages, which may be fewer than for t = 1."""
-        return (
-            candidate.pipeline * candidate.num_model_chunks
-            <= self._estimator.measure(*self._key(candidate)).units
-        )
+            return 0
+        self._measured.add(candidate.key)
+        return units
 
     def _divides(self, candidate: Candidate) -> bool:
         """Return whether so many tensor ranks divide the model and leave enough cuts, by one measurement."""
-        keys = [key for key in self._measured if key[0] == candidate.tensor]
-        if not keys and self._measure(candidate):
-            keys = [self._key(candidate)]
-        stages = candidate.pipeline * candidate.num_model_chunks
-        return any(stages <= self._estimator.measure(*key).units for key in keys)
+        known = [self._estimator.measure(*key).units for key in self._measured if key[0] == candidate.tensor]
+        return candidate.num_stages <= max(known or [self._count_units(candidate)])
 
-    def _simulate(self, candidate: Candidate) -> float:
+    def _simulate(self, candidate: Candidate, *, fit: bool) -> float:
         """Return 0.0 when done; otherwise the step time at which to requeue the candidate, cut to fit in memory."""
-        limits = [int(self._limit)] * (candidate in self._again)
-        estimate = (self._estimator.fit if limits else self._estimator.estimate)(candidate, *limits)
+        estimator, limit = self._estimator, int(self._limit)
+        estimate = estimator.fit(candidate, limit) if fit else estimator.estimate(candidate)
         if max(estimate.memory_bytes) > self._limit:
             self._full.setdefault(candidate.mesh, []).append((max(estimate.memory_bytes), candidate))
-            self._again.add(candidate)
-            return 0.0 if limits or candidate.pipeline == 1 else estimate.step_seconds
+            return 0.0 if fit or candidate.pipeline == 1 else estimate.step_seconds
         found = self._found.get(candidate.mesh)
         if found is None or estimate.step_seconds < found[1].step_seconds:
             self._found[candidate.mesh] = candidate, estimate
@@ -284,7 +263,7 @@ class Search:
         order = sorted(self._found.values(), key=lambda found: found[1].step_seconds)
         best = order[0]
         plans = [
-            make_plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), True, estimate.breakdown)
+            _plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), True, estimate.breakdown)
             for candidate, estimate in order
         ]
         plans = [replace(own, why=explain_rank(own, plans)) for own in plans]
@@ -295,31 +274,25 @@ class Search:
                 # It was above the best step before that was cut again, which may have made it longer.
                 slower = max(0.0, bound / best[1].step_seconds - 1)
                 why = f"not simulated: at least {slower:.0%} slower, with these settings or others"
-                own = make_plan(candidate, bound, round(self._need(candidate)), None)
-                plans.append(replace(own, why=why))
+                plans.append(_plan(candidate, bound, round(self._need(candidate)), None, why=why))
         for mesh, full in self._full.items():
             possible = (pair for pair in sorted(full) if self._divides(pair[1]))
             if mesh not in seen and (leanest := next(possible, None)):
                 need, candidate = leanest
                 over = (need - self._limit) / 1e9
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
-                own = make_plan(candidate, self._extrapolate(candidate), round(need), False)
-                plans.append(replace(own, why=why))
+                plans.append(_plan(candidate, self._extrapolate(candidate), round(need), False, why=why))
         return tuple(plans)
 
     def _explain_full(self) -> str:
-        """Describe the candidate that needs least memory, found by simulating the likeliest ones."""
-        leanest = (
-            min(full, key=lambda pair: (pair[1].microbatch_size, -RECOMPUTE.index(pair[1].recompute), pair))[
-                1
-            ]
-            for full in self._full.values()
-        )
-        measured = [own for own in leanest if self._key(own) in self._measured or self._measure(own)]
-        found = [
-            (self._estimator.estimate(own).memory_bytes, own)
-            for own in sorted(measured, key=self._need)[:TRIED]
-        ]
+
+        def order(pair: tuple[float, Candidate]) -> Any:
+            return pair[1].microbatch_size, -RECOMPUTE.index(str(pair[1].recompute)), pair
+
+        leanest = (min(full, key=order)[1] for full in self._full.values())
+        measured = [own for own in leanest if own.key in self._measured or self._count_units(own)]
+        likely = sorted(measured, key=self._need)[:TRIED]
+        found = [(self._estimator.estimate(own).memory_bytes, own) for own in likely]
         limit = round(self._limit)
         if not found:
             return f"no plan fits in {limit:,} bytes a device: {self._list_refusals()}"
@@ -358,11 +331,16 @@ class Search:
         )
 
 
-def _count_held(candidate: Candidate, rank: int) -> int:
-    """Count the microbatches of which a rank holds every chunk's activations when its first backward begins."""
-    p, m = candidate.pipeline, candidate.num_microbatches
-    if candidate.schedule == "gpipe":
-        return m
-    if candidate.num_model_chunks == 1:
-        return min(m, p - rank)
-    return min(m, p, 2 * (p - 1 - rank) + 1)  # of the last chunk, which is begun last
+def _plan(candidate: Candidate, *found: Any, **further: Any) -> Plan:
+    return Plan(*astuple(candidate), *found, **further)
+
+
+@cache
+def _count_held(schedule: str, p: int, m: int, v: int) -> Sequence[int]:
+    """Count, by rank, the microbatches of which it holds every chunk's activations when its first backward begins."""
+    held = []
+    for rank in range(p):
+        order = compute_order(schedule, rank, p, m, v)
+        begun = Counter(action.stage for action in takewhile(lambda one: one.kind is Kind.FORWARD, order))
+        held.append(min(begun[stage] for stage in range(rank, p * v, p)))
+    return held

@@ -26,17 +26,10 @@ def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]
     the same way. A setting may be the layer's own number. Otherwise the result is `model` itself and 0.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > KEPT]
-    name, layers = max(lists, key=lambda named: _count(named[1]), default=("", nn.ModuleList()))
-    if not lists or _is_tied(model, layers):
+    if not lists:
         return model, 0
-    signs = [_sign(layer) for layer in layers]
-    if any(sign.keys() != signs[0].keys() for sign in signs):
-        return model, 0
-    for key, first in signs[0].items():
-        column = [sign[key] for sign in signs]
-        if not all(_is_same(first, value) for value in column) and column != [*range(len(column))]:
-            return model, 0
-    if not _uses_alike(model, name, examples):
+    name, layers = max(lists, key=lambda named: sum(p.numel() for p in named[1].parameters()))
+    if _is_tied(model, layers) or not _are_equal(layers) or not _uses_alike(model, name, examples):
         return model, 0
     copy = copy_structure(model, _twin)
     short = copy.get_submodule(name)
@@ -45,15 +38,20 @@ def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]
     return copy, len(layers) - KEPT
 
 
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
 def _is_tied(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Return whether a tensor of one layer is also another module's."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     uses = Counter(id(tensor) for _, tensor in named)
     return any(uses[id(tensor)] > 1 for tensor in (*layers.parameters(), *layers.buffers()))
+
+
+def _are_equal(layers: nn.ModuleList) -> bool:
+    """Return whether all layers agree, but for a setting that is the layer's own number."""
+    first, *others = map(_sign, layers)
+    columns = [[value, *(sign.get(key) for sign in others)] for key, value in first.items()]
+    return all(sign.keys() == first.keys() for sign in others) and all(
+        all(_is_same(column[0], value) for value in column) or column == [*range(len(column))]
+        for column in columns
+    )
 
 
 def _sign(layer: nn.Module) -> dict[tuple[str, str], object]:

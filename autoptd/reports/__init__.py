@@ -1,1 +1,1 @@
-"""Explain a compiled program to a person: the overview, the bottlenecks, and the page for the browser."""
+"""Show a compiled program to a person: the overview, its text, and the page for the browser."""

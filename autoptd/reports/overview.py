@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import module_path
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
@@ -123,6 +123,10 @@ class Overview:
     ) -> Overview:
         """Count a program's `stages`."""
         mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
+        tied = (
+            n for n, p in manifest.parameters.items() if p.kind == "parameter" and len(manifest.owners(n)) > 1
+        )
+        aliases = manifest.aliases.items()
         return cls(
             title=title,
             mesh=(mesh.tensor, mesh.pipeline, mesh.data),
@@ -133,12 +137,12 @@ class Overview:
             num_model_chunks=v,
             global_batch=manifest.microbatch_size * m * mesh.data,
             ideal_bubble=(mesh.pipeline - 1) / (v * m),
-            stages=tuple(
-                _count_stage(manifest, stage, interface)
-                for stage, interface in zip(stages, manifest.stages, strict=True)
-            ),
+            stages=tuple(_count_stage(manifest, *pair) for pair in zip(stages, manifest.stages, strict=True)),
             communication=_count_communication(manifest, stages),
-            tied=tuple(_find_tied(manifest)),
+            tied=tuple(
+                Tied(name, tuple(a for a, stored in aliases if stored == name), manifest.owners(name))
+                for name in tied
+            ),
             recomputation=_count_recomputation(manifest, stages),
             log=tuple(log),
             shapes=tuple(shapes),
@@ -146,7 +150,7 @@ class Overview:
 
 
 def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) -> StageOverview:
-    paths = [path for node in stage.graph.nodes if (path := find_path(node))]
+    paths = [path for node in stage.graph.nodes if (path := module_path(node))]
     crossing = interface.sends if manifest.mesh.pipeline > 1 else ()
     return StageOverview(
         index=interface.index,
@@ -164,19 +168,9 @@ def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) ->
     )
 
 
-def find_path(node: fx.Node) -> str:
-    """Return the module path of a call; in a stage traced from its text, that of its parameter."""
-    if node.op != "call_function":
-        return ""
-    names = [str(taken.target) for taken in node.all_input_nodes if taken.op == "get_attr"]
-    return str(info(node).path or next((name.rpartition(".")[0] for name in names), ""))
-
-
 def _crossing(boundary: Boundary, manifest: Manifest) -> int:
-    """Return the bytes of a boundary value that one tensor rank sends."""
     tensor = manifest.mesh.tensor
-    scattered = is_scattered(boundary, tensor, manifest.scatter_gather)
-    return boundary.bytes // (tensor if scattered else 1)
+    return boundary.bytes // (tensor if is_scattered(boundary, tensor, manifest.scatter_gather) else 1)
 
 
 def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communication:
@@ -199,35 +193,25 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
         loss=any(node.target is kernels.cross_entropy for node in nodes),
         pipeline_forward=Traffic.of(_crossing(b, manifest) for b in sends),
         pipeline_backward=Traffic.of(_crossing(b, manifest) for b in sends if b.requires_grad),
-        gradient_bytes=max(_gradient_bytes(manifest)) if manifest.mesh.data > 1 else 0,
+        gradient_bytes=_count_gradient_bytes(manifest) if manifest.mesh.data > 1 else 0,
         partial=tuple(partial) if manifest.mesh.tensor > 1 else (),
     )
 
 
-def _gradient_bytes(manifest: Manifest) -> list[int]:
-    """Return the bytes of gradients on each pipeline rank."""
+def _count_gradient_bytes(manifest: Manifest) -> int:
     held = [0] * manifest.mesh.pipeline
     for name, parameter in manifest.parameters.items():
         if parameter.kind == "parameter" and parameter.requires_grad:
             local = prod(parameter.local_shape(manifest.mesh.axes))
             for rank in manifest.owners(name):
                 held[rank] += local * parameter.dtype.itemsize
-    return held
-
-
-def _find_tied(manifest: Manifest) -> Iterator[Tied]:
-    for name, parameter in manifest.parameters.items():
-        owners = manifest.owners(name)
-        if parameter.kind == "parameter" and len(owners) > 1:
-            yield Tied(name, tuple(a for a, stored in manifest.aliases.items() if stored == name), owners)
+    return max(held)
 
 
 def _count_recomputation(manifest: Manifest, stages: Sequence[Stage]) -> Recomputation:
-    groups = [recomputed_groups(stage.graph) for stage in stages]
-    count = sum(map(len, groups))
-    ledgers = [Ledger(stage, manifest.mesh) for stage in stages] if count else []
-    kept, whole = (
-        sum(count_bytes(ledger.kept(own)) for ledger, own in zip(ledgers, chosen, strict=False))
-        for chosen in (groups, [()] * len(stages))
-    )
-    return Recomputation(count, kept, whole)
+    if not any(recomputed_groups(stage.graph) for stage in stages):
+        return Recomputation(0, 0, 0)
+    ledgers = [Ledger(stage, manifest.mesh) for stage in stages]
+    kept = sum(count_bytes(ledger.kept(ledger.groups)) for ledger in ledgers)
+    whole = sum(count_bytes(ledger.kept(())) for ledger in ledgers)
+    return Recomputation(sum(len(ledger.groups) for ledger in ledgers), kept, whole)

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from autoptd.reports.explanation import Explanation
 from autoptd.reports.overview import Overview, StageOverview
 from autoptd.reports.summary import describe_sums, format_bytes, format_seconds, format_teraflops, headline
-from autoptd.runtime.comm.trace import Phase, TimelineEntry
+from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.simulate.step import Simulation
 from autoptd.simulate.svg import box_code, box_colours
 
@@ -29,16 +28,21 @@ COMMUNICATION = {
 }
 
 
-def write_page(path: str | Path, program: Overview, explanation: Explanation, texts: Sequence[str]) -> None:
-    """Write the page of `program` with its simulated step, explained, and its `texts`, one per pipeline rank."""
-    simulation = explanation.simulation
+def write_page(
+    path: str | Path,
+    program: Overview,
+    simulation: Simulation,
+    explanation: Sequence[str],
+    texts: Sequence[str],
+) -> None:
+    """Write the page of `program` with its simulated step, the lines of its `explanation`, and its rank `texts`."""
     first, *rest = headline(program)
     parts = {
         "title": escape(first),
         "headline": "".join(f"<p>{escape(line)}</p>" for line in rest),
         "tiles": "".join(_tiles(simulation)),
         "breakdown": "".join(_breakdown(simulation)),
-        "explanation": "".join(f"<li>{escape(line)}</li>" for line in explanation.lines),
+        "explanation": "".join(f"<li>{escape(line)}</li>" for line in explanation),
         "held": "".join(_held(simulation)),
         "communication": "".join(_communication(program)),
         "stages": "".join(map(_stage_row, program.stages)),
@@ -71,23 +75,19 @@ def _tiles(simulation: Simulation) -> Iterator[str]:
 
 
 def _breakdown(simulation: Simulation) -> Iterator[str]:
-    """Return a bar in pieces, with a legend."""
-    shares = {
-        name: (seconds, max(0.0, seconds) / simulation.step_seconds)
-        for name, seconds in simulation.breakdown.items()
-    }
+    spent = simulation.breakdown
+    shares = {name: max(0.0, seconds) / simulation.step_seconds for name, seconds in spent.items()}
     yield f"<p>Pipeline rank {simulation.critical_rank}, which works most.</p><div class='bar'>"
-    for name, (_, share) in shares.items():
+    for name, share in shares.items():
         yield f'<i class="{escape(name)}" style="flex-grow:{share:.5f}" title="{escape(name)}"></i>'
     yield "</div><table>"
-    for name, (seconds, share) in shares.items():
+    for name, share in shares.items():
         swatch = f'<td><i class="swatch {escape(name)}"></i>{escape(name)}</td>'
-        yield f"<tr>{swatch}{_numbers([format_seconds(seconds), f'{share:.1%}'])}</tr>"
+        yield f"<tr>{swatch}{_numbers([format_seconds(spent[name]), f'{share:.1%}'])}</tr>"
     yield "</table>"
 
 
 def _held(simulation: Simulation) -> Iterator[str]:
-    """Return the memory of the fullest rank at its peak, as a bar."""
     rank = simulation.memory_bytes.index(max(simulation.memory_bytes))
     yield f"<p>Pipeline rank {rank} at its peak, the fullest.</p><table>"
     for name, size in simulation.held_bytes.items():
@@ -111,12 +111,10 @@ def _communication(program: Overview) -> Iterator[str]:
 
 def _stage_row(stage: StageOverview) -> str:
     names = "".join(f"<td>{escape(path)}</td>" for path in (stage.first, stage.last))
-    sends = [format_bytes(stage.sent_bytes), format_bytes(stage.unscattered_bytes)]
-    numbers = [
-        f"{stage.parameters:,}",
-        f"{stage.flops / 1e9:,.4g}",
-        *(sends if stage.sent_bytes else ["", ""]),
+    sends = [
+        format_bytes(size) if stage.sent_bytes else "" for size in (stage.sent_bytes, stage.unscattered_bytes)
     ]
+    numbers = [f"{stage.parameters:,}", f"{stage.flops / 1e9:,.4g}", *sends]
     return f"<tr>{_numbers([stage.index, stage.pipeline_rank])}{names}{_numbers(numbers)}</tr>\n"
 
 
@@ -131,14 +129,14 @@ def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
     """Return the data that the script draws. Times are tick differences, so that equal steps compress well."""
     tick = simulation.step_seconds / TICKS
     unit = max(simulation.memory_bytes) / LEVELS
-    p = len(simulation.timeline)
+    phases, p = simulation.phases, len(simulation.timeline)
     return {
         "seconds": simulation.step_seconds,
         "ticks": TICKS,
         "colours": box_colours(program.num_model_chunks),
         "capacity": simulation.cluster.device.memory_bytes,
         "rows": [_row(row, p, tick) for row in simulation.timeline],
-        "phases": [_phase(phase, tick) for phase in simulation.phases],
+        "phases": [[own.rank, own.name, round(own.start / tick), round(own.end / tick)] for own in phases],
         "moments": MOMENTS,
         "unit": unit,
         "memory": [_course(course, simulation.step_seconds, unit) for course in simulation.memory],
@@ -147,21 +145,16 @@ def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
 
 def _row(row: Sequence[TimelineEntry], num_ranks: int, tick: float) -> dict[str, list[int]]:
     """Return one rank's forwards and backwards in columns: `box_code`, microbatch, gap, length."""
-    columns: dict[str, list[int]] = {"code": [], "microbatch": [], "gap": [], "length": []}
-    last = 0
-    for _, action, start, end in row:
-        if action.kind.computes:
-            begin, finish = round(start / tick), round(end / tick)
-            columns["code"].append(box_code(action, num_ranks))
-            columns["microbatch"].append(action.microbatch)
-            columns["gap"].append(begin - last)
-            columns["length"].append(finish - begin)
-            last = finish
-    return columns
-
-
-def _phase(phase: Phase, tick: float) -> list[object]:
-    return [phase.rank, phase.name, round(phase.start / tick), round(phase.end / tick)]
+    boxes = [entry for entry in row if entry.action.kind.computes]
+    begins, ends = (
+        [round(at / tick) for at in times] for times in zip(*(box[2:] for box in boxes), strict=True)
+    )
+    return {
+        "code": [box_code(box.action, num_ranks) for box in boxes],
+        "microbatch": [box.action.microbatch for box in boxes],
+        "gap": [begin - last for begin, last in zip(begins, [0, *ends[:-1]], strict=True)],
+        "length": [end - begin for begin, end in zip(begins, ends, strict=True)],
+    }
 
 
 def _course(course: Sequence[tuple[float, int]], step_seconds: float, unit: float) -> list[int]:

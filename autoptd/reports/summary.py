@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-from autoptd.reports.overview import Overview, StageOverview, Traffic
+from autoptd.reports.overview import Overview, StageOverview
 from autoptd.runtime.program.mesh import Mesh
 
 SHOWN_STAGES = 16  # of a longer table, equal neighbours are left out
+SHOWN_NAMES = 3
 PATH_WIDTH = 22
 WIDTH = 110
 
@@ -49,27 +51,22 @@ HEAD: Row = ("stage", "rank", "modules", "", "parameters", "GFLOP", "sends", "un
 
 def _table(stages: Sequence[StageOverview]) -> Iterator[str]:
     shown: list[Row] = [HEAD, *list_stages(stages)]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(HEAD))]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in shown:
-        cells = [
-            cell.ljust(width) if column in (2, 3) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = (f"{cell:{'<' if i in (2, 3) else '>'}{widths[i]}}" for i, cell in enumerate(row))
         yield "  ".join(cells)
 
 
 def list_stages(stages: Sequence[StageOverview]) -> list[Row]:
     """Return a row per stage under `HEAD`; in a long table, equal neighbours are one row of dots."""
-    rows = [_row(stage) for stage in stages]
-    shown: list[Row] = []
-    for index, row in enumerate(rows):
-        edge = index == 0 or index == len(rows) - 1
-        alike = not edge and row[4:] == rows[index - 1][4:] == rows[index + 1][4:]
-        if len(rows) <= SHOWN_STAGES or not alike:
-            shown.append(row)
-        elif shown[-1] != ("...",) * len(HEAD):
-            shown.append(("...",) * len(HEAD))
-    return shown
+    rows, dots = [_row(stage) for stage in stages], ("...",) * len(HEAD)
+    if len(rows) <= SHOWN_STAGES:
+        return rows
+    shown = rows[:1]
+    for before, row, behind in zip(rows, rows[1:], rows[2:], strict=False):
+        shown.append(dots if before[4:] == row[4:] == behind[4:] else row)
+    shown.append(rows[-1])
+    return [row for row, _ in groupby(shown)]
 
 
 def _row(stage: StageOverview) -> Row:
@@ -117,27 +114,25 @@ def format_teraflops(rate: float) -> str:
 
 def describe_all(program: Overview) -> Iterator[str]:
     """Yield the lines of communication, ties and recomputation."""
-    yield from _all_reduces(program)
-    yield from describe_sums(program)
-
-
-def _all_reduces(program: Overview) -> Iterator[str]:
-    communication = program.communication
     if program.mesh[0] > 1:
-        again = communication.tensor_repeated
+        communication = program.communication
+        traffics = communication.tensor_forward, communication.tensor_backward, communication.tensor_repeated
+        forward, backward, again = (f"{one.count} ({format_bytes(one.bytes)})" for one in traffics)
         yield (
-            f"tensor all-reduces per microbatch: forward {_count(communication.tensor_forward)}, "
-            f"backward {_count(communication.tensor_backward)}"
-            + f", of which recomputation repeats {_count(again)}" * bool(again.count)
+            f"tensor all-reduces per microbatch: forward {forward}, backward {backward}"
+            + f", of which recomputation repeats {again}" * bool(communication.tensor_repeated.count)
             + "; the loss reduces three numbers a token" * communication.loss
         )
+    yield from describe_sums(program)
 
 
 def describe_sums(program: Overview) -> Iterator[str]:
     """Yield the lines of gradient sums over ranks, and of recomputation."""
-    communication, (_, _, data) = program.communication, program.mesh
-    if communication.partial:
-        yield (f"summed over the tensor ranks once a step: the gradients of {_list(communication.partial)}")
+    partial, (_, _, data) = program.communication.partial, program.mesh
+    if partial:
+        more = f" and {len(partial) - SHOWN_NAMES} more" if len(partial) > SHOWN_NAMES else ""
+        names = ", ".join(partial[:SHOWN_NAMES]) + more
+        yield f"summed over the tensor ranks once a step: the gradients of {names}"
     if data > 1:
         yield f"gradients are summed over {data} replicas once a step, then divided"
     for tied in program.tied:
@@ -150,15 +145,6 @@ def describe_sums(program: Overview) -> Iterator[str]:
             f"recomputed in the backward: {program.recomputation.groups} groups; all stages keep "
             f"{format_bytes(kept)} of {format_bytes(whole)} of activations for it"
         )
-
-
-def _count(traffic: Traffic) -> str:
-    return f"{traffic.count} ({format_bytes(traffic.bytes)})"
-
-
-def _list(names: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def _wrap(line: str) -> Iterator[str]:

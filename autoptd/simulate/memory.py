@@ -80,60 +80,65 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
     return Owned(elements, fixed, trained, partial, tied, after)
 
 
-def gradient_bytes(precision: Precision, wide: bool = True) -> float:
-    """Return the bytes of one element's gradient: at least float32 if `wide`, as in our runtime."""
-    item = ITEM_BYTES[precision.dtype]
-    return max(FLOAT32_BYTES, item) if wide else item
+@dataclass(frozen=True)
+class States:
+    """Bytes of gradients and of Adam's states in a `precision`.
 
-
-def state_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> dict[str, float]:
-    """Return the bytes held throughout a step; `shards` replicas divide the optimizer's states (ZeRO-1), or none (0).
-
-    Adam steps a copy of weights whose states are divided, even among one replica (see `adam_bytes`).
+    `shards` replicas divide the optimizer's states (ZeRO-1); 0: none do. Gradients are at least float32 if `wide`, as
+    in our runtime.
     """
-    item = ITEM_BYTES[precision.dtype]
-    states = adam_bytes(item, copied=shards > 0)
-    return {
-        "parameters": owned.elements * item + owned.fixed,
-        "gradients": owned.trained * gradient_bytes(precision, wide),
-        "optimizer": owned.trained * states / max(shards, 1),
-    }
 
+    precision: Precision
+    shards: int = 0
+    wide: bool = True
 
-def scattered_bytes(
-    elements: float, precision: Precision, shards: int, wide: bool = True
-) -> tuple[float, float]:
-    """Return the bytes of the sums of `elements` that are scattered together, and of the bucket that they pass through.
+    @property
+    def _item(self) -> float:
+        return ITEM_BYTES[self.precision.dtype]
 
-    One replica has no sums besides its gradients.
-    """
-    gradients = elements * gradient_bytes(precision, wide)
-    return gradients / shards if shards > 1 else 0.0, min(gradients, BUCKET_BYTES) if shards else 0.0
+    @property
+    def _moment(self) -> float:
+        return max(FLOAT32_BYTES, self._item)
 
+    @property
+    def gradient(self) -> float:
+        """The bytes of one element's gradient."""
+        return self._moment if self.wide else self._item
 
-def copied_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
-    """Return the bytes of the float32 copies of narrow gradients while the optimizer steps."""
-    return (
-        owned.trained
-        / max(shards, 1)
-        * (FLOAT32_BYTES if gradient_bytes(precision, wide) < FLOAT32_BYTES else 0)
-    )
+    def held(self, owned: Owned) -> dict[str, float]:
+        """Return the bytes held throughout a step.
 
+        Adam steps a copy of weights whose states are divided, even among one replica (see `adam_bytes`).
+        """
+        states = owned.trained * adam_bytes(self._item, copied=self.shards > 0)
+        return {
+            "parameters": owned.elements * self._item + owned.fixed,
+            "gradients": owned.trained * self.gradient,
+            "optimizer": states / max(self.shards, 1),
+        }
 
-def optimizer_bytes(owned: Owned, precision: Precision, shards: int, wide: bool = True) -> float:
-    """Return the bytes that clipping by the global norm and an Adam step read and write.
+    def scattered(self, elements: float) -> tuple[float, float]:
+        """Return the bytes of the sums of `elements` that are scattered together, and of the bucket they pass through.
 
-    The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. Narrow
-    gradients are converted to float32 first, and new weights to half precision at the end.
-    """
-    item, gradient = ITEM_BYTES[precision.dtype], gradient_bytes(precision, wide)
-    moment = max(FLOAT32_BYTES, item)
-    each = gradient + 7 * moment
-    if gradient < moment:
-        each += gradient + moment
-    if item < moment:
-        each += moment + item
-    return owned.trained * each / max(shards, 1)
+        One replica has no sums besides its gradients.
+        """
+        gradients = elements * self.gradient
+        sums = gradients / self.shards if self.shards > 1 else 0.0
+        return sums, min(gradients, BUCKET_BYTES) if self.shards else 0.0
+
+    def copied(self, owned: Owned) -> float:
+        """Return the bytes of the float32 copies of narrow gradients while the optimizer steps."""
+        return owned.trained / max(self.shards, 1) * (FLOAT32_BYTES if self.gradient < FLOAT32_BYTES else 0)
+
+    def moved(self, owned: Owned) -> float:
+        """Return the bytes that clipping by the global norm and an Adam step read and write.
+
+        The norm reads the gradients; Adam reads gradient, moments and weights and writes all but the gradient. Narrow
+        gradients are converted to float32 first, and new weights to half precision at the end.
+        """
+        each = self.gradient + 7 * self._moment
+        each += sum(narrow + self._moment for narrow in (self.gradient, self._item) if narrow < self._moment)
+        return owned.trained * each / max(self.shards, 1)
 
 
 def trace_memory(
@@ -145,7 +150,7 @@ def trace_memory(
     """Yield (seconds, activation bytes, buffer bytes) at every change of the schedule.
 
     A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
-    backward what it computes again. After a stage's last one its gradients are `scattered`, see `scattered_bytes`.
+    backward what it computes again. After a stage's last one its gradients are `scattered`, see `States.scattered`.
     """
     ends = last_gradients(actions)
     computed = (entry for entry in entries if entry.action.kind.computes)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from autoptd.options import check_counts
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.runtime.comm.trace import TimelineEntry
-from autoptd.runtime.program.schedule import Kind, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, make_schedule
 
 
 @dataclass(frozen=True)
@@ -45,49 +45,35 @@ def simulate_schedule(
     """
     check_counts(p=p, m=m, v=v)
     schedule = make_schedule(name, p, m, v)
-    forward, backward, transfer, tick = _whole_ticks(v, forward_seconds, backward_seconds, transfer_seconds)
-    taken = {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: backward,
-        Kind.SEND_OUTPUT: transfer,
-        Kind.SEND_GRADIENT: transfer,
-    }
-    times = ActionTimes({kind: [time] * (p * v) for kind, time in taken.items()})
-    rows: list[list[TimelineEntry]] = [[] for _ in schedule]
-    step = 0
-    for rank, action, start, end in walk(walking_order(schedule), p, times):
-        if action.kind.computes:
-            rows[rank].append(TimelineEntry(rank, action, float(start * tick), float(end * tick)))
-            step = max(step, int(end))
-    ideal = m * v * (forward + backward)
-    return SimulatedStep(
-        step_seconds=float(step * tick),
-        bubble_seconds=float((step - ideal) * tick),
-        bubble_fraction=(step - ideal) / ideal,
-        timeline=tuple(map(tuple, rows)),
-    )
-
-
-def _whole_ticks(
-    v: int,
-    forward_seconds: float | Fraction,
-    backward_seconds: float | Fraction,
-    transfer_seconds: float | Fraction,
-) -> tuple[int, int, int, Fraction]:
-    """Express one chunk's forward and backward, and a transfer, in whole ticks; the tick is in seconds."""
-    times = {
+    given = {
         "forward_seconds": forward_seconds,
         "backward_seconds": backward_seconds,
         "transfer_seconds": transfer_seconds,
     }
-    for keyword, seconds in times.items():
+    for keyword, seconds in given.items():
         number = isinstance(seconds, (int, float, Fraction)) and not isinstance(seconds, bool)
         if not number or not math.isfinite(seconds) or seconds < 0:
             raise ValueError(f"{keyword}={seconds!r}: expected a finite time of 0 seconds or more")
     if forward_seconds == backward_seconds == 0:
         raise ValueError("forward_seconds and backward_seconds are both 0: expected some computation")
-    forward, backward = Fraction(forward_seconds) / v, Fraction(backward_seconds) / v
-    transfer = Fraction(transfer_seconds)
-    per_second = math.lcm(forward.denominator, backward.denominator, transfer.denominator)
-    ticks = [int(time * per_second) for time in (forward, backward, transfer)]
-    return ticks[0], ticks[1], ticks[2], Fraction(1, per_second)
+    exact = [Fraction(seconds) for seconds in given.values()]
+    second = v * math.lcm(*(seconds.denominator for seconds in exact))  # in whole ticks
+    forward, backward, transfer = (
+        int(seconds * second) for seconds in (exact[0] / v, exact[1] / v, exact[2])
+    )
+    kinds = (*COMPUTING, *(kind.send for kind in COMPUTING))
+    taken = dict(zip(kinds, (forward, backward, transfer, transfer), strict=True))
+    times = ActionTimes({kind: [time] * (p * v) for kind, time in taken.items()})
+    rows: list[list[TimelineEntry]] = [[] for _ in schedule]
+    step = 0
+    for rank, action, start, end in walk(walking_order(schedule), p, times):
+        if action.kind.computes:
+            rows[rank].append(TimelineEntry(rank, action, start / second, end / second))
+            step = max(step, end)
+    ideal = m * v * (forward + backward)
+    return SimulatedStep(
+        step_seconds=step / second,
+        bubble_seconds=(step - ideal) / second,
+        bubble_fraction=(step - ideal) / ideal,
+        timeline=tuple(map(tuple, rows)),
+    )

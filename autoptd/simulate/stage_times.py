@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -11,51 +11,45 @@ import torch
 from torch import fx
 
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.cost.durations import Precision
+from autoptd.passes.cost.durations import Durations, Precision, Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.meta_values import shaping_arguments
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import values_taken
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
-from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Kind
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Seconds of one direction of a stage: computing, and waiting for the tensor group's all-reduces."""
+class WorkTimes:
+    """The times of a stage's work on one microbatch, and its memory in bytes of the step's dtype.
 
-    compute: float
-    tensor: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.tensor
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.compute + other.compute, self.tensor + other.tensor)
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """One stage on one microbatch.
-
-    `gather`, `send` and `arriving` are by the kind that computes: the all-gather of what arrives in pieces (SC21 §4.1),
-    the message that leaves, and the bytes that a posted receive holds. `kept` bytes wait for the backward, and
-    `working` more live while it runs. `flops` are those of GEMMs and attention's products in all passes.
+    `kept` bytes wait for the backward, and `working` more live while it runs. `flops` are those of GEMMs and
+    attention's products in all passes.
     """
 
     forward: Seconds
     backward: Seconds
-    gather: Mapping[Kind, float]
-    send: Mapping[Kind, float]
     kept: float
     working: float
-    arriving: Mapping[Kind, float]
     flops: float
+
+
+@dataclass(frozen=True)
+class StageTimes(WorkTimes):
+    """One stage on one microbatch, with its messages.
+
+    All are by the kind that computes: `gather` is the all-gather of what arrives in pieces (SC21 §4.1), `send` the
+    message that leaves, `arriving` the bytes that a posted receive holds.
+    """
+
+    gather: Mapping[Kind, float]
+    send: Mapping[Kind, float]
+    arriving: Mapping[Kind, float]
 
 
 def time_stages(
@@ -70,56 +64,54 @@ def time_stages(
 
     Raises ValueError for a dtype in which the device does not compute.
     """
-    known: dict[object, StageWork] = {}
+    cluster.device.peak(precision.dtype)
+    mesh = manifest.mesh
+    known: dict[object, Collection[CallWork]] = {}
+    durations = [Durations(cluster, mesh, precision, overlap, rank) for rank in range(mesh.pipeline)]
     found = []
     for index, stage in enumerate(stages):
         signature = _sign(stage)
         if signature not in known:
-            known[signature] = _join(divide_work(stage, Ledger(stage, manifest.mesh)).values())
-        ranks = cluster.slowest(manifest.mesh.groups("tensor", pipeline=index % manifest.mesh.pipeline))
-        times = time_work(known[signature], cluster, ranks, precision, overlap=overlap)
+            known[signature] = divide_work(stage, Ledger(stage, mesh)).values()
+        times = add_up(known[signature], durations[index % mesh.pipeline])
         found.append(time_stage(manifest, index, times, cluster, precision))
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class StageWork:
-    """The work and memory of a stage, or of a call of it, in the program's own dtype.
+class CallWork:
+    """The work and memory of a call, in the program's own dtype; `again`: recomputation repeats its forward.
 
-    `forward` and `backward` count equal works, as equal layers have them; `again` is the work that recomputation
-    repeats in the backward. `working` are the most bytes that the backward holds besides the `kept` ones: gradients,
-    and tensors saved by a recomputed group.
+    `working` are the most bytes that its backward holds besides the `kept` ones: gradients, and tensors saved by a
+    recomputed group.
     """
 
-    forward: Counter[Work]
-    backward: Counter[Work]
-    again: Counter[Work]
+    forward: Work
+    backward: Work
+    again: bool
     kept: int
     working: int
     flops: float
 
 
-def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, StageWork]:
+def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
     """Return the work of each call of a stage; a storage is kept by the first call, or group, that needs it."""
-    groups = recomputed_groups(stage.graph)
-    first = {group[0]: group for group in groups}
-    inside = {node: group for group in groups for node in group}
-    again = {group[0]: count_bytes(ledger.saved(group)) for group in groups}
-    repeated = {node for group in groups for node in ledger.repeated(group)}
-    trained = find_trained(stage)
+    first = {group[0]: group for group in ledger.groups}
+    inside = {node: group for group in ledger.groups for node in group}
+    again = {group[0]: count_bytes(ledger.saved(group)) for group in ledger.groups}
+    repeated, trained = ledger.repeated_nodes, find_trained(stage)
     seen: set[torch.UntypedStorage] = set()
     found = {}
     for node in ledger.nodes:
-        forward = forward_work(node)
         kept = ledger.storages(values_taken(first[node])) if node in first else set()
         kept = (kept if node in inside else ledger.saved([node])) - seen
         seen |= kept
-        backward = backward_work(node, trained)
+        forward, backward = forward_work(node), backward_work(node, trained)
         once = _product_flops(forward)
-        found[node] = StageWork(
-            Counter([forward]),
-            Counter([backward]),
-            Counter([forward] * (node in repeated)),
+        found[node] = CallWork(
+            forward,
+            backward,
+            node in repeated,
             count_bytes(kept),
             ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0),
             once + _product_flops(backward) + once * (node in inside),
@@ -127,36 +119,26 @@ def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, StageWork]:
     return found
 
 
-def _join(works: Collection[StageWork]) -> StageWork:
-    forward, backward, again = Counter[Work](), Counter[Work](), Counter[Work]()
-    for work in works:
-        forward.update(work.forward)
-        backward.update(work.backward)
-        again.update(work.again)
-    return StageWork(
-        forward,
-        backward,
-        again,
-        sum(work.kept for work in works),
-        max((work.working for work in works), default=0),
-        sum(work.flops for work in works),
+def add_up(calls: Collection[CallWork], durations: Durations) -> WorkTimes:
+    """Return the times and memory of some calls of a stage; equal works are timed together."""
+
+    def time(works: Iterable[Work]) -> Seconds:
+        counted = Counter(works).items()
+        return sum((durations.seconds(work) * count for work, count in counted), Seconds())
+
+    scale = durations.precision.scale
+    return WorkTimes(
+        time(call.forward for call in calls),
+        time(call.backward for call in calls) + time(call.forward for call in calls if call.again),
+        sum(call.kept for call in calls) * scale,
+        max((call.working for call in calls), default=0) * scale,
+        sum(call.flops for call in calls),
     )
 
 
 def _sign(stage: Stage) -> object:
-    """Return a key that is equal for stages of equal cost: their operators, values and groups, without names.
-
-    Integers among the arguments are left out: dimensions and shapes, which the values show, or an operator's number.
-    """
-    place = {node: index for index, node in enumerate(stage.graph.nodes)}
-
-    def read(argument: object) -> object:
-        if isinstance(argument, fx.Node):
-            return place[argument]
-        if isinstance(argument, (tuple, list)):
-            return tuple(map(read, argument))
-        return None if type(argument) is int else argument
-
+    """Return a key that is equal for stages of equal cost: their operators, values and groups, without names."""
+    place = {node: f"node {index}" for index, node in enumerate(stage.graph.nodes)}
     groups = {node: index for index, group in enumerate(recomputed_groups(stage.graph)) for node in group}
     rows = []
     for node in stage.graph.nodes:
@@ -165,105 +147,28 @@ def _sign(stage: Stage) -> object:
         shapes = tuple((v.shape, v.stride(), v.dtype) for v in tensors if isinstance(v, torch.Tensor))
         own = stage.parameters[str(node.target)].requires_grad if node.op == "get_attr" else node.target
         role = (info(node).role, info(node).requires_grad)
-        arguments = (read(node.args), tuple((key, read(a)) for key, a in node.kwargs.items()))
+        arguments = repr(fx.map_arg((shaping_arguments(node), node.kwargs), place.__getitem__))
         rows.append((node.op, own if node.op != "placeholder" else role, shapes, arguments, groups.get(node)))
     return tuple(rows)
-
-
-@dataclass(frozen=True)
-class WorkTimes:
-    """A `StageWork` on a cluster, in seconds and in bytes of the step's dtype."""
-
-    forward: Seconds
-    backward: Seconds
-    again: Seconds
-    kept: float
-    working: float
-    flops: float
-
-
-def time_work(
-    work: StageWork, cluster: Cluster, ranks: Sequence[int], precision: Precision, *, overlap: bool = True
-) -> WorkTimes:
-    """Time a work on the tensor group `ranks`; raise ValueError for a dtype in which the device does not compute."""
-    cluster.device.peak(precision.dtype)
-    return WorkTimes(
-        add_up(work.forward, cluster, ranks, precision, overlap),
-        add_up(work.backward, cluster, ranks, precision, overlap),
-        add_up(work.again, cluster, ranks, precision, overlap),
-        work.kept * precision.scale,
-        work.working * precision.scale,
-        work.flops,
-    )
 
 
 def time_stage(
     manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
 ) -> StageTimes:
     """Return the times of a stage with that work, and of its messages."""
-    ranks = cluster.slowest(manifest.mesh.groups("tensor", pipeline=index % manifest.mesh.pipeline))
-    crossing = {kind: _cross(manifest, index, kind, cluster, ranks, precision) for kind in COMPUTING}
-    return StageTimes(
-        forward=work.forward,
-        backward=work.backward + work.again,
-        gather={kind: one.gather_seconds for kind, one in crossing.items()},
-        send={kind: one.send_seconds for kind, one in crossing.items()},
-        kept=work.kept,
-        working=work.working,
-        arriving={kind: one.received_bytes for kind, one in crossing.items()},
-        flops=work.flops,
-    )
-
-
-def add_up(
-    works: Mapping[Work, int], cluster: Cluster, ranks: Sequence[int], precision: Precision, overlap: bool
-) -> Seconds:
-    """Time `works`, with the number of each, on the tensor group `ranks`."""
-    dtype, scale = precision.dtype, precision.scale
-    compute = tensor = 0.0
-    for work, count in works.items():
-        compute += count * cluster.device.seconds(work, dtype, scale)
-        tensor += count * cluster.exposed_seconds(work, ranks, dtype, scale, overlap=overlap)
-    return Seconds(compute, tensor)
-
-
-def count_flops(stage: Stage) -> int:
-    """Count the FLOPs of a stage's products, forward and backward without recomputation."""
-    trained = find_trained(stage)
-    works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
-    return round(sum(map(_product_flops, works)))
-
-
-def _product_flops(work: Work) -> float:
-    """Count as SC21 does, without the scores that the backward of a fused attention computes again."""
-    return float(sum(product.flops for product in work.products if not product.repeated))
-
-
-@dataclass(frozen=True)
-class _Crossing:
-    """One direction of a stage's boundaries: the message it sends, and what it receives."""
-
-    send_seconds: float = 0.0
-    gather_seconds: float = 0.0
-    received_bytes: float = 0.0
-
-
-def _cross(
-    manifest: Manifest, index: int, kind: Kind, cluster: Cluster, ranks: Sequence[int], precision: Precision
-) -> _Crossing:
-    """Time the messages of a stage whose slowest tensor group is `ranks`."""
     mesh, interface = manifest.mesh, manifest.stages[index]
-    if mesh.pipeline == 1:  # handed over on the spot
-        return _Crossing()
-    sends, receives = (interface.sends, interface.receives)[:: kind.direction]
-    whole, scattered = _bytes(sends, manifest, kind, precision)
-    received_whole, received_scattered = _bytes(receives, manifest, kind, precision)
-    sent, consumer = whole + scattered / mesh.tensor, index + kind.direction
-    return _Crossing(
-        _send_seconds(sent, mesh, index, consumer, cluster),
-        cluster.all_gather_seconds(received_scattered, ranks),
-        received_whole + received_scattered,
-    )
+    ranks = cluster.slowest(mesh.groups("tensor", pipeline=index % mesh.pipeline))
+    gather, send, arriving = {}, {}, {}
+    for kind in COMPUTING:
+        # A single pipeline rank hands values over on the spot.
+        ends = (interface.sends, interface.receives)[:: kind.direction] if mesh.pipeline > 1 else ((), ())
+        (whole, pieces), (whole_in, pieces_in) = (_bytes(end, manifest, kind, precision) for end in ends)
+        sides = (mesh.groups("tensor", pipeline=k % mesh.pipeline) for k in (index, index + kind.direction))
+        pair = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))  # of the slowest replica
+        send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
+        gather[kind] = cluster.all_gather_seconds(pieces_in, ranks)
+        arriving[kind] = whole_in + pieces_in
+    return StageTimes(**vars(work), gather=gather, send=send, arriving=arriving)
 
 
 def _bytes(
@@ -278,8 +183,13 @@ def _bytes(
     return sizes[0], sizes[1]
 
 
-def _send_seconds(count: float, mesh: Mesh, source: int, destination: int, cluster: Cluster) -> float:
-    """Return the seconds of the slowest replica's message between two stages, while its tensor peers send theirs."""
-    sides = (mesh.groups("tensor", pipeline=stage % mesh.pipeline) for stage in (source, destination))
-    here, there = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))
-    return cluster.send_seconds(count, here, there, senders=mesh.tensor)
+def count_flops(stage: Stage) -> int:
+    """Count the FLOPs of a stage's products, forward and backward without recomputation."""
+    trained = find_trained(stage)
+    works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
+    return round(sum(map(_product_flops, works)))
+
+
+def _product_flops(work: Work) -> float:
+    """Count as SC21 does, without the scores that the backward of a fused attention computes again."""
+    return float(sum(product.flops for product in work.products if not product.repeated))

@@ -10,22 +10,12 @@ from pathlib import Path
 from autoptd.options import check_flags
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import DTYPES, Precision
-from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
+from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
-from autoptd.simulate.memory import (
-    Owned,
-    copied_bytes,
-    count_owned,
-    freeze_idle,
-    gradient_bytes,
-    optimizer_bytes,
-    scattered_bytes,
-    state_bytes,
-    trace_memory,
-)
+from autoptd.simulate.memory import Owned, States, count_owned, freeze_idle, trace_memory
 from autoptd.simulate.stage_times import StageTimes, time_stages
 from autoptd.simulate.svg import write_svg
 
@@ -112,6 +102,10 @@ class Training:
         if type(self.zero) is not int or self.zero not in (0, 1):
             raise ValueError(f"zero={self.zero!r}: expected 0 or 1 (ZeRO's first stage)")
 
+    def states(self, precision: Precision, replicas: int) -> States:
+        """Return the bytes of the states of training on so many replicas."""
+        return States(precision, replicas * self.zero, self.wide_gradients)
+
 
 def simulate_program(
     manifest: Manifest,
@@ -145,9 +139,10 @@ def simulate_times(
     for entry in walk(order, p, action_times(times, blocking=not training.overlap_transfers)):
         rows[entry[0]].append(TimelineEntry._make(entry))
     timeline = tuple(map(tuple, rows))
-    least = max(end for _, _, _, end in walk(order, p, action_times(times, messages=False)))
+    least = step_seconds(order, p, action_times(times, messages=False))
     owned = [count_owned(manifest, rank) for rank in range(p)]
-    phases = tuple(_finish(manifest, timeline, owned, cluster, precision, training))
+    states = training.states(precision, manifest.mesh.data)
+    phases = tuple(_finish(manifest, timeline, owned, cluster, states, training))
     pipelined = max(row[-1].end for row in timeline)
     step = max([pipelined, *(phase.end for phase in phases)])
     spent = [_add_up(times[rank::p], m) for rank in range(p)]
@@ -159,13 +154,12 @@ def simulate_times(
             begin = max(phase.start, pipelined)
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
-    shards, wide = manifest.mesh.data * training.zero, training.wide_gradients
-    static = [state_bytes(own, precision, shards, wide) for own in owned]
-    courses = _trace_courses(schedule, timeline, times, owned, phases, (precision, shards, wide))
+    static = [states.held(own) for own in owned]
+    courses = _trace_courses(schedule, timeline, times, owned, phases, states)
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [
-        {**state, "activations": activations, "buffers": buffers}
-        for state, (_, activations, buffers) in zip(static, peaks, strict=True)
+        {**held, "activations": activations, "buffers": buffers}
+        for held, (_, activations, buffers) in zip(static, peaks, strict=True)
     ]
     totals = [round(sum(held.values())) for held in memory]
     computed = precision.dtype if manifest.autocast is None else DTYPES[manifest.autocast]
@@ -181,11 +175,8 @@ def simulate_times(
         memory_bytes=tuple(totals),
         held_bytes={name: round(size) for name, size in memory[totals.index(max(totals))].items()},
         memory=tuple(
-            tuple(
-                (at, round(sum(state.values()) + activations + buffers))
-                for at, activations, buffers in course
-            )
-            for state, course in zip(static, courses, strict=True)
+            tuple((at, round(sum(held.values()) + own + buffers)) for at, own, buffers in course)
+            for held, course in zip(static, courses, strict=True)
         ),
         timeline=timeline,
         phases=phases,
@@ -198,19 +189,19 @@ def _trace_courses(
     times: Sequence[StageTimes],
     owned: Sequence[Owned],
     phases: Iterable[Phase],
-    optimizer: tuple[Precision, int, bool],
+    states: States,
 ) -> list[list[tuple[float, float, float]]]:
     """Return the memory of each rank besides its states, in the schedule (see `trace_memory`) and the `phases`."""
     courses = []
     for actions, row, own in zip(schedule, timeline, owned, strict=True):
-        scattered = {stage: scattered_bytes(size, *optimizer) for stage, size in own.after.items()}
+        scattered = {stage: states.scattered(size) for stage, size in own.after.items()}
         courses.append(list(trace_memory(actions, row, times, scattered)))
     for phase in phases:
         own = owned[phase.rank]
-        held = copied_bytes(own, *optimizer)
+        held = states.copied(own)
         if phase.name != "optimizer":
-            late = (scattered_bytes(size, *optimizer)[1] for size in own.tied.values())
-            held = scattered_bytes(own.trained, *optimizer)[0] + max(late, default=0.0)
+            late = (states.scattered(size)[1] for size in own.tied.values())
+            held = states.scattered(own.trained)[0] + max(late, default=0.0)
         courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
     return courses
 
@@ -231,7 +222,6 @@ def action_times(
 
 
 def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:
-    """Return the seconds that the stages of a rank work in the schedule, by kind."""
     directions = [side for time in times for side in (time.forward, time.backward)]
     return {
         "compute": microbatches * sum(side.compute for side in directions),
@@ -245,17 +235,17 @@ def _finish(
     timeline: Sequence[Sequence[TimelineEntry]],
     owned: Sequence[Owned],
     cluster: Cluster,
-    precision: Precision,
+    states: States,
     training: Training,
 ) -> Iterator[Phase]:
     """Yield the phases after the schedule: the remaining gradient sums, in the runtime's order, and the optimizer."""
-    mesh, each = manifest.mesh, gradient_bytes(precision, training.wide_gradients)
+    mesh, each = manifest.mesh, states.gradient
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-    shards = max(mesh.data * training.zero, 1)
+    shards = max(states.shards, 1)
     # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
     overlap = training.overlap_data and cluster.device.multiprocessors > 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
-    summed, shared = (0.5, 0.5 * ITEM_BYTES[precision.dtype] / each) if shards > 1 else (1.0, 0.0)
+    summed, shared = (0.5, 0.5 * ITEM_BYTES[states.precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, joined, gathers = [], [], []
     for rank, own in enumerate(owned):
         groups = mesh.groups("tensor", pipeline=rank)
@@ -263,7 +253,8 @@ def _finish(
         end = timeline[rank][-1].end
         end += cluster.all_reduce_seconds(own.partial * each, cluster.slowest(groups))
         overlapped = 0.0
-        ended = {stage: _last_backward(timeline[rank], stage) for stage in own.after} if overlap else {}
+        made = [e for e in timeline[rank] if e.action.kind.produces_gradients and e.action.stage in own.after]
+        ended = {e.action.stage: e.end for e in made if overlap}  # of each stage the last
         for stage in sorted(ended, key=ended.__getitem__):
             overlapped = max(overlapped, ended[stage])
             overlapped += summed * cluster.all_reduce_seconds(own.after[stage] * each, replicas)
@@ -282,12 +273,4 @@ def _finish(
         joined.append(end)
     ready = max(joined)  # the norm of all gradients needs all ranks
     for rank, own in enumerate(owned):
-        stepping = optimizer_bytes(own, precision, shards, training.wide_gradients) / rate
-        yield Phase(rank, "optimizer", ready, ready + stepping + gathers[rank])
-
-
-def _last_backward(entries: Sequence[TimelineEntry], stage: int) -> float:
-    """Return the end of the last backward of `stage`."""
-    return next(
-        e.end for e in reversed(entries) if e.action.kind.produces_gradients and e.action.stage == stage
-    )
+        yield Phase(rank, "optimizer", ready, ready + states.moved(own) / rate + gathers[rank])

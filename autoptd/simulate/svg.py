@@ -112,7 +112,6 @@ def _draw_phase(phase: Phase, top: float, scale: float) -> str:
 
 
 def _draw_legend(colours: Sequence[tuple[str, str]], top: float, last: float) -> Iterator[str]:
-    """Draw the colours of the chunks next to the name of each kind."""
     kinds = {"forward": colours[::2], "backward": colours[1::2]}
     left = MARGIN
     for words, fills in (kinds | {WORDS[name]: [(fill, "")] for name, fill in PHASES.items()}).items():

@@ -18,9 +18,10 @@ from autoptd.options import check_counts
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.meta_values import shaping_arguments
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.program import Stage, recomputed_groups
-from autoptd.passes.operators.quantities import Number, Sizes, local_sizes
+from autoptd.passes.ir.program import Stage
+from autoptd.passes.operators.quantities import Number, local_sizes
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest
@@ -36,7 +37,7 @@ class Amounts:
     attention in full, and of a fused attention's backward the scores that it computes again left out; they are in
     `scores_again`. `elementwise` are FLOPs besides products, which the paper drops. `moved` are bytes read and written,
     `communicated` bytes that a ring sends over the tensor group, `saved` bytes of activations kept for the backward,
-    `parameters` the elements that the rank holds.
+    `parameters` the elements that the rank holds, `elements` those of whole parameters, tied ones once.
     """
 
     forward: Number = 0
@@ -48,6 +49,7 @@ class Amounts:
     communicated: Number = 0
     saved: Number = 0
     parameters: Number = 0
+    elements: Number = 0
 
     @property
     def flops(self) -> Number:
@@ -70,14 +72,14 @@ class Cost:
         own = {"t": mesh.tensor, "d": mesh.data, "m": manifest.num_microbatches}
         self.values = dict(symbols.values if symbols else {}) | {symbol(name): n for name, n in own.items()}
         works: dict[Hashable, tuple[Line, ...]] = {}
-        self._bills = [_Bill(stage, manifest, works, symbols) for stage in stages]
+        named: set[str] = set()
+        self._bills = [_Bill(stage, manifest, works, named, symbols) for stage in stages]
         self.stages = tuple(_total([bill.lines]) for bill in self._bills)
         self.layers: dict[sympy.Symbol, Amounts] = {}
         self._functions: dict[sympy.Expr, tuple[Callable[..., int], ...]] = {}
         self._find_layers()
 
     def _find_layers(self) -> None:
-        """Set `layers`, one of each stack."""
         lines: dict[Label, Counter[Line]] = {}
         for bill in self._bills:
             for label, counted in bill.by_layer.items():
@@ -94,33 +96,20 @@ class Cost:
                 **{n: _typical([getattr(layer, n) for layer in totals]) for n in names}
             )
 
-    def _over_layers(self, total: Number, name: str) -> sympy.Expr:
-        """Return a sum over the whole model with the number of layers as a symbol."""
-        for count, layer in self.layers.items():
-            total += (count - self.values[count]) * getattr(layer, name)
-        return sympy.expand(total)
-
     @cached_property
     def model(self) -> Amounts:
-        """Sum over all stages."""
+        """Sum over all stages, with the number of layers as a symbol."""
         whole = _total([bill.lines for bill in self._bills])
-        return Amounts(**{f.name: self._over_layers(getattr(whole, f.name), f.name) for f in fields(whole)})
+        sums = {field.name: getattr(whole, field.name) for field in fields(whole)}
+        for count, layer in self.layers.items():
+            for name in sums:
+                sums[name] += (count - self.values[count]) * getattr(layer, name)
+        return Amounts(**{name: sympy.expand(total) for name, total in sums.items()})
 
-    @cached_property
+    @property
     def parameters(self) -> sympy.Expr:
         """Elements of the model's parameters, tied ones once (SC21 equation 2)."""
-        whole: dict[str, tuple[Label, Number]] = {}
-        for bill in self._bills:
-            for name, found in bill.parameters.items():
-                whole.setdefault(name, found)
-        total = sympy.Add(*(size for _, size in whole.values()))
-        for stack, count in enumerate(self.layers):
-            sums: dict[Label, Number] = {}
-            for label, size in whole.values():
-                if label is not None and label[0] == stack:
-                    sums[label] = sums.get(label, 0) + size
-            total += (count - self.values[count]) * _typical(list(sums.values()))
-        return sympy.expand(total)
+        return self.model.elements
 
     @cached_property
     def flops(self) -> sympy.Expr:
@@ -178,16 +167,14 @@ class _Bill:
         stage: Stage,
         manifest: Manifest,
         works: dict[Hashable, tuple[Line, ...]],
+        named: set[str],
         symbols: DimensionSymbols | None,
     ) -> None:
         self.by_layer: dict[Label, Counter[Line]] = {}
-        self.parameters: dict[str, tuple[Label, Number]] = {}
         self._works = works  # of equal calls in all stages
         self._sizes = cache(symbols.shape if symbols else local_sizes)
         ledger = Ledger(stage, manifest.mesh)
-        groups = recomputed_groups(stage.graph)
-        repeated = {node for group in groups for node in ledger.repeated(group)}
-        trained = find_trained(stage)
+        repeated, trained = ledger.repeated_nodes, find_trained(stage)
         for node in stage.graph.nodes:
             if node.op == "call_function":
                 # All decoder layers' linears of an encoder's output are one call, with one all-reduce.
@@ -197,17 +184,17 @@ class _Bill:
                     for call in calls:
                         share = amount / sympy.Integer(len(calls))
                         self._count(info(call).layer, [(name, share)])
-            elif node.op == "get_attr" and stage.parameters[str(node.target)].kind == "parameter":
-                name, label = str(node.target), info(node).layer
-                shape = stage.parameters[name].shape
-                whole = symbols.whole_shape(node, shape) if symbols else shape
-                self.parameters[name] = label, prod(whole)
-                self._count(label, [("parameters", prod(self._sizes(node)))])
+        reads = {str(node.target): node for node in stage.graph.nodes if node.op == "get_attr"}
         for name, parameter in stage.parameters.items():
-            if parameter.kind == "parameter" and name not in self.parameters:  # no operator reads it
-                self.parameters[name] = None, prod(parameter.shape)
-                self._count(None, [("parameters", prod(parameter.shape))])
-        for node, size in ledger.itemize(groups, self._sizes):
+            if parameter.kind == "parameter":
+                label, held, whole = None, parameter.shape, parameter.shape
+                if name in reads:
+                    label, held = info(reads[name]).layer, self._sizes(reads[name])
+                    whole = symbols.whole_shape(reads[name], whole) if symbols else whole
+                lines = [("parameters", prod(held)), ("elements", prod(whole))]
+                self._count(label, lines[: 1 if name in named else 2])
+                named.add(name)
+        for node, size in ledger.itemize(self._sizes):
             self._count(info(node).layer, [("saved", size)])
 
     @property
@@ -219,33 +206,23 @@ class _Bill:
         counter.update(line for line in lines if line[1] != 0)
 
     def _list_work(self, node: fx.Node, trained: set[fx.Node], repeated: bool) -> tuple[Line, ...]:
-        """Return the lines of a call, once for all equal calls."""
         sources = tuple(
             (self._sizes(s), str(s.meta["val"]), s.op, s in trained)
             for s in node.all_input_nodes
             if info(s).role != "rank"
         )
-        given = tuple(_pattern(value) for value in (*node.args, *node.kwargs.values()))
+        given = repr(fx.map_arg((shaping_arguments(node), node.kwargs), lambda source: source.op))
         readers = sum(user.op == "output" or user in trained for user in node.users)
         key = node.target, self._sizes(node), sources, given, readers, node in trained, repeated
         if key not in self._works:
-            self._works[key] = tuple(_list_lines(node, trained, repeated, self._sizes))
+            forward = forward_work(node, self._sizes)
+            backward = backward_work(node, trained, self._sizes)
+            self._works[key] = (
+                *_list_work_lines(forward, "forward"),
+                *_list_work_lines(backward, "backward"),
+                *(_list_work_lines(forward, "recomputed") if repeated else ()),
+            )
         return self._works[key]
-
-
-def _pattern(value: Any) -> Any:
-    """Return the part of an argument that work may depend on; the numbers of dropouts differ from layer to layer."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_pattern, value))
-    return value if isinstance(value, (str, float, bool)) else type(value).__name__
-
-
-def _list_lines(node: fx.Node, trained: set[fx.Node], repeated: bool, sizes: Sizes) -> Iterator[Line]:
-    forward = forward_work(node, sizes)
-    yield from _list_work_lines(forward, "forward")
-    yield from _list_work_lines(backward_work(node, trained, sizes), "backward")
-    if repeated:
-        yield from _list_work_lines(forward, "recomputed")
 
 
 def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:

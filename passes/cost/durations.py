@@ -1,18 +1,16 @@
-"""The weights of the pipeline cut: nanoseconds of operators and of boundary values on a cluster."""
+"""The precision of a step, and the times of its works and transfers on the ranks of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from math import ceil, prod
 
 import torch
-from torch import fx
 
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
-from autoptd.passes.cost.work import Work, backward_work, forward_work
+from autoptd.passes.cost.work import Work
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime.program.mesh import Mesh
 
@@ -35,7 +33,7 @@ class Precision:
 
     @classmethod
     def of(cls, stages: Iterable[Stage], dtype: str | None = None) -> Precision:
-        """Return the precision of `dtype`, by default that of most elements of the program's parameters.
+        """Return the precision of `dtype`, by default the dtype of most elements of the program's parameters.
 
         Raises ValueError for a dtype that is unknown, or too narrow for weights and activations.
         """
@@ -55,24 +53,39 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Seconds:
+    """Seconds of one direction: computing, and waiting for the tensor group's all-reduces."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.tensor + other.tensor)
+
+    def __mul__(self, number: int) -> Seconds:
+        return Seconds(self.compute * number, self.tensor * number)
+
+
+@dataclass(frozen=True)
 class Durations:
-    """Times of nodes and transfers on the ranks of `mesh`, in whole nanoseconds; equal works are timed once."""
+    """Times of works and transfers on the ranks of `mesh`, or of its `pipeline_rank`; equal works are timed once.
+
+    Without `overlap` nothing is computed during all-reduces.
+    """
 
     cluster: Cluster
     mesh: Mesh
     precision: Precision
-    _known: dict[Work, float] = field(default_factory=dict, repr=False)
-
-    def of_forward(self, node: fx.Node) -> int:
-        """Return the time of a node's forward of one microbatch."""
-        return self._of_work(forward_work(node))
-
-    def of_backward(self, node: fx.Node, trained: Container[fx.Node] | None = None) -> int:
-        """Return the time of a node's backward of one microbatch; `trained` as in `backward_work`."""
-        return self._of_work(backward_work(node, trained))
+    overlap: bool = True
+    pipeline_rank: int | None = None
+    _known: dict[Work, Seconds] = field(default_factory=dict, repr=False)
 
     def of_transfer(self, value: torch.Tensor, *, divided: bool) -> int:
-        """Return the time to send one tensor to the next stage, or its gradient back.
+        """Return the nanoseconds to send one tensor to the next stage, or its gradient back.
 
         Each tensor rank sends 1/t of an undivided tensor, which is all-gathered on arrival (SC21 §4.1).
         """
@@ -81,33 +94,26 @@ class Durations:
         here, there = self._neighbours
         seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)
         if not divided:
-            seconds += self.cluster.all_gather_seconds(size, self._tensor_group)
+            seconds += self.cluster.all_gather_seconds(size, self.tensor_group)
         return ceil(seconds * NANOSECONDS)
 
-    def _of_work(self, work: Work) -> int:
-        return ceil(self.seconds(work) * NANOSECONDS)
-
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work) -> Seconds:
         """Return the seconds of one direction of one node."""
-        if not work:
-            return 0.0
         if work not in self._known:
-            dtype, scale = self.precision.dtype, self.precision.scale
-            seconds = self.cluster.device.seconds(work, dtype, scale)
-            seconds += self.cluster.exposed_seconds(work, self._tensor_group, dtype, scale)
-            self._known[work] = seconds
+            dtype, scale, ranks = self.precision.dtype, self.precision.scale, self.tensor_group
+            exposed = self.cluster.exposed_seconds(work, ranks, dtype, scale, overlap=self.overlap)
+            self._known[work] = Seconds(self.cluster.device.seconds(work, dtype, scale), exposed)
         return self._known[work]
 
     @cached_property
-    def _tensor_group(self) -> Sequence[int]:
-        stages = range(self.mesh.pipeline)
-        return self.cluster.slowest(
-            group for stage in stages for group in self.mesh.groups("tensor", pipeline=stage)
-        )
+    def tensor_group(self) -> Sequence[int]:
+        """The slowest tensor group."""
+        at = {} if self.pipeline_rank is None else {"pipeline": self.pipeline_rank}
+        return self.cluster.slowest(self.mesh.groups("tensor", **at))
 
     @cached_property
     def _neighbours(self) -> tuple[int, int]:
-        """Two neighbouring ranks of the pipeline."""
-        places = product(range(self.mesh.data), range(self.mesh.pipeline), range(self.mesh.tensor))
-        p, rank_of = self.mesh.pipeline, self.mesh.rank_of
-        return self.cluster.farthest((rank_of(d, k, t), rank_of(d, (k + 1) % p, t)) for d, k, t in places)
+        rings = self.mesh.groups("pipeline")
+        return self.cluster.farthest(
+            pair for ring in rings for pair in zip(ring, (*ring[1:], ring[0]), strict=True)
+        )

@@ -33,6 +33,7 @@ class Ledger:
     """The storages that each call of `stage` saves, on one rank of `mesh`, for one microbatch."""
 
     def __init__(self, stage: Stage, mesh: Mesh) -> None:
+        self.groups = recomputed_groups(stage.graph)
         self._rank = Rank.local(mesh, device=META)
         self._values: dict[fx.Node, Any] = {}
         self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
@@ -89,9 +90,11 @@ class Ledger:
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
         """Return the storages of the values of `nodes`, without parameters and batch inputs."""
-        values = [self._values[node] for node in nodes]
-        tensors = (t for v in values for t in (v if isinstance(v, (tuple, list)) else [v]))
-        return {t.untyped_storage() for t in tensors if isinstance(t, Tensor)} - self._held
+        return {t.untyped_storage() for node in nodes for t in self._tensors(node)} - self._held
+
+    def _tensors(self, node: fx.Node) -> list[Tensor]:
+        value = self._values[node]
+        return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
 
     def kept(self, groups: Collection[Sequence[fx.Node]]) -> set[UntypedStorage]:
         """Return the storages that the stage keeps for its backward if `groups` are recomputed."""
@@ -99,20 +102,16 @@ class Ledger:
         taken = {source for group in groups for source in values_taken(group)}
         return self.saved(node for node in self.nodes if node not in inside) | self.storages(taken)
 
-    def itemize(
-        self, groups: Collection[Sequence[fx.Node]], sizes: Sizes
-    ) -> Iterator[tuple[fx.Node, Number]]:
-        """Yield the first call that keeps each storage if `groups` are recomputed, and its bytes in numbers of `sizes`.
+    def itemize(self, sizes: Sizes) -> Iterator[tuple[fx.Node, Number]]:
+        """Yield the first call that keeps each storage, and its bytes in numbers of `sizes`.
 
         All parts of a storage are taken to be equal.
         """
-        ends = {group[0]: group for group in groups}
-        inside = {node for group in groups for node in group}
+        ends = {group[0]: group for group in self.groups}
+        inside = {node for group in self.groups for node in group}
         homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
-        for node, value in self._values.items():
-            for tensor in value if isinstance(value, (tuple, list)) else [value]:
-                if not isinstance(tensor, Tensor):
-                    continue
+        for node in self._values:
+            for tensor in self._tensors(node):
                 fills = tensor_bytes(tensor) == tensor.untyped_storage().nbytes()
                 if fills or node.op == "placeholder":
                     homes.setdefault(tensor.untyped_storage(), (node, tensor))
@@ -141,7 +140,6 @@ class Ledger:
         return weights + there + count_bytes(self.storages(halves))
 
     def _is_torchs_loss(self, node: fx.Node) -> bool:
-        """Return whether torch's own cross entropy computes the node."""
         if node.target is not kernels.cross_entropy:
             return node.target is aten.cross_entropy_loss.default
         args: Any = fx.map_arg(node.args, self._values.__getitem__)
@@ -151,6 +149,11 @@ class Ledger:
         """Return the nodes of a recomputed `group` that run again: up to the last one that saves a tensor."""
         last = max((i for i, node in enumerate(group) if self._saved[node]), default=-1)
         return group[: last + 1]
+
+    @property
+    def repeated_nodes(self) -> set[fx.Node]:
+        """Return the calls of the stage that its backward runs again."""
+        return {node for group in self.groups for node in self.repeated(group)}
 
 
 def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
@@ -170,11 +173,7 @@ def count_bytes(storages: Iterable[UntypedStorage]) -> int:
 
 def find_repeated(stage: Stage, mesh: Mesh) -> set[fx.Node]:
     """Return the calls of a stage that its backward runs again."""
-    groups = recomputed_groups(stage.graph)
-    if not groups:
-        return set()
-    ledger = Ledger(stage, mesh)
-    return {node for group in groups for node in ledger.repeated(group)}
+    return Ledger(stage, mesh).repeated_nodes if recomputed_groups(stage.graph) else set()
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from autoptd.runtime.program.schedule_check import execution_order
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """The time of each action in one unit: that of each stage, by the kinds that compute or send.
+    """The times of actions in one unit: one for each stage, by the kinds that compute or send.
 
     Each is a number, or an array with the numbers of several pipelines that run the same schedule. A sent message
     occupies its channel (an ordered pair of ranks); with `blocking` it occupies the sending rank too, as in
@@ -58,6 +59,18 @@ def walk(
             if times.blocking:
                 free[rank] = end
         yield rank, action, start, end
+
+
+def step_seconds(
+    order: Iterable[tuple[int, Action]],
+    num_ranks: int,
+    times: ActionTimes,
+    later: Callable[[Any, Any], Any] = max,
+) -> Any:
+    """Return the end of the last forward or backward of a `walk`."""
+    walked = walk(order, num_ranks, times, later)
+    last = {rank: end for rank, action, _, end in walked if action.kind.computes}
+    return reduce(later, last.values())
 
 
 def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The work of a call on one rank: what it computes, moves and communicates.
+"""The work of a call on one rank: its FLOPs, memory traffic and communication.
 
 The rules of `autoptd.passes.operators` hold for any kind of number. They read the sizes of tensors from a `Sizes`: one
 rank's integers, or expressions in the field's letters; their decisions depend on the integers alone. How long the work
@@ -100,7 +100,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def _in_half(work: Work, node: fx.Node) -> Work:
-    """The work with the half type that its products are computed in, where the node's value is of one."""
+    """Return the work with the half type of its products, if the node's value has one."""
     if not work.products:
         return work
     value = node.meta["val"]
@@ -112,7 +112,6 @@ def _in_half(work: Work, node: fx.Node) -> Work:
 
 
 def _accumulate(node: fx.Node, value: Value, times: int) -> Work:
-    """Add a gradient to others, `times`."""
     size = value.bytes(node)
     return Work(
         elementwise=times * value.count(node), read=2 * times * size, written=times * size, launches=times

@@ -64,6 +64,14 @@ def where(node: fx.Node) -> str:
     return f"{path} ({line})" if line else str(path)
 
 
+def module_path(node: fx.Node) -> str:
+    """Return the module path of a call; in a stage traced from its text, that of its parameter."""
+    if node.op != "call_function":
+        return ""
+    names = [str(taken.target) for taken in node.all_input_nodes if taken.op == "get_attr"]
+    return str(info(node).path or next((name.rpartition(".")[0] for name in names), ""))
+
+
 def walk(
     nodes: Iterable[fx.Node], parts: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
 ) -> Iterator[fx.Node]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
+from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walking_order
 from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold, undominated
 from autoptd.passes.stages.solver import Cut, cut_sequence
-from autoptd.runtime.program.schedule import Action, Kind, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Action, Kind, make_schedule
 
 # The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic
 # programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head.
@@ -26,16 +27,16 @@ WALKED = 100_000  # actions that are simulated to move the cuts, however many mo
 
 @dataclass(frozen=True)
 class ItemTimes:
-    """Nanoseconds of the items of a row: of the forward and the backward of each, and of sending what lives before it
-    `ahead`, and its gradients `back`. `fit` says where a cut may stand. `apart` is what the forward, and the backward,
-    of either stage at a cut take longer for the kernel that it parts."""
+    """The nanoseconds of the items of a row: each item's forward and backward, and sending the values that live before
+    it `ahead` and their gradients `back`. `may_cut` says where a cut may stand. `split_penalty` is the time that a cut
+    adds to the forward, and to the backward, of the stage on either side, for the kernel that it splits."""
 
     forward: Sequence[int]
     backward: Sequence[int]
     ahead: Sequence[int]
     back: Sequence[int]
-    fit: Sequence[bool]
-    apart: tuple[Sequence[int], Sequence[int]]
+    may_cut: Sequence[bool]
+    split_penalty: tuple[Sequence[int], Sequence[int]]
 
     @property
     def costs(self) -> list[int]:
@@ -44,8 +45,8 @@ class ItemTimes:
     @property
     def boundary_costs(self) -> list[int | None]:
         """Of a cut before each item, on either side of it."""
-        rows = zip(self.fit, self.ahead, self.back, *self.apart, strict=True)
-        return [sum(times) if fit else None for fit, *times in rows]
+        rows = zip(self.may_cut, self.ahead, self.back, *self.split_penalty, strict=True)
+        return [sum(times) if may_cut else None for may_cut, *times in rows]
 
 
 @dataclass(frozen=True)
@@ -63,52 +64,31 @@ class Pipeline:
     v: int
 
     @cached_property
-    def _orders(self) -> dict[int, list[tuple[int, Action]]]:
+    def _orders(self) -> list[list[tuple[int, Action]]]:
         counts = (self.m,) if self.m <= 4 * self.p else (2 * self.p, 4 * self.p)
-        return {count: walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts}
-
-    @cached_property
-    def _sums(self) -> tuple[Ints, Ints]:
-        forward, backward = (
-            np.concatenate([[0], np.cumsum(np.asarray(row, np.int64))])
-            for row in (self.times.forward, self.times.backward)
-        )
-        return forward, backward
+        return [walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts]
 
     @property
     def num_actions(self) -> int:
         """Return the number of actions that a walk takes, for one cut or for many."""
-        return sum(map(len, self._orders.values()))
+        return sum(map(len, self._orders))
 
     def of_cuts(self, positions: Ints) -> Ints:
-        """Nanoseconds of a step for each row of `positions`."""
-        count = len(positions)
-        ends = np.hstack(
-            [np.zeros((count, 1), np.int64), positions, np.full((count, 1), len(self.times.forward))]
-        )
-        forward, backward = (np.diff(sums[ends], axis=1).T for sums in self._sums)
-        for stages, apart in zip((forward, backward), self.times.apart, strict=True):
-            more = np.asarray(apart, np.int64)[positions].T
+        """Return the nanoseconds of a step for each row of `positions`."""
+        times, count, none = self.times, len(positions), np.zeros(len(positions), np.int64)
+        ends = np.pad(positions, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(times.forward))))
+        taken: dict[Kind, Any] = {}
+        sides = zip(COMPUTING, (times.forward, times.backward), times.split_penalty, strict=True)
+        for kind, row, penalty in sides:
+            stages = np.diff(np.pad(np.cumsum(row), (1, 0))[ends], axis=1).T
+            more = np.asarray(penalty, np.int64)[positions].T
             stages[1:] += more
             stages[:-1] += more
-        ahead, back = (np.asarray(row, np.int64)[positions].T for row in (self.times.ahead, self.times.back))
-        none = np.zeros(count, np.int64)
-        actions = ActionTimes(
-            {
-                Kind.FORWARD: list(forward),
-                Kind.BACKWARD: list(backward),
-                Kind.SEND_OUTPUT: [*ahead, none],
-                Kind.SEND_GRADIENT: [none, *back],
-            }
-        )
-        steps = []
-        for order in self._orders.values():
-            last: dict[int, Ints] = {}
-            for rank, action, _, end in walk(order, self.p, actions, np.maximum):
-                if action.kind.computes:
-                    last[rank] = end
-            steps.append(np.max(list(last.values()), axis=0))
-        work = (forward + backward).reshape(self.v, self.p, count).sum(0).max(0)
+            taken[kind] = stages
+        work = sum(taken.values()).reshape(self.v, self.p, count).sum(0).max(0)
+        ahead, back = (np.asarray(row, np.int64)[positions].T for row in (times.ahead, times.back))
+        taken |= {Kind.SEND_OUTPUT: [*ahead, none], Kind.SEND_GRADIENT: [none, *back]}
+        steps = [step_seconds(order, self.p, ActionTimes(taken), np.maximum) for order in self._orders]
         each = np.maximum((steps[-1] - steps[0]) // (2 * self.p), work)
         walked: Ints = steps[-1] + max(0, self.m - 4 * self.p) * each
         return walked
@@ -143,7 +123,6 @@ def choose_cut(
     num_pipeline_ranks: int,
     schedule: str,
     num_microbatches: int,
-    memory_limit: int | None,
 ) -> Choice:
     """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
@@ -159,7 +138,6 @@ def choose_cut(
             memory,
             num_stages=num_stages,
             num_pipeline_ranks=num_pipeline_ranks,
-            memory_limit=memory_limit,
             stage_ceiling=ceiling,
             effort=effort,
         )
@@ -171,17 +149,15 @@ def choose_cut(
     pipeline = Pipeline(times, schedule, num_pipeline_ranks, num_microbatches, chunks)
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
-    limit = None if fitting[0].overflow else memory_limit
-    sequence = fold(times.costs, times.boundary_costs, memory, num_stages, num_pipeline_ranks)
-    moved = [_move(cut, step, pipeline, sequence, limit) for cut, step in zip(fitting, steps, strict=True)]
+    fits = None if fitting[0].overflow else memory
+    sequence = fold(times.costs, times.boundary_costs, fits, num_stages, num_pipeline_ranks)
+    moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
     cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
     return Choice(cut, step, fitting[lightest], steps[lightest])
 
 
-def _move(
-    cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence, memory_limit: int | None
-) -> tuple[Cut, int]:
-    """Take the move that shortens the step most, again and again; the cut that is reached, and its step."""
+def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tuple[Cut, int]:
+    """Take the move that shortens the step most, again and again; return the last cut and its step."""
     here = np.searchsorted(sequence.places, [0, *cut.positions, sequence.places[-1]])
     kept = undominated(sequence, here)
     places, here = sequence.take(kept), np.searchsorted(kept, here)
@@ -192,7 +168,7 @@ def _move(
         moves = _neighbours(places, here)
         steps = pipeline.of_cuts(places.places[moves[:, 1:-1]])
         for index in np.argsort(steps, kind="stable").tolist():
-            if steps[index] >= step or memory_limit is None or places.fullest(moves[index]) <= memory_limit:
+            if steps[index] >= step or places.fits(moves[index]):
                 break
         if steps[index] >= step:
             stopped = ""
@@ -200,15 +176,12 @@ def _move(
         here, step = moves[index], int(steps[index])
     if step == before:
         return cut, step
-    positions, stages = tuple(places.places[here[1:-1]].tolist()), tuple(places.stage_costs(here).tolist())
-    method = f"{cut.method}, then moved{stopped}"
-    moved = replace(cut, positions=positions, stage_costs=stages, bottleneck=places.bottleneck(here))
-    return replace(moved, method=method), step
+    moved = Cut.of(places, here, cut.lower_bound, f"{cut.method}, then moved{stopped}")
+    return replace(moved, overflow=cut.overflow), step
 
 
 def _neighbours(sequence: CostSequence, cut: Ints) -> Ints:
-    """Cuts near `cut`: one of its positions moved, or one and the next, or one and all behind; every stage with
-    work. The first is `cut` itself."""
+    """Return `cut` and those near it, where every stage has work: one position moved, or it and the next, or all."""
     found = [cut]
     last = len(cut) - 2
     for first in range(1, last + 1):

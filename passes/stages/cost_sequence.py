@@ -24,21 +24,23 @@ class Memory:
     """Bytes that items add to their rank: `static` once, `activation` for every microbatch in flight.
 
     Both have one entry per item. `in_flight` has a row for each moment when a rank may hold most: the microbatches
-    that each stage holds then. `besides` is what each pipeline rank holds whatever its stages are.
+    that each stage holds then. `reserved` is what each pipeline rank holds whatever its stages are. No rank may hold
+    more than `limit`.
     """
 
     static: Sequence[int]
     activation: Sequence[int]
     in_flight: Sequence[Sequence[int]]
-    besides: Sequence[int]
+    reserved: Sequence[int]
+    limit: int
 
     def of_ranks(self, positions: Sequence[int]) -> list[int]:
-        """Bytes of each pipeline rank, when it holds most, where the items are cut at `positions`."""
+        """Return the peak bytes of each pipeline rank where the items are cut at `positions`."""
         starts = [0, *positions]
         static, activation = (np.add.reduceat(row, starts) for row in (self.static, self.activation))
         held = static + np.asarray(self.in_flight) * activation
-        sums = held.reshape(len(held), -1, len(self.besides)).sum(1).max(0)
-        return [own + more for own, more in zip(sums.tolist(), self.besides, strict=True)]
+        sums = held.reshape(len(held), -1, len(self.reserved)).sum(1).max(0)
+        return [own + more for own, more in zip(sums.tolist(), self.reserved, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class CostSequence:
 
     A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has
     work in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and
-    `activation` are the bytes of all items before a place. `in_flight` is [moments, stages]; `besides` [stages] are a
-    rank's bytes besides, with its first stage.
+    `activation` are the bytes of all items before a place. `in_flight` is [moments, stages]; `reserved` [stages] are
+    further bytes of a rank, with its first stage. `limit` is None where memory is not limited.
     """
 
     places: Ints
@@ -58,22 +60,28 @@ class CostSequence:
     static: Ints
     activation: Ints
     in_flight: Ints
-    besides: Ints
+    reserved: Ints
+    limit: int | None
     num_ranks: int
 
     @property
     def num_stages(self) -> int:
         return int(self.in_flight.shape[1])
 
+    @property
+    def units(self) -> int:
+        """Return the most stages that the sequence can be cut into."""
+        return len(np.unique(self.start + self.end)) - 1
+
     def stage_costs(self, cut: Ints) -> Ints:
         return self.end[cut[1:]] - self.start[cut[:-1]]
 
     def stage_bytes(self, cut: Ints) -> Ints:
-        """Bytes of every stage, at every moment."""
-        return np.diff(self.static[cut]) + self.in_flight * np.diff(self.activation[cut]) + self.besides
+        """Return the bytes of every stage, at every moment."""
+        return np.diff(self.static[cut]) + self.in_flight * np.diff(self.activation[cut]) + self.reserved
 
     def held(self, microbatches: int) -> Ints:
-        """Bytes of the items before each place, were they all in one stage that holds so many microbatches."""
+        """Return the bytes of the items before each place, in one stage with so many microbatches in flight."""
         held: Ints = self.static + self.activation * microbatches
         return held
 
@@ -83,18 +91,21 @@ class CostSequence:
         return sums
 
     def others(self, per_stage: Ints) -> Ints:
-        """For each stage, the sum of the other stages of its rank."""
+        """Return for each stage the sum of the other stages of its rank."""
         chunks = self.num_stages // self.num_ranks
         sums: Ints = np.tile(self.rank_sums(per_stage), chunks) - per_stage
         return sums
 
     def bottleneck(self, cut: Ints) -> int:
-        """Cost of the slowest pipeline rank."""
+        """Return the cost of the slowest pipeline rank."""
         return int(self.rank_sums(self.stage_costs(cut)).max())
 
     def fullest(self, cut: Ints) -> int:
-        """Bytes of the pipeline rank that holds most, when it does."""
+        """Return the peak bytes of the fullest pipeline rank."""
         return int(self.rank_sums(self.stage_bytes(cut)).max())
+
+    def fits(self, cut: Ints) -> bool:
+        return self.limit is None or self.fullest(cut) <= self.limit
 
     def take(self, kept: Ints) -> CostSequence:
         """Return the same sequence with the places of numbers `kept` only (ascending)."""
@@ -118,31 +129,31 @@ def fold(
     num_ranks: int,
 ) -> CostSequence:
     """Keep one place in each run of items that cost and hold nothing: the cheapest, the first of equals."""
-    count = len(costs)
-    work, static, activation = (np.zeros(count + 1, np.int64) for _ in range(3))
+    work, static, activation = (np.zeros(len(costs) + 1, np.int64) for _ in range(3))
     work[1:] = np.cumsum(np.asarray(costs, np.int64))
-    in_flight, besides = np.zeros((1, num_stages), np.int64), np.zeros(num_stages, np.int64)
+    in_flight, reserved = np.zeros((1, num_stages), np.int64), np.zeros(num_stages, np.int64)
     if memory is not None:
         static[1:] = np.cumsum(np.asarray(memory.static, np.int64))
         activation[1:] = np.cumsum(np.asarray(memory.activation, np.int64))
         in_flight = np.asarray(memory.in_flight, np.int64)
-        besides[:num_ranks] = memory.besides
-    prices = np.array([UNLIMITED if toll is None else toll for toll in boundary_costs], np.int64)
+        reserved[:num_ranks] = memory.reserved
+    prices = np.array([UNLIMITED if cost is None else cost for cost in boundary_costs], np.int64)
     inside = np.flatnonzero((prices < UNLIMITED) & (work[:-1] > 0) & (work[:-1] < work[-1]))
     alike = [row[inside][1:] == row[inside][:-1] for row in (work, static, activation)]  # none ever falls
     run = np.concatenate([[0], np.cumsum(~np.all(alike, axis=0))])[: len(inside)]
     order = np.lexsort((prices[inside], run))
     cheapest = inside[order[np.unique(run[order], return_index=True)[1]]]
-    places = np.concatenate([[0], cheapest, [count]])
-    tolls = np.concatenate([[0], prices[cheapest], [0]])
+    places = np.concatenate([[0], cheapest, [len(costs)]])
+    added = np.concatenate([[0], prices[cheapest], [0]])
     work = work[places]
     before = np.searchsorted(work, work, "left")
-    held = static[places], activation[places], in_flight, besides
-    return CostSequence(places, work - tolls, work + tolls, before, *held, num_ranks)
+    held = static[places], activation[places], in_flight, reserved
+    limit = None if memory is None else memory.limit
+    return CostSequence(places, work - added, work + added, before, *held, limit, num_ranks)
 
 
 def undominated(sequence: CostSequence, kept: Ints) -> Ints:
-    """Numbers of the places that no other beats on both sides, and of `kept`.
+    """Return the numbers of the places that no other beats on both sides, and those in `kept`.
 
     A place is beaten when a stage may end at another at no more cost, and the next start there at no more.
     In a GPT this leaves the narrow places of a layer, about five of twenty.
@@ -232,7 +243,7 @@ def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
 
 
 def _divide_time(floors: Ints, time: int) -> Ints:
-    """The limit of every stage where each rank has `time` in all: one level a rank, but at least its floors."""
+    """Return the limit of every stage where each rank has `time` in all: one level a rank, but at least its floors."""
     fixed = np.flip(np.cumsum(np.flip(np.sort(floors, axis=0), axis=0), axis=0), axis=0)  # of the largest
     fixed = np.vstack([fixed[1:], np.zeros_like(fixed[:1])])
     level = ((time - fixed) // np.arange(1, len(floors) + 1)[:, None]).min(0)
@@ -273,12 +284,11 @@ def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Int
 
 
 def _prefix_max(values: Ints, high: Ints) -> Ints:
-    """Largest of ``values[:high[i]]`` for each i."""
     return np.where(high > 0, np.maximum.accumulate(values)[high - 1], UNREACHED)
 
 
 def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:
-    """Largest of ``values[low[i]:high[i]]`` for each i, or UNREACHED: from maxima over powers of two."""
+    """Return the largest of ``values[low[i]:high[i]]`` for each i, or UNREACHED: from maxima over powers of two."""
     result = np.full(len(low), UNREACHED, np.int64)
     level, width = values, 1
     while width <= len(values):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
 from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
@@ -16,7 +18,7 @@ from torch import fx
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import walk, wants_gradient
+from autoptd.passes.ir.nodes import walk, wants_gradient, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.stages.choice import Choice, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
@@ -40,42 +42,41 @@ class Found(NamedTuple):
 
 
 def find_cut(
-    uncut: FusedOrder,
+    fused_order: FusedOrder,
     *,
     num_stages: int,
     schedule: str = "interleaved_1f1b",
     num_microbatches: int | None = None,
     cluster: Cluster | None = None,
-    besides: Sequence[int] = (),
+    reserved_bytes: Sequence[int] = (),
 ) -> Found:
     """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
 
     A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
-    reads; it gives what the next stage takes, the last one the loss. Boundary placeholders say
+    reads; it returns the boundary values of the next stage, or the loss. Boundary placeholders say
     ``requires_grad``.
 
     Args:
         schedule: the schedule of the stages, with `num_microbatches` (default 8 p): the shortest step of several cuts
             decides, and the schedule says how many microbatches a stage holds.
-        cluster: the cluster whose times the costs are, and whose memory holds parameters, gradients, Adam's state,
+        cluster: the costs are times on this cluster, and its memory limits parameters, gradients, Adam's state,
             activations in flight, and the backward of one recomputed group. If no cut is found to fit, the log says
             so. Default the paper's, "dgx-a100", with any memory.
-        besides: further bytes of each pipeline rank; default none.
+        reserved_bytes: further bytes of each pipeline rank; default none.
 
     Raises ValueError if there are fewer cuttable units than stages.
     """
-    pipeline = uncut.program.mesh.pipeline
+    pipeline = fused_order.program.mesh.pipeline
     m = 8 * pipeline if num_microbatches is None else num_microbatches
     described = cluster or Cluster.load("dgx-a100")
-    memory, memory_limit = None, None
+    memory = None
     if cluster is not None:
-        memory_limit = int(cluster.device.memory_bytes)
-        static, activation, working = uncut.memory
+        static, activation, working = fused_order.memory
         alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
-        memory = Memory(static, activation, alive, [working + more for more in besides or [0] * pipeline])
+        reserved = [working + more for more in reserved_bytes or [0] * pipeline]
+        memory = Memory(static, activation, alive, reserved, int(cluster.device.memory_bytes))
     counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}
-    times = uncut.times(described)
-    choice = choose_cut(times, memory, **counts, schedule=schedule, memory_limit=memory_limit)
+    choice = choose_cut(fused_order.times(described), memory, **counts, schedule=schedule)
     held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
     return Found(
         choice.cut.positions, _describe(choice, pipeline, described.name), not choice.cut.overflow, held
@@ -85,21 +86,21 @@ def find_cut(
 def fit_cut(
     find: Callable[[Sequence[int]], Found], make: Callable[[Found], tuple[Made, Sequence[int]]], limit: int
 ) -> tuple[Found, Made, Sequence[int]]:
-    """Return a cut, its program as `make` makes it, and the bytes of each rank: at most `limit`, if a cut is found.
+    """Return a cut, its program made by `make`, and the bytes of each rank: at most `limit` if such a cut is found.
 
-    Otherwise the leanest of those tried. `find` counts neither the buffers of receives nor all that a backward holds:
-    if the program has too much, `find` is called again with the bytes that each rank held besides. These belong to one
-    cut, and another may hold less: if no cut has room for so much, half of the addition is tried.
+    Otherwise return the leanest cut tried. `find` counts neither receive buffers nor everything that a backward holds:
+    if the program exceeds the limit, `find` is called again with the uncounted bytes of each rank reserved. These
+    belong to one cut, and another may hold less: if no cut has so much room, half of the addition is tried.
     """
     made: dict[tuple[int, ...], tuple[Found, Made, Sequence[int]]] = {}
-    besides: Sequence[int] = ()
+    reserved: Sequence[int] = ()
     above: Sequence[int] = ()  # for which there is no cut
     for _ in range(MAX_CUT_ATTEMPTS):
-        found = find(besides)
+        found = find(reserved)
         if made and not found.fits:
-            above = besides
+            above = reserved
         else:
-            known = besides or [0] * len(found.held)
+            known = reserved or [0] * len(found.held)
             fresh = found.positions not in made
             if fresh:
                 made[found.positions] = found, *make(found)
@@ -107,10 +108,10 @@ def fit_cut(
             if max(memory) <= limit or not found.fits or not (fresh or above):
                 break
         if above:
-            besides = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
+            reserved = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
         else:
             rows = zip(known, found.held, memory, strict=True)
-            besides = [own + max(0, real - counted) for own, counted, real in rows]
+            reserved = [own + max(0, real - counted) for own, counted, real in rows]
     return min(made.values(), key=lambda own: max(own[2]))
 
 
@@ -118,6 +119,30 @@ def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
     """Cut the one stage of `program` before the items (of its `Row`) at `positions`; `entry` is for the log."""
     (stage,) = program.stages
     return program.replace_stages(_build_stages(Row(stage), positions), entry)
+
+
+def align_cut(program: Program, first: Program, positions: Sequence[int]) -> tuple[int, ...]:
+    """Return the cut of the one stage of `program` that corresponds to `positions` in `first`, of another input shape.
+
+    Both are positions of a `Row`'s items, which are matched by their modules and operators, in order. Raises
+    ValueError for a cut that is not allowed at its counterpart.
+    """
+    own, other = Row(program.stages[0]), Row(first.stages[0])
+    allowed, aligned = own.allowed(), [0]
+    first_calls, calls = ([(info(node).path, node.target) for node in row.items] for row in (other, own))
+    blocks = SequenceMatcher(None, first_calls, calls, autojunk=False).get_matching_blocks()
+    matched = {block.a + i: block.b + i for block in blocks for i in range(block.size)}
+    for position in positions:
+        before = max((to for at, to in matched.items() if at < position), default=-1)
+        behind = min((to for at, to in matched.items() if at >= position), default=len(own.items))
+        fit = [i for i in range(before + 1, behind + 1) if aligned[-1] < i < len(allowed) and allowed[i]]
+        if not fit:
+            raise ValueError(
+                f"the graph of the first input shape is cut before {where(other.items[position])}, but the graph of "
+                "this shape cannot be cut there: compile it alone, or for fewer stages"
+            )
+        aligned.append(fit[0])
+    return tuple(aligned[1:])
 
 
 def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
@@ -156,7 +181,7 @@ def _loads(nodes: Iterable[fx.Node]) -> set[str]:
 
 
 def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
-    """The part that makes the constants among `names`; no nodes where there are none."""
+    """Return the part that makes the constants among `names`; no nodes where there are none."""
     outputs: list[Any] = [node.args[0] for node in constants.nodes if node.op == "output"]
     roots = {name: node for table in outputs for name, node in table.items() if name in names}
     needed = set(walk(roots.values()))
@@ -172,14 +197,13 @@ def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
 
 def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
     """Leave parameters that no stage uses with the first, so that the model's ``state_dict`` stays whole."""
-    used = {name for stage in stages for name in stage.parameters}
-    names = {n for n, p in whole.parameters.items() if n not in used and p.kind == "parameter"} | {
-        *stages[0].parameters
+    first, used = stages[0], {name for stage in stages for name in stage.parameters}
+    held = {
+        name: parameter
+        for name, parameter in whole.parameters.items()
+        if name in first.parameters or (parameter.kind == "parameter" and name not in used)
     }
-    first = Stage(
-        stages[0].graph, {n: p for n, p in whole.parameters.items() if n in names}, stages[0].constants
-    )
-    return (first, *stages[1:])
+    return (replace(first, parameters=held), *stages[1:])
 
 
 def make_boundary(node: fx.Node) -> Boundary:

@@ -24,7 +24,7 @@ from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.meta_values import shaping_arguments
 from autoptd.passes.ir.node_info import change_info, info
-from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, recomputed_groups
+from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph
 from autoptd.passes.stages.choice import ItemTimes
 from autoptd.passes.structure.linear_order import Row, RowBytes
 
@@ -39,8 +39,8 @@ class FusedOrder:
     The first of these marks what is recomputed; the others join operators into kernels.
 
     Each call of that says in ``info(node).items`` which positions of the row it stands for, and in ``.value`` the
-    one whose value it gives. `fit` says where a cut may stand: where values live that some kernel gives, so that no
-    kernel is parted within its arithmetic, and all cuts round alike.
+    one whose value it returns. `may_cut` says where a cut may stand: where all live values are results of kernels, so
+    that no cut falls inside a kernel's arithmetic, and every cut rounds in the same way.
     """
 
     def __init__(self, program: Program, finishing: Passes) -> None:
@@ -56,11 +56,11 @@ class FusedOrder:
         self._order = sorted(self._marked.items, key=lambda node: info(node).items)
         self.stage = self._finish(self._marked.stage)
         given = {info(node).value for node in self.stage.graph.nodes}
-        self.fit = self.row.allowed()
+        self.may_cut = self.row.allowed()
         for item, node in enumerate(self.row.items):
             if item not in given:
-                behind = min(self.row.last_use[node] + 1, len(self.fit))
-                self.fit[item + 1 : behind] = [False] * (behind - item - 1)
+                behind = min(self.row.last_use[node] + 1, len(self.may_cut))
+                self.may_cut[item + 1 : behind] = [False] * (behind - item - 1)
 
     def _finish(self, stage: Stage) -> Stage:
         program = self.program.replace_stages((stage,), "")
@@ -70,40 +70,39 @@ class FusedOrder:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Of the finished stage."""
+        """The ledger of the finished stage."""
         return Ledger(self.stage, self.program.mesh)
 
     @property
     def units(self) -> int:
         """Return the most stages that the row can be cut into."""
-        busy = [0, *accumulate(_works(node) for node in self.row.items)]
-        return 1 + len({at for at, fit in zip(busy, self.fit, strict=False) if fit} - {0, busy[-1]})
+        works = (bool(forward_work(node)) or bool(backward_work(node)) for node in self.row.items)
+        busy = list(accumulate(works, initial=0))
+        return 1 + len({at for at, may in zip(busy, self.may_cut, strict=False) if may} - {0, busy[-1]})
 
     @cached_property
     def memory(self) -> RowBytes:
         """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
         row, mesh = self._marked, self.program.mesh
-        ledger, groups = Ledger(row.stage, mesh), recomputed_groups(row.stage.graph)
-        *rows, working = row.memory(ledger, groups, once=mesh.pipeline == 1)
+        *rows, working = row.memory(Ledger(row.stage, mesh), once=mesh.pipeline == 1)
         static, activation = ([own[row.position[node]] for node in self._order] for own in rows)
         return RowBytes(static, activation, working)
 
     def times(self, cluster: Cluster) -> ItemTimes:
-        """Nanoseconds of the items on a cluster."""
+        """Return the nanoseconds of the items on a cluster."""
         durations = Durations(cluster, self.program.mesh, Precision.of(self.program.stages))
-        table, apart = self.divide(lambda work: (durations.seconds(work),))
-        return make_times(self, durations, table[..., 0], apart[..., 0], slice(None))
+        table, penalty = self.divide(lambda work: (durations.seconds(work).total,))
+        return make_times(self, durations, table[..., 0], penalty[..., 0], slice(None))
 
     def divide(self, measure: Measure) -> tuple[Floats, Floats]:
-        """Each item's part of what the calls measure, by direction: forward, backward, what the backward repeats. And
-        by how much more a cut before it makes that of the stage on either side. Calls on no parameter count with the
-        item before them.
+        """Divide what the calls measure over the items, by direction: forward, backward, what the backward repeats.
+
+        The second result is what a cut before an item adds to the stage on either side. Calls on no parameter count
+        with the item before them.
         """
-        groups = recomputed_groups(self.stage.graph)
-        repeated = {node for group in groups for node in self.ledger.repeated(group)}
-        measured = list(_measure(self.stage, measure, repeated))
+        measured = list(_measure(self.stage, measure, self.ledger.repeated_nodes))
         units = _join((items for items, _ in measured), len(self.row.items))
-        table, sums, apart = (np.zeros((len(units), 3, len(measure(Work())))) for _ in range(3))
+        table, sums, penalty = (np.zeros((len(units), 3, len(measure(Work())))) for _ in range(3))
         index = 0
         for items, own in measured:
             index = units[items[0]][0] if items else index
@@ -113,19 +112,19 @@ class FusedOrder:
             whole = sums[unit[0]]
             share = np.zeros_like(whole)
             for count, (last, end) in enumerate(pairwise(unit), 1):
-                places = [place for place in range(last + 1, end + 1) if self.fit[place]]
+                places = [place for place in range(last + 1, end + 1) if self.may_cut[place]]
                 if places:
                     parts, again = (unit[:count], unit[count:]), bool(whole[2].any())
                     before, behind = (self._take(part, measure, again, known) for part in parts)
-                    apart[places] += np.maximum(before + behind - whole, 0) / 2
+                    penalty[places] += np.maximum(before + behind - whole, 0) / 2
                     more = np.clip((whole + before - behind) / 2, share, whole)
                     table[last] += more - share
                     share = more
             table[unit[-1]] += whole - share
-        return table, apart
+        return table, penalty
 
     def _take(self, items: Sequence[int], measure: Measure, again: bool, known: dict[str, Floats]) -> Floats:
-        """What some items of one kernel take, finished by themselves; `known` is that of their like."""
+        """Return what some items of one kernel take, finished by themselves; `known` has those of equal items."""
         row, nodes = self._marked, [self._order[i] for i in items]
         place = {node: str(i) for i, node in enumerate(nodes)}
         outside: dict[fx.Node, str] = {}
@@ -147,35 +146,30 @@ class FusedOrder:
 
 
 def make_times(
-    uncut: FusedOrder, durations: Durations, table: Floats, apart: Floats, items: Any
+    fused_order: FusedOrder, durations: Durations, table: Floats, penalty: Floats, items: Any
 ) -> ItemTimes:
     """Return the times of a row's `items` from seconds by direction, divided over their operators."""
     ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
     forward, backward, again = np.diff(ends, axis=0, prepend=0).T
-    more = np.rint(apart[items] * NANOSECONDS).astype(np.int64)
+    more = np.rint(penalty[items] * NANOSECONDS).astype(np.int64)
     parted = more[:, 0].tolist(), more[:, 1:].sum(1).tolist()
-    cuts = (*uncut.row.transfer_times(durations), uncut.fit)
-    ahead, back, fit = (np.array(own)[items].tolist() for own in cuts)
-    return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, fit, parted)
-
-
-def _works(node: fx.Node) -> bool:
-    return bool(forward_work(node)) or bool(backward_work(node))
+    cuts = (*fused_order.row.transfer_times(durations), fused_order.may_cut)
+    ahead, back, may_cut = (np.array(own)[items].tolist() for own in cuts)
+    return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, may_cut, parted)
 
 
 def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Iterator[Measured]:
-    """For each call the items that it stands for, and its measures by direction."""
+    """Yield for each call the items that it stands for, and its measures by direction."""
     trained, again = find_trained(stage), set(repeated)
     for node in stage.graph.nodes:
         if node.op == "call_function":
-            forward, backward = (
-                np.array(measure(w)) for w in (forward_work(node), backward_work(node, trained))
-            )
+            works = forward_work(node), backward_work(node, trained)
+            forward, backward = (np.array(measure(work)) for work in works)
             yield info(node).items, np.array([forward, backward, forward * (node in again)])
 
 
 def _join(groups: Iterable[Sequence[int]], count: int) -> list[list[int]]:
-    """For each of so many items those that stand with it in one group, through others too, ascending."""
+    """Return for each of so many items all that stand with it in a group, or with one that does, ascending."""
     units = [[item] for item in range(count)]
     for group in groups:
         joined = sorted({item for own in group for item in units[own]})

@@ -50,6 +50,11 @@ class Cut:
     method: str
     overflow: str = ""
 
+    @classmethod
+    def of(cls, sequence: CostSequence, cut: Ints, lower_bound: int, method: str) -> Cut:
+        positions, costs = sequence.places[cut[1:-1]].tolist(), sequence.stage_costs(cut).tolist()
+        return cls(tuple(positions), tuple(costs), sequence.bottleneck(cut), lower_bound, method)
+
     @property
     def gap(self) -> float:
         """Return how far the slowest rank is above the lower bound, as a fraction of it."""
@@ -63,7 +68,6 @@ def cut_sequence(
     *,
     num_stages: int,
     num_pipeline_ranks: int,
-    memory_limit: int | None = None,
     stage_ceiling: float | None = 1.0,
     effort: float = 0.4,
 ) -> Cut:
@@ -71,9 +75,9 @@ def cut_sequence(
 
     Args:
         costs: integers, one per item; their sum below 2**60.
-        boundary_costs: what a cut before item i adds to the stages on both sides of it; None forbids it.
-        memory: what items hold; with `memory_limit`, bytes that no rank's stages may exceed together. Where no cut
-            is found to fit, the result is the one without a limit, and its `overflow` says so.
+        boundary_costs: the cost that a cut before item i adds to the stage on either side; None forbids it.
+        memory: the bytes of the items, and the limit of each rank. If no cut is found to fit, the result is the cut
+            without a limit, and its `overflow` says so.
         stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. None: any
             stages. Ranks balanced out of uneven chunks may wait for each other (see `choose_cut`).
         effort: deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
@@ -83,30 +87,29 @@ def cut_sequence(
     """
     if num_stages % num_pipeline_ranks:
         raise ValueError(
-            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; use a multiple"
+            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; choose a multiple"
         )
     sequence = fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
-    units = count_pieces(sequence)
-    if units < num_stages:
+    if sequence.units < num_stages:
         raise ValueError(
-            f"{num_stages} stages asked, but the graph has {units} cuttable units; "
-            f"make pipeline ranks x model chunks at most {units}"
+            f"the graph cannot be cut into {num_stages} stages: it has {sequence.units} cuttable units; "
+            f"choose pipeline ranks x model chunks of at most {sequence.units}"
         )
-    start = _first_cut(sequence, memory_limit)
+    start = _first_cut(sequence)
     slowest = int(sequence.stage_costs(start).max())
-    bound = _lower_bound(sequence, slowest if memory_limit is None else 0)
+    bound = _lower_bound(sequence, slowest if memory is None else 0)
     if num_stages == num_pipeline_ranks:
         cut, bound, method = start, slowest, "dynamic programme, exact"
-    elif sequence.bottleneck(start) == bound and _fits(sequence, start, memory_limit):
+    elif sequence.bottleneck(start) == bound and sequence.fits(start):
         cut, method = start, "dynamic programme, equal to the lower bound"
     elif not effort:
         cut, method = start, "dynamic programme"
     else:
         ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
         shared = minimize_slowest_rank(sequence, start) if stage_ceiling is None else start
-        start = shared if _fits(sequence, shared, memory_limit) else start
-        cut, bound, method = _improve(sequence, start, ceiling, memory_limit, bound, effort)
-    if memory_limit is not None and not _fits(sequence, cut, memory_limit):
+        start = shared if sequence.fits(shared) else start
+        cut, bound, method = _improve(sequence, start, ceiling, bound, effort)
+    if not sequence.fits(cut):
         unlimited = cut_sequence(
             costs,
             boundary_costs,
@@ -115,46 +118,42 @@ def cut_sequence(
             stage_ceiling=stage_ceiling,
             effort=effort,
         )
-        return replace(unlimited, overflow=_describe_overflow(sequence, cut, memory_limit))
-    cut = _even(sequence, cut, memory_limit)
-    positions = tuple(sequence.places[cut[1:-1]].tolist())
-    stage_costs = tuple(sequence.stage_costs(cut).tolist())
-    return Cut(positions, stage_costs, sequence.bottleneck(cut), bound, method)
+        return replace(unlimited, overflow=_describe_overflow(sequence, cut))
+    cut = _even(sequence, cut)
+    return Cut.of(sequence, cut, bound, method)
 
 
-def count_pieces(sequence: CostSequence) -> int:
-    """Return the most stages that the sequence could be cut into."""
-    return len(np.unique(sequence.start + sequence.end)) - 1
-
-
-def _first_cut(sequence: CostSequence, memory_limit: int | None) -> Ints:
-    """The cut with the least slowest *stage* that fits; where none is found to fit, one with little memory.
+def _first_cut(sequence: CostSequence) -> Ints:
+    """Return the cut with the least slowest *stage* that fits; where none is found to fit, one with little memory.
 
     For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it.
     """
     fastest = minimize_slowest_stage(sequence, None)
     assert fastest is not None, "there are as many units as stages"
-    if memory_limit is None or _fits(sequence, fastest, memory_limit):
+    if sequence.limit is None or sequence.fits(fastest):
         return fastest
     shares = [np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1]
     del shares[sequence.num_stages // sequence.num_ranks :]  # one chunk has all of its rank's
     for share in shares:
-        fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, memory_limit))
+        fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, sequence.limit))
         if fitting is not None:
             return fitting
-    least = [_least_memory(sequence, fastest, share, memory_limit) for share in shares]
+    least = [_least_memory(sequence, fastest, share, sequence.limit) for share in shares]
     return min(least, key=sequence.fullest)
 
 
 def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
-    """Each stage's part of what its rank has left of the memory, in proportion to its `share`."""
-    whole, left = sequence.others(share) + share, limit - sequence.others(sequence.besides) - sequence.besides
+    """Return each stage's part of its rank's memory, in proportion to its `share`."""
+    whole, left = (
+        sequence.others(share) + share,
+        limit - sequence.others(sequence.reserved) - sequence.reserved,
+    )
     rows = zip(left.tolist(), share.tolist(), whole.tolist(), strict=True)
     return np.array([most * part // rank for most, part, rank in rows])
 
 
 def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints, low: int) -> Ints:
-    """The cut whose fullest rank holds the fewest bytes, above `low` and to a thousandth, divided as `share`."""
+    """Return the cut whose fullest rank holds the fewest bytes, above `low` and to a thousandth, divided as `share`."""
     best, high = fastest, sequence.fullest(fastest)
     while high - low > high >> 10:
         middle = (low + high) // 2
@@ -167,7 +166,7 @@ def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints, low: int) 
 
 
 def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
-    """A bound for any cut: the even share of work and the cheapest transfers, or the slowest stage's rank.
+    """Return a bound for any cut: the even share of work and the cheapest transfers, or the slowest stage's rank.
 
     `slowest_stage` is the least possible, or 0 where that is not known.
     """
@@ -179,23 +178,23 @@ def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
 
 
 def _improve(
-    sequence: CostSequence, start: Ints, ceiling: int, memory_limit: int | None, bound: int, effort: float
+    sequence: CostSequence, start: Ints, ceiling: int, bound: int, effort: float
 ) -> tuple[Ints, int, str]:
-    """Improve a cut for several chunks a rank; also the lower bound, and how it was found."""
+    """Improve a cut for several chunks a rank; return it, its lower bound and the method."""
     whole = sequence.num_stages * len(sequence.places) <= WHOLE
     kept = np.arange(len(sequence.places)) if whole else undominated(sequence, start)
     places, cut, method = sequence.take(kept), np.searchsorted(kept, start), ""
     window = len(kept) if whole else WINDOW
     for _ in range(ROUNDS):
-        fits = _fits(places, cut, memory_limit)
+        fits = places.fits(cut)
         search = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound)
-        if memory_limit is not None:
-            search.limit_memory(memory_limit)
+        if places.limit is not None:
+            search.limit_memory(places.limit)
         found, optimal = search.solve(effort)
         if found is None:
             return kept[cut], bound, method or "dynamic programme; CP-SAT found nothing within its limit"
         method = "CP-SAT, optimal" if whole and optimal else "CP-SAT in a window"
-        if whole and optimal and search.exact and ceiling == UNLIMITED and memory_limit is None:
+        if whole and optimal and search.exact and ceiling == UNLIMITED and places.limit is None:
             bound = places.bottleneck(found)
         gain = places.bottleneck(cut) - places.bottleneck(found)
         if fits and gain <= 0:
@@ -208,7 +207,7 @@ def _improve(
     return kept[cut], bound, method
 
 
-def _even(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> Ints:
+def _even(sequence: CostSequence, cut: Ints) -> Ints:
     """Make the stages even and their boundaries narrow, with no rank and no stage above the present slowest.
 
     Works on overlapping runs of p stages, in which no two share a rank.
@@ -221,31 +220,27 @@ def _even(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> Ints:
             last = min(sequence.num_stages, first + ranks)
             limits = np.minimum(slowest - sequence.others(sequence.stage_costs(cut)), ceiling)
             room = None
-            if memory_limit is not None:
-                room = memory_limit - sequence.others(sequence.stage_bytes(cut)) - sequence.besides
+            if sequence.limit is not None:
+                room = sequence.limit - sequence.others(sequence.stage_bytes(cut)) - sequence.reserved
             cut = smooth(sequence, cut, first, last, limits, room)
         if np.array_equal(before, cut):
             break
     return cut
 
 
-def _fits(sequence: CostSequence, cut: Ints, memory_limit: int | None) -> bool:
-    return memory_limit is None or sequence.fullest(cut) <= memory_limit
-
-
-def _describe_overflow(sequence: CostSequence, cut: Ints, memory_limit: int) -> str:
-    """Which stage of which rank breaks the limit in the cut that was the best, and a way out."""
-    held = sequence.stage_bytes(cut)
+def _describe_overflow(sequence: CostSequence, cut: Ints) -> str:
+    """Describe which stage of which rank breaks the limit in the best cut found, and a way out."""
+    held, limit = sequence.stage_bytes(cut), sequence.limit or 0
     on_rank = sequence.rank_sums(held)
     moment, rank = (int(i) for i in np.unravel_index(on_rank.argmax(), on_rank.shape))
-    held, more = held - sequence.besides, int(sequence.besides[rank])
+    held, reserved = held - sequence.reserved, int(sequence.reserved[rank])
     stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[moment, k]))
-    besides = f" ({more / GB:.2f} GB are held besides)" if more else ""
+    more = f" beside {reserved / GB:.2f} GB that are reserved" if reserved else ""
     proved = "no cut fits" if sequence.num_stages == sequence.num_ranks else "found no cut that fits"
     return (
-        f"{proved} in {memory_limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
-        f"{held[moment, stage] / GB:.2f} GB{besides} and its pipeline rank {rank} is "
-        f"{(on_rank[moment, rank] - memory_limit) / GB:.2f} GB over; use a larger tensor or "
+        f"{proved} in {limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
+        f"{held[moment, stage] / GB:.2f} GB{more}, and its pipeline rank {rank} is "
+        f"{(on_rank[moment, rank] - limit) / GB:.2f} GB over; use a larger tensor or "
         "pipeline axis, a smaller microbatch, or more recomputation"
     )
 
@@ -306,10 +301,9 @@ class _Search:
             for rank in range(sequence.num_ranks):
                 stages = range(rank, sequence.num_stages, sequence.num_ranks)
                 total = sum(held[k, row[k]] for k in stages)
-                self.model.add(total <= (limit - int(sequence.besides[rank]) >> shift) - hidden)
+                self.model.add(total <= (limit - int(sequence.reserved[rank]) >> shift) - hidden)
 
     def _at(self, prefix: Ints, cut: int) -> cp_model.IntVar:
-        """The entry of `prefix` at the place of a cut."""
         low = int(self.low[cut])
         values = prefix[low : self.high[cut] + 1].tolist()
         value = self.model.new_int_var(min(values), max(values), "")

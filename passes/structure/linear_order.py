@@ -104,14 +104,14 @@ class Row:
 
         return self.sum_alive(time, lambda node: time(node) if node in self.trained else 0)[:, :-1]
 
-    def memory(self, ledger: Ledger, recomputed: Sequence[Sequence[fx.Node]], *, once: bool) -> RowBytes:
+    def memory(self, ledger: Ledger, *, once: bool) -> RowBytes:
         """Return the bytes of each item: its parameters with their state, and what it keeps for the backward.
 
-        The first item that saves a tensor has it; of a `recomputed` group the first has all that the group takes,
+        The first item that saves a tensor has it; of a recomputed group the first has all that the group takes,
         the others nothing. A tied parameter counts where it is used, each time; `once`: only the first.
         """
-        taken = {group[0]: values_taken(group) for group in recomputed}
-        inside = {node for group in recomputed for node in group}
+        taken = {group[0]: values_taken(group) for group in ledger.groups}
+        inside = {node for group in ledger.groups for node in group}
         static, activation = [], []
         seen: set[fx.Node] = set()
         counted: set[UntypedStorage] = set()
@@ -122,7 +122,7 @@ class Row:
             kept = ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])
             activation.append(count_bytes(kept - counted))
             counted |= kept
-        working = max((count_bytes(ledger.saved(group)) for group in recomputed), default=0)
+        working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
         return RowBytes(static, activation, working)
 
     def build_graph(

@@ -46,8 +46,8 @@ class Cuts:
     """The cuts of a model: what its slowest rank and its step take with any of them."""
 
     def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
-        uncut = FusedOrder(program, select_passes(Options(recompute), "finish"))
-        self.row, self.times = uncut.row, uncut.times(Cluster.load(CLUSTER))
+        fused_order = FusedOrder(program, select_passes(Options(recompute), "finish"))
+        self.row, self.times = fused_order.row, fused_order.times(Cluster.load(CLUSTER))
         self.p, self.m, self.v = program.mesh.pipeline, m, v
         self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)
 
@@ -80,13 +80,13 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     program = capture_model(model, Mesh(row.tensor, row.pipeline, row.data), row.microbatch, None)
     stages, m = row.pipeline * row.chunks, row.num_microbatches
     start, busy = time.perf_counter(), time.process_time()
-    uncut = FusedOrder(program, select_passes(Options("full"), "finish"))
-    find_cut(uncut, num_stages=stages, num_microbatches=m)
+    fused_order = FusedOrder(program, select_passes(Options("full"), "finish"))
+    find_cut(fused_order, num_stages=stages, num_microbatches=m)
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
     cuts = Cuts(program, "full", m, row.chunks)
     choice = choose_cut(
         cuts.times, None, num_stages=stages, num_pipeline_ranks=row.pipeline,
-        schedule="interleaved_1f1b", num_microbatches=m, memory_limit=None,
+        schedule="interleaved_1f1b", num_microbatches=m,
     )  # fmt: skip
     uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
@@ -127,7 +127,6 @@ def measure_model(case: Case) -> tuple[object, ...]:
             num_pipeline_ranks=p,
             schedule="1f1b",
             num_microbatches=8 * p,
-            memory_limit=None,
         )
         uniform = uniform_positions(cuts.row, p)
         slowest = cuts.slowest(uniform) / choice.cut.bottleneck

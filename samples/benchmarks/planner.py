@@ -15,9 +15,8 @@ from typing import Any
 
 import autoptd
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.planning.estimator import Candidate, Estimate, Estimator
-from autoptd.planning.plan import Plan
-from autoptd.planning.space import Space
+from autoptd.planning.estimator import Estimate, Estimator
+from autoptd.planning.plan import Candidate, Plan, Space
 from samples.benchmarks.paper_model import build_paper_model
 from samples.benchmarks.paper_rows import CLUSTER, MEGATRON, TABLE_1, PaperRow
 from samples.benchmarks.report import publish
@@ -92,7 +91,7 @@ def find_best(
     ):
         if found and min(found)[0] <= plan.step_seconds:
             break
-        found += time_mesh(row, (plan.mesh.tensor, plan.mesh.pipeline), estimator, space)
+        found += time_mesh(row, (plan.tensor, plan.pipeline), estimator, space)
     _, best = min(found)
     return best, estimator.estimate(best)
 
@@ -104,7 +103,7 @@ def time_mesh(
     whole = estimator.measure(1, 1, "full")
     for candidate in space.candidates(whole.layers, whole.units):
         even = row.layers % (candidate.pipeline * candidate.num_model_chunks) == 0
-        if even and candidate[:2] == shape and candidate.microbatch_size <= LARGEST:
+        if even and (candidate.tensor, candidate.pipeline) == shape and candidate.microbatch_size <= LARGEST:
             estimate = estimator.estimate(candidate)
             if max(estimate.memory_bytes) <= space.cluster.device.memory_bytes:
                 yield estimate.step_seconds, candidate

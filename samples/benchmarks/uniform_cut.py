@@ -32,9 +32,9 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     return [max(i for i in range(1, at + 1) if fit[i]) for at in wanted]
 
 
-def find_uniform_cut(uncut: FusedOrder, *, num_stages: int, **_: Any) -> Found:
+def find_uniform_cut(fused_order: FusedOrder, *, num_stages: int, **_: Any) -> Found:
     """In the place of `find_cut`."""
-    positions = tuple(uniform_positions(uncut.row, num_stages))
+    positions = tuple(uniform_positions(fused_order.row, num_stages))
     return Found(positions, f"cut_stages {num_stages} stages by layers", True, ())
 
 

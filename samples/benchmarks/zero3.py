@@ -9,7 +9,7 @@ from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.ir.program import recomputed_groups
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.simulate.memory import copied_bytes, count_owned, freeze_idle, optimizer_bytes, state_bytes
+from autoptd.simulate.memory import States, count_owned, freeze_idle
 from autoptd.simulate.stage_times import time_stages
 
 # The share of a ring that DeepSpeed's gathers of 2021 reached, which copied every piece into and out of a flat
@@ -47,11 +47,11 @@ def simulate_zero3(program: CompiledProgram, cluster: Cluster, devices: int) -> 
     breakdown = {
         "compute": m * (times.forward.compute + times.backward.compute),
         "data": m * passes * (latency + (moved - latency) / RING_SHARE),
-        "optimizer": optimizer_bytes(whole, precision, devices, wide=False) / rate,
+        "optimizer": States(precision, devices, wide=False).moved(whole) / rate,
     }
     step = sum(breakdown.values())
-    static = sum(state_bytes(whole, precision, 0, wide=False).values()) / devices
-    copied = copied_bytes(whole, precision, devices, wide=False)
+    static = sum(States(precision, wide=False).held(whole).values()) / devices
+    copied = States(precision, devices, wide=False).copied(whole)
     return Zero3Step(
         step,
         times.flops * m / step / 1e12,

@@ -49,8 +49,8 @@ def test_reserved_bytes_are_those_of_each_cut(limit: int, expected: str) -> None
     cuts = {"quick": (90, 29), "middling": (80, 21), "lean": (79, 17)}
     places: dict[tuple[int, ...], str] = {(number,): cut for number, cut in enumerate(cuts)}
 
-    def find(besides: Sequence[int]) -> Found:
-        more = max(besides, default=0)
+    def find(reserved: Sequence[int]) -> Found:
+        more = max(reserved, default=0)
         fitting = [place for place, cut in places.items() if cuts[cut][0] + more <= limit]
         place = fitting[0] if fitting else (2,)
         return Found(place, "", bool(fitting), [cuts[places[place]][0]])

@@ -25,10 +25,10 @@ from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import OperatorRules
 from autoptd.passes.operators.table import OPERATORS
-from autoptd.planning.estimator import Candidate, Estimator
+from autoptd.planning.estimator import Estimator
+from autoptd.planning.plan import Candidate, Space
 from autoptd.planning.search import Search
 from autoptd.planning.shortened_model import shorten_model
-from autoptd.planning.space import Space
 from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import make_schedule
@@ -79,14 +79,7 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Tr
     own = next(own for own in plans if own.mesh == best.mesh)
     assert own.step_seconds == pytest.approx(seconds, rel=1e-9)
     assert plans[0].step_seconds <= own.step_seconds
-    assert own.options == {
-        "mesh": best.mesh,
-        "schedule": best.schedule,
-        "num_model_chunks": best.num_model_chunks,
-        "microbatch_size": best.microbatch_size,
-        "num_microbatches": best.num_microbatches,
-        "recompute": best.recompute,
-    }
+    assert own.options == best.options
     for own in (own for own in plans if not own.simulated):  # no bound is above what it bounds
         of_mesh = [seconds for seconds, c in fitting if c.mesh == own.mesh]
         assert own.step_seconds <= min(of_mesh, default=own.step_seconds) * (1 + 1e-9)
@@ -179,8 +172,7 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     """
     estimate = Estimator(make_gpt(), SELENE, candidate.mesh.size, search=True).estimate(candidate)
     planned = Estimator(make_gpt(), SELENE, candidate.mesh.size).estimate(candidate)
-    names = ("mesh", "microbatch_size", "num_microbatches", "num_model_chunks", "recompute", "schedule")
-    program = autoptd.compile(make_gpt(), **{name: getattr(candidate, name) for name in names})
+    program = autoptd.compile(make_gpt(), **candidate.options)
     simulated = program.simulate(SELENE)
     assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=0.01)
     shorter = 0.95 if candidate.num_model_chunks > 1 else 0.97
@@ -367,7 +359,7 @@ def test_every_plan_says_why() -> None:
         elif not own.simulated:
             assert "not simulated: at least" in own.why
     screen = StringIO()
-    print_plans(Console(file=screen, width=200), plans, len(plans))
+    print_plans(Console(file=screen, width=200), plans, len(plans), "autoptd compile")
     table = screen.getvalue().split("t tensor,")[0]
     for mark, fits in (("(!)", False), ("(?)", None)):
         assert table.count(mark) == sum(own.fits is fits for own in plans) > 0

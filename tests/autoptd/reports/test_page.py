@@ -144,7 +144,7 @@ def test_a_users_names_are_no_markup(program: CompiledProgram, tmp_path: Path) -
         program.overview, title=bad, log=(bad,), tied=(tied,), stages=(first, *program.overview.stages[1:])
     )
     explained = replace(program.explain("dgx-a100"), moves=(bad,))
-    write_page(tmp_path / "page.html", hurt, explained, [f"# {bad}"])
+    write_page(tmp_path / "page.html", hurt, explained.simulation, explained.lines, [f"# {bad}"])
     elements = read(tmp_path / "page.html")
     assert elements.tags.count("script") == 3  # the page's own
     assert elements.text.count(bad) == 6  # the title twice
@@ -164,7 +164,9 @@ def test_64_ranks_stay_small(program: CompiledProgram, tmp_path: Path) -> None:
         memory_bytes=(7 * 10**9,) * 64,
     )
     texts = [f"# rank {rank}\n{program.texts[0]}" for rank in range(64)]
-    write_page(tmp_path / "page.html", program.overview, replace(explained, simulation=wide), texts)
+    write_page(
+        tmp_path / "page.html", program.overview, wide, replace(explained, simulation=wide).lines, texts
+    )
     assert (tmp_path / "page.html").stat().st_size < 600_000
 
 

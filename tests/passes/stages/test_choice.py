@@ -24,14 +24,14 @@ def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
         forward += [generator.randrange(1, 5), *generator.choices((20, 40, 60), k=3), 1]
     forward += [head, head // 4]
     tolls = [2, 6, 6, 4, 5] * layers + [2, head]
-    fit = [True, True, True, True, False] * layers + [True, True]
+    may_cut = [True, True, True, True, False] * layers + [True, True]
     parted = generator.choices((0, 0, 3), k=len(forward)), generator.choices((0, 0, 5), k=len(forward))
-    return ItemTimes(forward, [2 * time for time in forward], tolls, tolls, fit, parted)
+    return ItemTimes(forward, [2 * time for time in forward], tolls, tolls, may_cut, parted)
 
 
 def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleaved_1f1b") -> Choice:
     size: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
-    return choose_cut(times, None, **size, schedule=schedule, num_microbatches=m, memory_limit=None)
+    return choose_cut(times, None, **size, schedule=schedule, num_microbatches=m)
 
 
 def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int, m: int, v: int) -> int:
@@ -39,7 +39,7 @@ def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int
     spans = list(itertools.pairwise(ends))
     forward, backward = (
         [sum(own[a:b]) + sum(more[at] for at in (a, b) if at in positions) for a, b in spans]
-        for own, more in zip((times.forward, times.backward), times.apart, strict=True)
+        for own, more in zip((times.forward, times.backward), times.split_penalty, strict=True)
     )
     sent = {
         Kind.SEND_OUTPUT: [times.ahead[at] for at in positions],
@@ -57,7 +57,7 @@ def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int
 def test_steps_are_those_of_the_schedule(schedule: str, p: int, v: int, m: int) -> None:
     times = make_times(6, 100)
     generator = random.Random(1)
-    places = [i for i in range(1, len(times.fit)) if times.fit[i]]
+    places = [i for i in range(1, len(times.may_cut)) if times.may_cut[i]]
     cuts = [tuple(sorted(generator.sample(places, p * v - 1))) for _ in range(20)]
     steps = Pipeline(times, schedule, p, m, v).of_cuts(np.array(cuts)).tolist()
     assert steps == [walk_cut(times, cut, schedule, p, m, v) for cut in cuts]
@@ -97,7 +97,7 @@ def test_few_items_are_cut_within_little_of_the_best() -> None:
     excess = []
     for seed in range(11):
         times, m = make_times(3, 100, seed), 8
-        places = [i for i in range(1, len(times.fit)) if times.fit[i]]
+        places = [i for i in range(1, len(times.may_cut)) if times.may_cut[i]]
         every = [
             walk_cut(times, cut, "interleaved_1f1b", 2, m, 2) for cut in itertools.combinations(places, 3)
         ]
@@ -126,7 +126,6 @@ def test_one_chunk_a_rank_needs_no_steps() -> None:
 def test_moves_stay_in_memory(slack: int) -> None:
     times, p, v, m = make_times(14, 300), 2, 2, 8
     moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
-    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p)
 
     def fullest(choice: Choice) -> int:
         ends = (0, *choice.cut.positions, len(times.forward))
@@ -142,7 +141,8 @@ def test_moves_stay_in_memory(slack: int) -> None:
         "schedule": "interleaved_1f1b",
         "num_microbatches": m,
     }
-    bound = choose_cut(times, memory, memory_limit=limit, **options)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p, limit)
+    bound = choose_cut(times, memory, **options)
     assert not bound.cut.overflow
     assert fullest(bound) <= limit < free
 
@@ -152,10 +152,10 @@ def test_where_no_candidate_fits_the_fastest_is_taken_and_says_so(v: int, words:
     """Two ranks hold 3 bytes of each item and 1 for each microbatch in flight: more than 10 in any cut."""
     times, p, m = make_times(8, 300), 2, 8
     moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
-    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p)
+    memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p, 10)
     bound = choose_cut(
         times, memory, num_stages=p * v, num_pipeline_ranks=p,
-        schedule="interleaved_1f1b", num_microbatches=m, memory_limit=10,
+        schedule="interleaved_1f1b", num_microbatches=m,
     )  # fmt: skip
     free = choose(times, p, v, m)
     assert not free.cut.overflow

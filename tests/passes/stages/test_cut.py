@@ -21,6 +21,7 @@ from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.node_info import NodeInfo, describe, info
 from autoptd.passes.ir.program import Program, Stage, recomputed_groups
 from autoptd.passes.normal_form.constants import fold_constants
@@ -151,7 +152,7 @@ def test_every_unit_can_be_a_stage() -> None:
     assert units > 30
     check_equal(program, model, inputs, units)
     with pytest.raises(
-        ValueError, match=f"{units + 1} stages asked, but the graph has {units} cuttable units"
+        ValueError, match=f"cannot be cut into {units + 1} stages: it has {units} cuttable units"
     ):
         cut_stages(program, num_stages=units + 1)
 
@@ -447,14 +448,15 @@ def test_a_cut_within_a_kernel_costs_what_its_parts_take() -> None:
         Durations(cluster, program.mesh, Precision("fp32")),
     )
     within = 0
-    for at in (place for place, fit in enumerate(times.fit) if fit):
+    for at in (place for place, fit in enumerate(times.may_cut) if fit):
         cut = cut_at(program, [at], "")
         for _, step in select_passes(Options(), "finish"):
             cut = step(cut)
-        taken = [sum(map(durations.of_forward, stage.graph.nodes)) for stage in cut.stages]
-        apart = times.apart[0][at]
-        within += apart > 0
-        assert [sum(own) + apart for own in (times.forward[:at], times.forward[at:])] == pytest.approx(
+        works = (map(forward_work, stage.graph.nodes) for stage in cut.stages)
+        taken = [sum(1e9 * durations.seconds(work).total for work in own) for own in works]
+        penalty = times.split_penalty[0][at]
+        within += penalty > 0
+        assert [sum(own) + penalty for own in (times.forward[:at], times.forward[at:])] == pytest.approx(
             taken, 1e-3
         )
     assert within == 3  # between a sum and its norm
@@ -483,7 +485,7 @@ def test_no_cut_changes_a_bit(name: str, recompute: str) -> None:
         return gradients(cut, weights, inputs)
 
     whole = finish([])
-    places = [place for place, fit in enumerate(finish_uncut(program, recompute).fit) if fit]
+    places = [place for place, fit in enumerate(finish_uncut(program, recompute).may_cut) if fit]
     assert len(places) > 30
     for place in places[:: 1 if name == "sample" else 5]:
         assert all(map(torch.equal, finish([place]), whole)), place

@@ -33,9 +33,9 @@ def rank_sums(per_stage: list[int], ranks: int) -> list[int]:
 def stage_bytes(memory: Memory, positions: tuple[int, ...]) -> list[int]:
     ends = (0, *positions, len(memory.static))
     (in_flight,) = memory.in_flight
-    besides = [*memory.besides, *[0] * len(positions)]
+    reserved = [*memory.reserved, *[0] * len(positions)]
     return [
-        sum(memory.static[a:b]) + sum(memory.activation[a:b]) * in_flight[k] + besides[k]
+        sum(memory.static[a:b]) + sum(memory.activation[a:b]) * in_flight[k] + reserved[k]
         for k, (a, b) in enumerate(itertools.pairwise(ends))
     ]
 
@@ -110,15 +110,13 @@ def test_memory_is_a_hard_limit(sequence: tuple[list[int], Tolls], stages: int, 
     cuts = list(all_cuts(costs, tolls, stages))
     assume(cuts)
     sizes = st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs))
-    besides = data.draw(st.lists(st.integers(0, 20), min_size=stages, max_size=stages))
-    memory = Memory(data.draw(sizes), data.draw(sizes), [range(stages, 0, -1)], besides)
+    reserved = data.draw(st.lists(st.integers(0, 20), min_size=stages, max_size=stages))
     limit = data.draw(st.integers(1, 200))
+    memory = Memory(data.draw(sizes), data.draw(sizes), [range(stages, 0, -1)], reserved, limit)
     fitting = [c for c in cuts if max(stage_bytes(memory, c)) <= limit]
 
     def solve() -> Cut:
-        return cut_sequence(
-            costs, tolls, memory, num_stages=stages, num_pipeline_ranks=stages, memory_limit=limit
-        )
+        return cut_sequence(costs, tolls, memory, num_stages=stages, num_pipeline_ranks=stages)
 
     cut = solve()
     if not fitting:
@@ -133,10 +131,8 @@ def test_memory_is_a_hard_limit(sequence: tuple[list[int], Tolls], stages: int, 
 
 def test_chunks_of_a_rank_share_its_memory() -> None:
     costs = [10] * 12
-    memory = Memory([1, 1, 1, 9, 9, 9, 1, 1, 1, 1, 1, 1], [0] * 12, [[1] * 4], [0] * 2)
-    cut = cut_sequence(
-        costs, [0] * 12, memory, num_stages=4, num_pipeline_ranks=2, memory_limit=20, stage_ceiling=None
-    )
+    memory = Memory([1, 1, 1, 9, 9, 9, 1, 1, 1, 1, 1, 1], [0] * 12, [[1] * 4], [0] * 2, 20)
+    cut = cut_sequence(costs, [0] * 12, memory, num_stages=4, num_pipeline_ranks=2, stage_ceiling=None)
     assert max(rank_sums(stage_bytes(memory, cut.positions), 2)) <= 20
 
 
@@ -147,12 +143,11 @@ def test_memory_of_chunks_is_never_exceeded(sequence: tuple[list[int], Tolls], d
     cuts = list(all_cuts(costs, tolls, 4))
     assume(cuts)
     sizes = st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs))
-    besides = data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2))
-    memory = Memory(data.draw(sizes), data.draw(sizes), [[4, 3, 2, 1]], besides)
+    reserved = data.draw(st.lists(st.integers(0, 20), min_size=2, max_size=2))
     limit = data.draw(st.integers(10, 100))
+    memory = Memory(data.draw(sizes), data.draw(sizes), [[4, 3, 2, 1]], reserved, limit)
     fitting = [c for c in cuts if max(rank_sums(stage_bytes(memory, c), 2)) <= limit]
-    options = {"num_stages": 4, "num_pipeline_ranks": 2, "memory_limit": limit}
-    cut = cut_sequence(costs, tolls, memory, stage_ceiling=None, **options)
+    cut = cut_sequence(costs, tolls, memory, num_stages=4, num_pipeline_ranks=2, stage_ceiling=None)
     if not fitting:
         assert cut.overflow.startswith("found no cut that fits")
         return
@@ -176,24 +171,28 @@ def test_the_cheapest_of_equal_places_is_taken() -> None:
 
 
 def test_too_few_units() -> None:
-    with pytest.raises(ValueError, match=r"6 stages asked, but the graph has 3 cuttable units; .* at most 3"):
+    with pytest.raises(
+        ValueError, match=r"cannot be cut into 6 stages: it has 3 cuttable units; .* at most 3"
+    ):
         cut_sequence([5, 5, 0, 5, 5], [0, 0, 0, 0, None], num_stages=6, num_pipeline_ranks=3)
     with pytest.raises(ValueError, match="4 stages do not divide over 3 pipeline ranks"):
         cut_sequence([5] * 9, [0] * 9, num_stages=4, num_pipeline_ranks=3)
 
 
 def test_cuts_that_fit_nowhere_name_the_stage_and_bytes() -> None:
-    memory = Memory([10**9, 7 * 10**9, 10**9], [10**9] * 3, [[3, 2, 1]], [0] * 3)
-    cut = cut_sequence([1] * 3, [0] * 3, memory, num_stages=3, num_pipeline_ranks=3, memory_limit=5 * 10**9)
+    memory = Memory([10**9, 7 * 10**9, 10**9], [10**9] * 3, [[3, 2, 1]], [0] * 3, 5 * 10**9)
+    cut = cut_sequence([1] * 3, [0] * 3, memory, num_stages=3, num_pipeline_ranks=3)
     assert re.match(
-        r"no cut fits in 5\.00 GB .* stage 1 holds 9\.00 GB .* rank 1 is 4\.00 GB over", cut.overflow
+        r"no cut fits in 5\.00 GB .* stage 1 holds 9\.00 GB, .* rank 1 is 4\.00 GB over", cut.overflow
     )
 
 
 def test_cuts_that_fit_nowhere_name_the_reserved_bytes() -> None:
-    memory = Memory([4 * 10**9, *[10**9] * 3], [0] * 4, [[0] * 4], [9 * 10**9] * 2)
-    cut = cut_sequence([1] * 4, [0] * 4, memory, num_stages=4, num_pipeline_ranks=2, memory_limit=8 * 10**9)
-    held = r"stage 0 holds 4\.00 GB \(9\.00 GB are held besides\) and its pipeline rank 0 is 6\.00 GB over"
+    memory = Memory([4 * 10**9, *[10**9] * 3], [0] * 4, [[0] * 4], [9 * 10**9] * 2, 8 * 10**9)
+    cut = cut_sequence([1] * 4, [0] * 4, memory, num_stages=4, num_pipeline_ranks=2)
+    held = (
+        r"stage 0 holds 4\.00 GB beside 9\.00 GB that are reserved, and its pipeline rank 0 is 6\.00 GB over"
+    )
     assert re.search(held, cut.overflow)
 
 

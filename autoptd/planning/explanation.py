@@ -11,19 +11,25 @@ from torch import fx, nn
 from autoptd.capture.example_inputs import make_example
 from autoptd.options import Options
 from autoptd.passes.cost.durations import Durations, Precision
-from autoptd.passes.cost.saved_tensors import find_repeated
-from autoptd.passes.cost.schedule_times import walk, walking_order
-from autoptd.passes.cost.work import backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.cost.saved_tensors import Ledger
+from autoptd.passes.cost.schedule_times import step_seconds, walking_order
 from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import module_path
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.stages.cut import make_boundary
-from autoptd.planning.estimator import Candidate, Estimator
-from autoptd.reports.overview import find_path
+from autoptd.planning.estimator import Estimator
+from autoptd.planning.plan import Candidate
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.schedule import Schedule
-from autoptd.simulate.stage_times import Seconds, StageTimes, WorkTimes, time_stage, time_stages
+from autoptd.simulate.stage_times import (
+    StageTimes,
+    WorkTimes,
+    add_up,
+    divide_work,
+    time_stage,
+    time_stages,
+)
 from autoptd.simulate.step import Simulation, Training, action_times
 
 UNKNOWN = "the estimate needs the model, which a loaded program does not have"
@@ -129,7 +135,6 @@ def explain_program(
         sum(entry.end - entry.start for entry in row if entry.action.kind.computes)
         for row in simulation.timeline
     )
-    kinds = ("tensor", "pipeline", "data")
     reordered = manifest.mesh.ranks is not None
     changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
     if model is not None and options is not None and not reordered:
@@ -142,9 +147,7 @@ def explain_program(
             example_inputs=make_example(manifest),
             loss_fn=loss_fn,
             scatter_gather=manifest.scatter_gather,
-            fuse=options.fuse,
-            layout=options.layout,
-            rules=options.rules,
+            options=options,
             search=True,
         )
         changes = tuple(_change(manifest, options.recompute, estimator, simulation))
@@ -152,7 +155,7 @@ def explain_program(
         simulation,
         ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
         (p - 1) / (v * m),
-        {kind: simulation.breakdown[kind] for kind in kinds},
+        {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")},
         work,
         tuple(_move_cuts(manifest, stages, schedule, simulation, training)),
         changes,
@@ -160,7 +163,7 @@ def explain_program(
 
 
 def _name_modules(stage: Stage) -> str:
-    paths = [path for node in stage.graph.nodes if (path := find_path(node))]
+    paths = [path for node in stage.graph.nodes if (path := module_path(node))]
     return f"{paths[0]} to {paths[-1]}" if paths else "no named module"
 
 
@@ -178,36 +181,33 @@ def _move_cuts(
     mesh, cluster = manifest.mesh, simulation.cluster
     precision, order = Precision.of(stages, simulation.dtype), walking_order(schedule)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
-    durations, blocking = Durations(cluster, mesh, precision), not training.overlap_transfers
+    durations = Durations(cluster, mesh, precision, training.overlap_tensor)
 
     def last_end(times: Sequence[StageTimes]) -> float:
-        walked = walk(order, mesh.pipeline, action_times(times, blocking=blocking))
-        return max(float(end) for *_, end in walked)
+        taken = action_times(times, blocking=not training.overlap_transfers)
+        return float(step_seconds(order, mesh.pipeline, taken))
 
     now, own = last_end(times), range(simulation.critical_rank, len(stages), mesh.pipeline)
     at = max(own, key=lambda index: times[index].forward.total + times[index].backward.total)
-    trained, repeated = find_trained(stages[at]), find_repeated(stages[at], mesh)
-
-    def add_up(nodes: Sequence[fx.Node]) -> tuple[float, float]:
-        """Return the seconds of forward, and of backward with recomputation."""
-        again = [forward_work(node) for node in nodes if node in repeated]
-        works = map(forward_work, nodes), [*again, *(backward_work(node, trained) for node in nodes)]
-        return sum(map(durations.seconds, works[0])), sum(map(durations.seconds, works[1]))
-
+    calls = divide_work(stages[at], Ledger(stages[at], mesh))
     for other in (index for index in (at - 1, at + 1) if 0 <= index < len(stages)):
-        places = _list_places(stages[at], first=other < at)
-        moved, crossing = next((place for place in places if any(add_up(place[0]))), ([], ()))
-        if not moved:
+        places = (
+            (moved, crossing, add_up([calls[node] for node in moved], durations))
+            for moved, crossing in _list_places(stages[at], first=other < at)
+        )
+        place = next((own for own in places if own[2].forward.total or own[2].backward.total), None)
+        if place is None:
             continue
+        moved, crossing, work = place
         changed, interfaces, before = list(times), list(manifest.stages), min(at, other)
         interfaces[before] = replace(interfaces[before], sends=crossing)
         interfaces[before + 1] = replace(interfaces[before + 1], receives=crossing)
         cut = replace(manifest, stages=tuple(interfaces))
         for index, sign in ((at, -1), (other, 1)):
-            found, (ahead, back) = times[index], (Seconds(sign * s, 0.0) for s in add_up(moved))
-            sides = found.forward + ahead, found.backward + back, Seconds(0.0, 0.0)
-            work = WorkTimes(*sides, found.kept, found.working, found.flops)
-            changed[index] = time_stage(cut, index, work, cluster, precision)
+            old = times[index]
+            forward, backward = old.forward + work.forward * sign, old.backward + work.backward * sign
+            new = WorkTimes(forward, backward, old.kept, old.working, old.flops)
+            changed[index] = time_stage(cut, index, new, cluster, precision)
         longer = last_end(changed) / now - 1
         yield (
             f"with {' to '.join(dict.fromkeys((moved[0].name, moved[-1].name)))} of stage {at} in stage {other} the "
@@ -253,9 +253,10 @@ def _change(
     now = estimated.step_seconds / (m * mesh.data)
     off = abs(estimated.step_seconds / simulated.step_seconds - 1)
     memory_off = abs(max(estimated.memory_bytes) / max(simulated.memory_bytes) - 1)
-    for what, candidate in _neighbours(own):
-        if isinstance(candidate, str):
-            yield Change(what, refused=candidate)
+    for what, candidate in _list_neighbours(own):
+        if candidate.schedule == "interleaved_1f1b" and candidate.num_microbatches % candidate.pipeline:
+            reason = f"{candidate.num_microbatches} microbatches are no multiple of {candidate.pipeline} pipeline ranks"
+            yield Change(what, refused=reason)
             continue
         try:
             found = estimator.estimate(candidate)
@@ -266,21 +267,16 @@ def _change(
         yield Change(what, found.step_seconds, max(found.memory_bytes), each / now, off, memory_off)
 
 
-def _neighbours(own: Candidate) -> Iterator[tuple[str, Candidate | str]]:
-    """Yield the candidates with one more chunk, one more microbatch, and twice the tensor ranks, or a refusal."""
+def _list_neighbours(own: Candidate) -> Iterator[tuple[str, Candidate]]:
     p, m, v, t, d = own.pipeline, own.num_microbatches, own.num_model_chunks, own.tensor, own.data
-    chunk = own._replace(num_model_chunks=v + 1, schedule="interleaved_1f1b")
     if p > 1:
-        reason = f"{m} microbatches are no multiple of {p} pipeline ranks"
+        chunk = replace(own, num_model_chunks=v + 1, schedule="interleaved_1f1b")
         how = "" if own.schedule in ("1f1b", chunk.schedule) else f", {chunk.schedule} for {own.schedule}"
-        yield f"{v + 1} model chunks for {v}{how}", chunk if m % p == 0 else reason
+        yield f"{v + 1} model chunks for {v}{how}", chunk
     more = p if own.schedule == "interleaved_1f1b" else 1
-    yield f"{m + more} microbatches for {m} (a larger batch)", own._replace(num_microbatches=m + more)
+    yield f"{m + more} microbatches for {m} (a larger batch)", replace(own, num_microbatches=m + more)
+    twice, halved = f"{2 * t} tensor ranks for {t}, and half the", replace(own, tensor=2 * t)
     if d % 2 == 0:
-        twice = own._replace(tensor=2 * t, data=d // 2, num_microbatches=2 * m)
-        yield f"{2 * t} tensor ranks for {t}, and half the replicas", twice
+        yield f"{twice} replicas", replace(halved, data=d // 2, num_microbatches=2 * m)
     elif p % 2 == 0:
-        yield (
-            f"{2 * t} tensor ranks for {t}, and half the pipeline",
-            own._replace(tensor=2 * t, pipeline=p // 2),
-        )
+        yield f"{twice} pipeline", replace(halved, pipeline=p // 2)

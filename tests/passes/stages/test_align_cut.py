@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autoptd.options import Options
 from autoptd.pass_list import select_passes
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.align_shapes import align_cut
+from autoptd.passes.stages.cut import align_cut
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.program.mesh import Mesh
 from tests.captures import shared_capture
@@ -62,5 +62,7 @@ def test_a_cut_inside_of_what_the_other_lacks_moves_to_its_end() -> None:
 def test_a_cut_that_may_not_stand_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     program = divide(4)
     monkeypatch.setattr(Row, "allowed", lambda row: [False] * len(row.items))
-    with pytest.raises(ValueError, match=r"cut before layers\.1 .*and this one cannot be cut there"):
+    with pytest.raises(
+        ValueError, match=r"cut before layers\.1 .*but the graph of this shape cannot be cut there"
+    ):
         align_cut(program, program, (2,))

@@ -15,7 +15,7 @@ import autoptd
 from autoptd import Cluster, compiler
 from autoptd.passes.stages.cut import Found, find_cut
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.reports.explanation import Change
+from autoptd.planning.explanation import Change
 from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 from tests.models import MIDDLE, compile_tiny, tiny
@@ -49,10 +49,10 @@ def test_a_moved_cut_takes_what_the_program_cut_there_takes(
     matches = [re.match(words, move) for move in program.explain().moves]
     name, at, other, percent, more = next(m.groups() for m in matches if m and int(m[2]) < int(m[3]))
 
-    def find_moved(uncut: FusedOrder, **options: Any) -> Found:
-        found = find_cut(uncut, **options)
-        place = next(i for i, node in enumerate(uncut.row.items) if node.name == name)
-        assert uncut.fit[place]
+    def find_moved(fused_order: FusedOrder, **options: Any) -> Found:
+        found = find_cut(fused_order, **options)
+        place = next(i for i, node in enumerate(fused_order.row.items) if node.name == name)
+        assert fused_order.may_cut[place]
         return found._replace(positions=(*found.positions[: int(at)], place, *found.positions[int(other) :]))
 
     monkeypatch.setattr(compiler, "find_cut", find_moved)
