@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -63,6 +64,28 @@ class Inspector(TorchDispatchMode):
         )
 
 
+class Uncompiled:
+    """A context in which compiled stages run as they are written.
+
+    Ranks may be threads, and torch has one stance for all of them: the first rank sets it, and the last restores it.
+    """
+
+    _lock, _ranks = threading.Lock(), 0
+    _stance: Any = None
+
+    def __enter__(self) -> None:
+        with Uncompiled._lock:
+            if Uncompiled._ranks == 0:
+                Uncompiled._stance = torch.compiler.set_stance("force_eager")
+            Uncompiled._ranks += 1
+
+    def __exit__(self, *error: object) -> None:
+        with Uncompiled._lock:
+            Uncompiled._ranks -= 1
+            if Uncompiled._ranks == 0:
+                Uncompiled._stance.__exit__(None, None, None)
+
+
 def explain_nonfinite(
     manifest: Manifest,
     connection: Connection,
@@ -78,7 +101,7 @@ def explain_nonfinite(
     and count nothing in a step that has some.
     """
     inspector = Inspector(connection.position, len(manifest.stages) - 1, unlabelled)
-    with inspector, torch.compiler.set_stance("force_eager"):  # a compiled stage does not show its operators
+    with inspector, Uncompiled():  # a compiled stage does not show its operators
         repeat()
     connection.position.phase("search for the first operator")
     order, text = _judge(manifest, connection, batch, gradients, unlabelled, inspector)

@@ -123,7 +123,6 @@ def test_a_compiler_round_a_parallel_model_calls_it_as_it_is(stages: str | None,
     assert not counters["graph_break"]
 
 
-@pytest.mark.slow  # once counted no break behind other tests of a worker; alone it passes
 def test_a_compiled_step_breaks_at_the_parallel_model_alone() -> None:
     plain, inner = (make_program(0.0).bind() for _ in range(2))
 
