@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoptd.capture.dropout_off import ATTENTIONS, DROPPING, drops
-from autoptd.capture.side_effects import REGISTERING, keeping_attributes, refuse_hook
+from autoptd.capture.side_effects import keeping_attributes
 from autoptd.capture.source_lines import user_line
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -22,8 +22,8 @@ LEFT_OUT = DROPPING | {torch.rand}
 class Calls(TorchFunctionMode):
     """A record of the calls that make a floating tensor, with the plain numbers they take; dropouts are left out.
 
-    Hooks are refused. Compared with the `expected` calls, `found` is the place of the first that differs, and
-    `dropped` the place of the first dropout.
+    Compared with the `expected` calls, `found` is the place of the first that differs, and `dropped` the place of the
+    first dropout.
     """
 
     def __init__(self, expected: Sequence[Call] | None = None) -> None:
@@ -35,8 +35,6 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        if func in REGISTERING:
-            refuse_hook()
         if self._expected is not None and self.dropped is None and drops(func, args, options):
             self.dropped = user_line(traceback.extract_stack())
         result = func(*args, **options)
@@ -50,22 +48,17 @@ class Calls(TorchFunctionMode):
         return result
 
 
-def compare_evaluation(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:
-    """Run `run`, which calls `model`, in evaluation mode, and compare its calls with those of `training`."""
-    calls = _run_otherwise(model, run, training)
-    if calls.found:  # training ran under export, where a model may take masks that it leaves out elsewhere
-        with keeping_attributes(model), Calls() as again:
-            run()
-        calls = _run_otherwise(model, run, again.made)
-    return calls
+def compare_evaluation(model: nn.Module, run: Callable[[], Tensor]) -> Calls:
+    """Run `run`, which calls `model`, in training and in evaluation mode, and compare the calls of the two.
 
-
-def _run_otherwise(model: nn.Module, run: Callable[[], Tensor], training: Sequence[Call]) -> Calls:
-    calls = Calls(training)
-    with keeping_attributes(model), calls:
+    Both without torch.export, under which a model may take masks that it leaves out elsewhere.
+    """
+    with keeping_attributes(model), Calls() as training:
+        run()
+    with keeping_attributes(model), Calls(training.made) as calls:
         for part in model.modules():
             part.training = False
         run()
-    if len(calls.made) < len(training):
+    if len(calls.made) < len(training.made):
         calls.found = calls.found or "the end of forward"
     return calls

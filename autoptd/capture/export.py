@@ -24,7 +24,7 @@ from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
 from autoptd.capture.objective import DataDependentError, LossError, Objective
-from autoptd.capture.side_effects import SideEffectError, keeping_attributes, refuse_hooks
+from autoptd.capture.side_effects import SideEffectError, keeping_attributes, refuse_hooks, refuse_new_hooks
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.passes.ir.nodes import where
@@ -134,10 +134,9 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
 
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
-    training = tuple(objective.calls.made)
     try:
-        with run_without_data(mode), Functions().watch():
-            calls = compare_evaluation(objective, lambda: objective(*values), training)
+        with run_without_data(mode), Functions().watch(), refuse_new_hooks():
+            calls = compare_evaluation(objective, lambda: objective(*values))
     except SideEffectError:
         raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data

@@ -12,7 +12,6 @@ import torch.fx.traceback
 from torch import Tensor, fx, nn
 
 from autoptd.capture.autocast_state import NoGradRegions
-from autoptd.capture.eval_mode import Calls
 from autoptd.capture.side_effects import refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -29,7 +28,7 @@ class Objective(nn.Module):
     """A module that calls `model` with the inputs named in `names` and returns the scalar loss alone.
 
     `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that are not
-    tensors. After a call, `result` describes the model's whole output, and after a traced one `calls` its calls.
+    tensors. After a call, `result` describes the model's whole output.
     """
 
     def __init__(
@@ -47,15 +46,13 @@ class Objective(nn.Module):
         self.loss_fn = loss_fn
         self.targets = frozenset(targets)
         self.result = Result()
-        self.calls = Calls()
 
     def forward(self, *values: Tensor) -> Tensor:
         given = {**self.constants, **dict(zip(self.names, values, strict=True))}
         try:
             if not torch.compiler.is_exporting():
                 return self._find_loss(given)
-            self.calls.made.clear()
-            with refuse_side_effects(self, self.result.assigned), NoGradRegions(), self.calls:
+            with refuse_side_effects(self, self.result.assigned), NoGradRegions():
                 return self._find_loss(given)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():

@@ -22,7 +22,7 @@ from autoptd.runtime.user_warnings import warn_caller
 MOST = 256  # entries of what is looked into: data sets have more
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, tuple)
 _TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
-REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SideEffectError(ValueError):
@@ -75,7 +75,8 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
     """
     buffers, held = _list_buffers(objective), _list_held(objective)
     drawn = _random_states(held)
-    yield
+    with refuse_new_hooks():
+        yield
     now = _list_buffers(objective)
     # A new buffer keeps something for later calls, such as a table of positions.
     for place, buffer in buffers.items():
@@ -103,8 +104,19 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
             assigned[place] = before
 
 
-def refuse_hook() -> NoReturn:
-    """Raise SideEffectError for a hook that forward registers on a gradient."""
+@contextmanager
+def refuse_new_hooks() -> Iterator[None]:
+    """Raise SideEffectError if a forward in this block registers a hook on a gradient."""
+    for register in _REGISTERING:
+        setattr(Tensor, register.__name__, _refuse_hook)
+    try:
+        yield
+    finally:
+        for register in _REGISTERING:
+            setattr(Tensor, register.__name__, register)
+
+
+def _refuse_hook(*_: object, **__: object) -> NoReturn:
     place = user_line(traceback.extract_stack())
     raise SideEffectError(
         f"{place}: a hook on a gradient, which no trace shows; write its effect in forward: "
