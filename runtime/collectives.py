@@ -206,7 +206,8 @@ class _Copied(torch.autograd.Function):
             computed = None if measured is None else measured.stopwatch.mark()
             of_x = posted.wait()[0].view(ctx.shape)
             if measured is not None:
-                measured.add_hidden(begin, computed)
+                measured.add("tensor", begin)
+                measured.add("weights", begin, computed)
         return None, None, of_x, *of_weights, *of_biases
 
 

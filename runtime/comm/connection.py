@@ -25,7 +25,7 @@ from autoptd.runtime.comm.point_to_point import Channel, process_channels, threa
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadPosition, ThreadRendezvous, ThreadWorld
 from autoptd.runtime.health.activity import Position
-from autoptd.runtime.health.local_ranks import find_others, gather
+from autoptd.runtime.health.local_ranks import find_others
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 
@@ -73,9 +73,10 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         return Connection(rank)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    assert dist.group.WORLD is not None
-    _compare(program, device)
-    groups = group_cache(dist.group.WORLD)
+    default = dist.group.WORLD
+    assert default is not None
+    _compare(default, program, device)
+    groups = group_cache(default)
     rank = Rank.distributed(mesh, groups(_open_mesh, mesh, device.type), device)
     rank.randomness.seed = manifest.seed
     own = dist.get_rank()
@@ -84,8 +85,8 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         group = groups(dist.new_group, members)  # collective over all ranks
         if own in members:
             tied[owners] = ProcessGroup(group, device)
-    everyone = ProcessGroup(dist.group.WORLD if groups.world is None else groups.world, device)
-    return _join(rank, own, process_channels(mesh, device), tied, everyone, groups)
+    world = ProcessGroup(groups.world or default, device)
+    return _join(rank, own, process_channels(mesh, device), tied, world, groups)
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -162,14 +163,15 @@ def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, places, mesh_dim_names=mesh.torch_dims)
 
 
-def _compare(program: str, device: torch.device) -> None:
+def _compare(everyone: dist.ProcessGroup, program: str, device: torch.device) -> None:
     """Raise RuntimeError unless all ranks have the same program; drop the groups unless they are sound on all ranks."""
-    groups = group_cache(dist.group.WORLD)
+    groups = group_cache(everyone)
     sound = 0 if groups.broken else len(groups)
-    rows = gather([sound, *sha256(program.encode()).digest()], device)
+    own = torch.tensor([sound, *sha256(program.encode()).digest()], device=device)
+    rows = [row.tolist() for row in ProcessGroup(everyone, device).all_gather(own)]
     if any(row[0] != len(groups) for row in rows):
         group_cache.cache_clear()
-        group_cache(dist.group.WORLD).world = dist.new_group()
+        group_cache(everyone).world = dist.new_group()
     differ, _ = find_others({rank: row[1:] for rank, row in enumerate(rows)})
     if differ:
         raise RuntimeError(

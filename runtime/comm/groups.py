@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,98 +29,87 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Posted(Protocol[Result_co]):
-    """A collective that runs while its ranks do other things."""
+    """A collective or message that runs while its ranks do other things."""
 
     def wait(self) -> Result_co:
         """Wait for the result and return it. Call this once."""
 
 
-class Group(Protocol):
+@dataclass(frozen=True)
+class Running(Posted[Result_co]):
+    """A collective or message of torch's `work`; one without was complete when it was posted."""
+
+    result: Result_co
+    work: dist.Work | None = None
+
+    def wait(self) -> Result_co:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+class Counted:
+    """Counters of calls, and of the elements of their tensors, by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+
+    def count(self, kind: str, elements: int) -> int:
+        """Count a call; return the number of earlier ones."""
+        self.counts[kind] += 1
+        self.elements[kind] += elements
+        return self.counts[kind] - 1
+
+
+class Group(Counted, ABC):
     """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
 
-    A group of one never communicates and counts nothing. `counts` holds the calls so far and `elements` the
-    elements of their arguments, both by kind: "all_reduce", "all_gather", "broadcast", "reduce_scatter". All ranks
-    must post and wait for their collectives in one order, other calls included, and must not touch a posted
-    collective's tensors before they have waited for it.
+    A group of one never communicates and counts nothing; the kinds of calls are "all_reduce", "all_gather",
+    "broadcast" and "reduce_scatter". All ranks must post and wait for their collectives in one order, other calls
+    included, and must not touch a posted collective's tensors before they have waited for it. Here, posted collectives
+    complete at once.
     """
 
-    size: int
-    index: int
-    counts: Counter[str]
-    elements: Counter[str]
+    def __init__(self, size: int, index: int) -> None:
+        if not 0 <= index < size:
+            raise ValueError(f"index {index} is outside a group of {size}; use 0 to {size - 1}")
+        super().__init__()
+        self.size = size
+        self.index = index
 
+    def _counts(self, kind: str, *tensors: Tensor) -> bool:
+        """Return whether the group has other ranks; if so, count the call."""
+        if self.size > 1:
+            self.count(kind, sum(x.numel() for x in tensors))
+        return self.size > 1
+
+    @abstractmethod
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         """Return the elementwise sum or maximum over the group, the same bits on every rank. May overwrite `x`."""
 
+    @abstractmethod
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return every rank's `x`, in rank order; all have the same shape and dtype."""
 
+    @abstractmethod
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Return the `x` of the rank with index `source`. May overwrite the others' `x`."""
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         """Begin to sum each of one or more `tensors`, of one dtype, over the group. May overwrite them."""
+        return Running(_split_like(self.all_reduce(_flatten(tensors)), tensors))
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         """Begin to sum `x` [size · n]; the result is a list of one tensor, this rank's n elements of the sum."""
+        return Running([self.all_reduce(x).view(self.size, -1)[self.index]])
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         """Begin to write every rank's `x` [n], in rank order, into `into` [size · n]."""
+        return Running(torch.cat(self.all_gather(x), out=into))
 
 
-class _CountedGroup:
-    """The size, this rank's index and the counters of a group."""
-
-    def __init__(self, size: int, index: int) -> None:
-        if not 0 <= index < size:
-            raise ValueError(f"index {index} is outside a group of {size}; use 0 to {size - 1}")
-        self.size = size
-        self.index = index
-        self.counts: Counter[str] = Counter()
-        self.elements: Counter[str] = Counter()
-
-    def _counts(self, kind: str, *tensors: Tensor) -> bool:
-        """Return whether the group has other ranks; if so, count the call."""
-        if self.size > 1:
-            self.counts[kind] += 1
-            self.elements[kind] += sum(x.numel() for x in tensors)
-        return self.size > 1
-
-
-@dataclass(frozen=True)
-class Done(Generic[Result_co]):
-    """A collective that was complete when it was posted."""
-
-    result: Result_co
-
-    def wait(self) -> Result_co:
-        return self.result
-
-
-@dataclass(frozen=True)
-class _Running(Generic[Result_co]):
-    work: dist.Work
-    result: Result_co
-
-    def wait(self) -> Result_co:
-        self.work.wait()
-        return self.result
-
-
-class _SynchronousGroup(_CountedGroup, Group):
-    """A group whose posted collectives complete at once."""
-
-    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
-        return Done(_split_like(self.all_reduce(_flatten(tensors)), tensors))
-
-    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
-        return Done([self.all_reduce(x).view(self.size, -1)[self.index]])
-
-    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        return Done(torch.cat(self.all_gather(x), out=into))
-
-
-class ProcessGroup(_CountedGroup):
+class ProcessGroup(Group):
     """A group of processes, for tensors on `device`: ``torch.distributed`` over NCCL or gloo.
 
     Every process of the group must make it.
@@ -158,21 +148,21 @@ class ProcessGroup(_CountedGroup):
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         if not self._counts("all_reduce", *tensors):
-            return Done(list(tensors))
+            return Running(list(tensors))
         flat = _flatten(tensors)
         work = require_work(dist.all_reduce(flat, group=self.group, async_op=True))
-        return _Running(work, _split_like(flat, tensors))
+        return Running(_split_like(flat, tensors), work)
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         if not self._counts("reduce_scatter", x):
-            return Done([x])
+            return Running([x])
         own = x.new_empty(x.numel() // self.size)
-        return _Running(require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)), [own])
+        return Running([own], require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)))
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         if not self._counts("all_gather", x):
-            return Done(into.copy_(x))
-        return _Running(require_work(all_gather_single(into, x, group=self.group, async_op=True)), into)
+            return Running(into.copy_(x))
+        return Running(into, require_work(all_gather_single(into, x, group=self.group, async_op=True)))
 
 
 class ProcessGroupCache(dict[object, Any]):
@@ -199,7 +189,7 @@ def group_cache(world: dist.ProcessGroup | None) -> ProcessGroupCache:
     return ProcessGroupCache()
 
 
-class ThreadGroup(_SynchronousGroup):
+class ThreadGroup(Group):
     """A group of threads of this process, which meet at a shared `rendezvous`; `rank.thread_ranks` makes them.
 
     For the CPU only: there a backward pass runs in the thread that called it, so its collectives can meet. On a GPU
@@ -235,7 +225,7 @@ class ThreadGroup(_SynchronousGroup):
             return values[source].clone()
 
 
-class LocalGroup(_SynchronousGroup):
+class LocalGroup(Group):
     """A group without peers: for shapes on the meta device, and for real tensors in a group of one rank."""
 
     def __init__(self, size: int = 1, index: int = 0) -> None:

@@ -44,10 +44,6 @@ class TracedPosition(Position):
         super().phase(name)
         self._note()
 
-    def leave(self) -> None:
-        super().leave()
-        self._note()
-
     def _note(self) -> None:
         place = self.read()
         if self._begun:
@@ -67,17 +63,13 @@ class TracedPosition(Position):
         }
 
 
-class TracedGroup:
+class TracedGroup(Group):
     """A group whose calls are written to a journal under its name."""
 
     def __init__(self, group: Group, name: str, position: TracedPosition) -> None:
-        self.size = group.size
-        self.index = group.index
-        self.counts = group.counts
-        self.elements = group.elements
-        self._group = group
-        self._name = name
-        self._position = position
+        super().__init__(group.size, group.index)
+        self.counts, self.elements = group.counts, group.elements
+        self._group, self._name, self._position = group, name, position
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         with self._noting(f"all_reduce {op}", x):

@@ -2,95 +2,76 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.comm.groups import group_cache, require_work
+from autoptd.runtime.comm.groups import Counted, Posted, Running, group_cache, require_work
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 
 
-class Pending(Protocol):
-    """A tensor on its way here."""
-
-    def wait(self) -> Tensor:
-        """Wait until the tensor has arrived and return it. Call this once."""
-
-
-class Channel(Protocol):
+class Channel(Counted, ABC):
     """A channel from one rank to another: its source sends and its destination receives, in the same order.
 
-    `counts` and `elements` count this end's calls and their elements, by kind: "send", "receive".
+    The kinds of calls that it counts are "send" and "receive".
     """
 
-    counts: Counter[str]
-    elements: Counter[str]
-
+    @abstractmethod
     def send(self, x: Tensor) -> int:
         """Post `x`, which must not be changed before `release` or `flush`; return its number on the channel."""
 
+    @abstractmethod
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
+        """Post the receive of the next tensor of the channel."""
+
     def release(self, number: int) -> None:
         """Release the tensors that were sent up to `number`, which must have arrived."""
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
-        """Post the receive of the next tensor of the channel."""
 
     def flush(self) -> None:
         """Wait until all posted tensors have left; for the end of a step."""
 
 
-class ThreadChannel:
-    """A channel between two threads of `world`; both ends share the object."""
+class ThreadChannel(Channel):
+    """A channel between two threads of `world`; both ends share the object. A send is complete when it returns."""
 
     def __init__(self, world: ThreadWorld, name: str) -> None:
+        super().__init__()
         self.world = world
         self.name = name
-        self.counts: Counter[str] = Counter()
-        self.elements: Counter[str] = Counter()
-        self._arrived: dict[int, Tensor] = {}
+        self.arrived: dict[int, Tensor] = {}
 
     def send(self, x: Tensor) -> int:
         with self.world.condition:
-            number = self.counts["send"]
-            self.counts["send"] += 1
-            self.elements["send"] += x.numel()
+            number = self.count("send", x.numel())
             # A copy, since a receiver in another process would have memory of its own too.
-            self._arrived[number] = x.detach().clone()
+            self.arrived[number] = x.detach().clone()
             self.world.condition.notify_all()
         return number
 
-    def release(self, number: int) -> None:
-        """Do nothing: this channel holds no tensors."""
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
-        number = self.counts["receive"]
-        self.counts["receive"] += 1
-        self.elements["receive"] += torch.Size(shape).numel()
-        return _ThreadPending(self, number, torch.Size(shape), dtype)
-
-    def flush(self) -> None:
-        """Do nothing: a send is complete when it returns."""
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
+        return _ThreadReceive(self, self.count("receive", prod(shape)), tuple(shape), dtype)
 
 
-@dataclass
-class _ThreadPending:
+@dataclass(frozen=True)
+class _ThreadReceive:
     channel: ThreadChannel
     number: int
-    shape: torch.Size
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     def wait(self) -> Tensor:
         channel, number = self.channel, self.number
         what = f"receive {number} on {channel.name} of {self.dtype}{list(self.shape)}"
         with channel.world.condition:
-            channel.world.wait(lambda: number in channel._arrived, what)
-            x = channel._arrived.pop(number)
+            channel.world.wait(lambda: number in channel.arrived, what)
+            x = channel.arrived.pop(number)
         if x.shape != self.shape or x.dtype != self.dtype:
             raise RuntimeError(
                 f"{what} met a send of {x.dtype}{list(x.shape)}: the two ends disagree on their order"
@@ -98,7 +79,7 @@ class _ThreadPending:
         return x
 
 
-class ProcessChannel:
+class ProcessChannel(Channel):
     """A channel between the processes of global ranks `source` and `destination`.
 
     `group` None is the default group. A group of all ranks is right for gloo, which keeps the order of the messages of
@@ -107,18 +88,15 @@ class ProcessChannel:
     """
 
     def __init__(self, source: int, destination: int, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
         self.source = source
         self.destination = destination
         self.group = group
-        self.counts: Counter[str] = Counter()
-        self.elements: Counter[str] = Counter()
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> int:
-        x, number = x.detach().contiguous(), self.counts["send"]
+        x, number = x.detach().contiguous(), self.count("send", x.numel())
         self._sent.append((number, require_work(dist.isend(x, self.destination, self.group)), x))
-        self.counts["send"] += 1
-        self.elements["send"] += x.numel()
         # Free what has left only after posting `x`, which the receiver may be waiting for. (Gloo reports a send as
         # complete only to `wait`, which `release` and `flush` call.)
         while len(self._sent) > 1 and self._sent[0][1].is_completed():
@@ -129,11 +107,10 @@ class ProcessChannel:
         while self._sent and self._sent[0][0] <= number:
             self._sent.popleft()[1].wait()
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Pending:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self.counts["receive"] += 1
-        self.elements["receive"] += x.numel()
-        return _ProcessPending(require_work(dist.irecv(x, self.source, self.group)), x)
+        self.count("receive", x.numel())
+        return Running(x, require_work(dist.irecv(x, self.source, self.group)))
 
     def connect(self, device: torch.device) -> None:
         """Pass one element, uncounted; return when both ends are connected."""
@@ -146,16 +123,6 @@ class ProcessChannel:
     def flush(self) -> None:
         while self._sent:
             self._sent.popleft()[1].wait()
-
-
-@dataclass
-class _ProcessPending:
-    work: dist.Work
-    x: Tensor
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.x
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autoptd.runtime.comm.groups import Group
-from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.trace import Phase, TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
 
 KINDS: tuple[Kind | str, ...] = (Kind.FORWARD, Kind.BACKWARD, "data", "tensor", "weights")
 NOTHING = len(KINDS)  # of a row that fills the table of a rank with fewer spans
 Span = tuple[Kind | str, int, int, Any, Any]
+
+
+class Stopwatch:
+    """A clock whose marks are cheap to set and are read later; on a GPU they are times of its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        """Return a mark of this moment: on a GPU, of the moment when its stream has finished the work so far."""
+        if self._device.type != "cuda":
+            return time.time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """Return the seconds since the epoch of each mark; wait for the device."""
+        if self._device.type != "cuda":
+            return list(marks)
+        torch.cuda.synchronize(self._device)  # the marks may belong to another stream
+        last = self.mark()
+        last.synchronize()
+        now = time.time()
+        return [now - mark.elapsed_time(last) / 1000 for mark in marks]
 
 
 @dataclass
@@ -39,22 +64,9 @@ class Measured:
         self.begin = self.stopwatch.mark()
         self._running.clear()
 
-    def add(self, action: Action, begin: Any) -> None:
-        """Record `action`, which began at the mark `begin` and ends now."""
-        self._running.append((action.kind, action.stage, action.microbatch, begin, self.stopwatch.mark()))
-
-    def add_sums(self, begin: Any) -> None:
-        """Record the sum of gradients, which began at the mark `begin` and ends now."""
-        self._running.append(("data", 0, 0, begin, self.stopwatch.mark()))
-
-    def add_exposed(self, begin: Any) -> None:
-        """Record an all-reduce over the tensor ranks, which began at the mark `begin` and ends now."""
-        self._running.append(("tensor", 0, 0, begin, self.stopwatch.mark()))
-
-    def add_hidden(self, begin: Any, computed: Any) -> None:
-        """Record an all-reduce from the mark `begin` to now, beside weight gradients from `begin` to `computed`."""
-        self.add_exposed(begin)
-        self._running.append(("weights", 0, 0, begin, computed))
+    def add(self, kind: Kind | str, begin: Any, end: Any = None, stage: int = 0, microbatch: int = 0) -> None:
+        """Record a span that began at the mark `begin` and ends at `end`, or now."""
+        self._running.append((kind, stage, microbatch, begin, self.stopwatch.mark() if end is None else end))
 
     def finish(self) -> None:
         """End the step."""
@@ -64,36 +76,28 @@ class Measured:
 
 def gather_measured(
     measured: Measured, pipeline: Group, device: torch.device
-) -> tuple[tuple[tuple[TimelineEntry, ...], ...], tuple[Phase, ...]]:
+) -> tuple[list[list[TimelineEntry]], list[Phase]]:
     """Return a row of entries per pipeline rank, and the phases, in seconds from the first begin of any.
 
     Every rank of the `pipeline` must call it, after a step of all; `device` holds its tensors.
     """
     count = len(measured.spans)
     marks = measured.stopwatch.read([span[i] for i in (3, 4) for span in measured.spans])
-    rows = [
-        [KINDS.index(kind), stage, microbatch, begin, end]
-        for (kind, stage, microbatch, *_), begin, end in zip(
-            measured.spans, marks[:count], marks[count:], strict=True
-        )
-    ]
+    times = zip(measured.spans, marks[:count], marks[count:], strict=True)
+    own = [[KINDS.index(kind), stage, microbatch, *span] for (kind, stage, microbatch, *_), *span in times]
     most = pipeline.all_reduce(torch.tensor([count], device=device), "max").item()
-    rows += [[NOTHING] * 5] * (int(most) - count)
-    own = torch.tensor(rows, dtype=torch.float64, device=device)
-    tables = [[row for row in table.tolist() if row[0] != NOTHING] for table in pipeline.all_gather(own)]
+    own += [[NOTHING] * 5] * (int(most) - count)
+    found = pipeline.all_gather(torch.tensor(own, dtype=torch.float64, device=device))
+    tables = [[row for row in table.tolist() if row[0] != NOTHING] for table in found]
     origin = min(row[3] for table in tables for row in table)
-    entries = tuple(tuple(_read_entries(index, table, origin)) for index, table in enumerate(tables))
-    phases = tuple(
-        Phase(index, str(KINDS[int(row[0])]), row[3] - origin, row[4] - origin)
-        for index, table in enumerate(tables)
-        for row in table
-        if row[0] >= KINDS.index("data")
-    )
+    entries: list[list[TimelineEntry]] = [[] for _ in tables]
+    phases = []
+    for index, table in enumerate(tables):
+        for number, stage, microbatch, begin, end in table:
+            kind = KINDS[int(number)]
+            if isinstance(kind, Kind):
+                action = Action(int(stage), kind, int(microbatch))
+                entries[index].append(TimelineEntry(index, action, begin - origin, end - origin))
+            else:
+                phases.append(Phase(index, kind, begin - origin, end - origin))
     return entries, phases
-
-
-def _read_entries(index: int, table: Sequence[Sequence[float]], origin: float) -> Iterator[TimelineEntry]:
-    for kind, stage, microbatch, begin, end in table:
-        if isinstance(known := KINDS[int(kind)], Kind):
-            action = Action(int(stage), known, int(microbatch))
-            yield TimelineEntry(index, action, begin - origin, end - origin)

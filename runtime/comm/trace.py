@@ -92,7 +92,7 @@ def _trace_events(
     for rank, course in enumerate(memory):
         for at, held in course:
             place = {"name": "memory", "ph": "C", "pid": rank}
-            yield place | {"ts": _microseconds(_nanoseconds(at)), "args": {"bytes": held}}
+            yield place | {"ts": _nanoseconds(at) / 1000, "args": {"bytes": held}}
 
 
 def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterator[dict[str, Any]]:
@@ -113,15 +113,10 @@ def _span(
     name: str, category: str, rank: int, thread: int, start: float, end: float, arguments: Mapping[str, int]
 ) -> dict[str, Any]:
     # Perfetto counts whole nanoseconds and drops a span that begins before its neighbour ends, be it by one.
-    begin, length = _nanoseconds(start), _nanoseconds(end) - _nanoseconds(start)
+    begin, until = _nanoseconds(start), _nanoseconds(end)
     place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "args": arguments}
-    return place | {"ts": _microseconds(begin), "dur": _microseconds(length)}
+    return place | {"ts": begin / 1000, "dur": (until - begin) / 1000}  # in microseconds
 
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def _microseconds(nanoseconds: int) -> float:
-    """Return the unit of a chrome trace, with three decimals."""
-    return nanoseconds / 1000

@@ -10,15 +10,16 @@ A stage puts its outputs into a `SendBuffer` and takes its inputs from a `RecvBu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.comm.groups import Group
-from autoptd.runtime.comm.point_to_point import Channel, Pending
+from autoptd.runtime.comm.groups import Group, Posted
+from autoptd.runtime.comm.point_to_point import Channel
 from autoptd.runtime.program.manifest import Boundary
+from autoptd.runtime.program.schedule import Action, Schedule
 
 
 def is_scattered(boundary: Boundary, tensor: int, scatter_gather: bool) -> bool:
@@ -103,31 +104,50 @@ class RecvBuffer:
         self._channel = channel
         self._tensor = tensor
         self._device = device
-        self._pieces: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self._whole: list[tuple[int, ...] | None] = []
+        self._expected: list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None]] = []
         for boundary in boundaries:
             scattered = is_scattered(boundary, tensor.size, scatter_gather)
             piece = (prod(boundary.shape) // tensor.size,) if scattered else boundary.shape
-            self._pieces.append((piece, boundary.dtype))
-            self._whole.append(boundary.shape if scattered else None)
+            self._expected.append((piece, boundary.dtype, boundary.shape if scattered else None))
         self.acknowledge: dict[int, Callable[[], None]] = {}
-        self._posted: dict[int, list[Pending]] = {}
+        self._posted: dict[int, list[Posted[Tensor]]] = {}
         self.clear = self._posted.clear
 
     def post(self, microbatch: int) -> None:
         """Post the receives of `microbatch`'s tensors."""
         self._posted[microbatch] = [
-            self._channel.receive(shape, dtype, self._device) for shape, dtype in self._pieces
+            self._channel.receive(shape, dtype, self._device) for shape, dtype, _ in self._expected
         ]
 
     def take(self, microbatch: int) -> list[Tensor]:
         """Wait for `microbatch`'s tensors and return them as the stage takes them."""
         tensors = []
-        for pending, whole in zip(self._posted.pop(microbatch), self._whole, strict=True):
-            piece = pending.wait()
+        for posted, (*_, whole) in zip(self._posted.pop(microbatch), self._expected, strict=True):
+            piece = posted.wait()
             if whole is not None:
                 piece = torch.cat(self._tensor.all_gather(piece)).view(whole)
             tensors.append(piece)
         if tensors and microbatch in self.acknowledge:  # no tensor proves nothing
             self.acknowledge[microbatch]()
         return tensors
+
+
+def find_acknowledged(schedule: Schedule, rank: int) -> Mapping[Action, Action]:
+    """Return, for receives of pipeline rank `rank`, the last of its sends that the sender had used before it sent.
+
+    A channel keeps its order, so everything sent earlier over the same channel has arrived too. This also holds in a
+    step of forwards only, where three ranks or more acknowledge nothing.
+    """
+    place = {action: number for number, action in enumerate(schedule[rank])}
+    p = len(schedule)
+    found = {}
+    for peer in {(rank - 1) % p, (rank + 1) % p} - {rank}:
+        last = None
+        for action in schedule[peer]:
+            if action.kind.computes:
+                used = action.receive.counterpart
+                if used in place and (last is None or place[used] > place[last]):
+                    last = used
+            elif last is not None and action.kind.sends and action.counterpart in place:
+                found[action.counterpart] = last
+    return found

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autoptd.runtime.comm.acknowledgement import find_acknowledged
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.comm.stopwatch import Stopwatch
-from autoptd.runtime.comm.timings import Measured
-from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer
+from autoptd.runtime.comm.timings import Measured, Stopwatch
+from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
 from autoptd.runtime.engine.gradient_aliasing import separate_gradients
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
@@ -107,7 +105,7 @@ class StageRun:
             # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
             edges = [get_gradient_edge(outputs[i]) if outputs[i].requires_grad else None for i in roots]
             self._kept[microbatch] = [received[i] for i in self._leaves], edges
-        self._measured.add(Action(self._index, Kind.FORWARD, microbatch), begin)
+        self._measured.add(Kind.FORWARD, begin, stage=self._index, microbatch=microbatch)
 
     def backward(self, microbatch: int) -> None:
         """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
@@ -132,7 +130,7 @@ class StageRun:
             self._separated = True
         if self.gradient_departure is not None:
             self.gradient_departure.put(microbatch, departing)
-        self._measured.add(Action(self._index, Kind.BACKWARD, microbatch), begin)
+        self._measured.add(Kind.BACKWARD, begin, stage=self._index, microbatch=microbatch)
 
 
 class Executor:

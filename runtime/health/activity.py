@@ -34,7 +34,7 @@ CLEARED = (
 )
 MARK = "_autoptd_place"  # attribute of an exception
 CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, COLLECTIVE, HISTORY, SLOTS = range(9)
-_NUMBERS = {name: number for number, name in enumerate((*KINDS, *PHASES), 1)}
+_NUMBERS = {name: number for number, name in enumerate(("", *KINDS, *PHASES))}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
 
@@ -94,13 +94,8 @@ class Position:
         slots[SINCE] = monotonic_ns()
 
     def phase(self, name: str) -> None:
-        """Begin one of PHASES."""
+        """Begin one of PHASES; "" ends the activity."""
         self.slots[ACTIVITY] = _NUMBERS[name]
-        self.slots[SINCE] = monotonic_ns()
-
-    def leave(self) -> None:
-        """End the activity."""
-        self.slots[ACTIVITY] = 0
         self.slots[SINCE] = monotonic_ns()
 
     @contextmanager
@@ -159,7 +154,7 @@ class Position:
                 yield
         finally:
             self.compiling = False
-            self.leave()
+            self.phase("")
 
     @contextmanager
     def _marking(self) -> Iterator[None]:
@@ -209,7 +204,7 @@ def _find_other_call(own: int, other: int) -> tuple[str, str] | None:
 def read_place(slots: memoryview) -> Place:
     """Decode a place from its SLOTS numbers."""
     code = slots[ACTIVITY]
-    name, stage, microbatch = _NAMES.get(code & 31, ""), code >> 32, code >> 5 & 0x7FFFFFF
+    name, stage, microbatch = _NAMES[code & 31], code >> 32, code >> 5 & 0x7FFFFFF
     acts = name in KINDS
     activity = f"{stage}{name}{microbatch}" if acts else name
     times = (slots[number] / 1e9 for number in (SINCE, HEARTBEAT, BUSY))

@@ -105,13 +105,3 @@ def find_others(given: Mapping[int, object]) -> tuple[list[int], int]:
     common = max(values, key=values.count)
     others = [rank for rank, value in given.items() if value != common]
     return others, next(rank for rank in given if rank not in others)
-
-
-def gather(
-    values: list[int], device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[list[int]]:
-    """Gather every rank's `values`, equally many, by index in `group` (the default one). Every rank must call it."""
-    own = torch.tensor(values, device=device)
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, own, group=group)
-    return [row.tolist() for row in everyone]

@@ -130,7 +130,7 @@ class GradientSums:
                 sum_over(group, sums)
             self._summed.update(zip(keys, sums, strict=True))
         self._leaves, self._wide = {}, {}
-        self._measured.add_sums(self._begin)
+        self._measured.add("data", self._begin)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's finished sums."""

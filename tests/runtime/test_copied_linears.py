@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.comm.groups import LocalGroup, Posted
 from autoptd.runtime.comm.rank import Rank, thread_ranks
-from autoptd.runtime.comm.stopwatch import Stopwatch
 from autoptd.runtime.comm.threads import ThreadWorld
-from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.comm.timings import Measured, Stopwatch
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.activation_memory import SavedTensors
 

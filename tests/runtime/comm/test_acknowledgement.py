@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoptd.runtime.comm.acknowledgement import find_acknowledged
 from autoptd.runtime.comm.connection import Connection, connect
 from autoptd.runtime.comm.groups import LocalGroup
 from autoptd.runtime.comm.point_to_point import ProcessChannel, ThreadChannel
 from autoptd.runtime.comm.threads import ThreadWorld
-from autoptd.runtime.comm.transfer import RecvBuffer
+from autoptd.runtime.comm.transfer import RecvBuffer, find_acknowledged
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule
 from autoptd.runtime.program.schedule_check import execution_order
 from tests.ranks import run_ranks

@@ -14,10 +14,9 @@ import torch
 import autoptd
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.comm.stopwatch import Stopwatch
-from autoptd.runtime.comm.timings import Measured, gather_measured
+from autoptd.runtime.comm.timings import Measured, Stopwatch, gather_measured
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import Action, Kind
+from autoptd.runtime.program.schedule import Kind
 from samples.gpt import GPT, GPTConfig
 from tests.ranks import run_ranks
 
@@ -163,8 +162,8 @@ def test_marks_are_read_at_once() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     measured = Measured(Once(rank.device))
     measured.start()
-    measured.add(Action(0, Kind("F"), 0), measured.stopwatch.mark())
-    measured.add_sums(measured.stopwatch.mark())
+    measured.add(Kind("F"), measured.stopwatch.mark())
+    measured.add("data", measured.stopwatch.mark())
     measured.finish()
     ((entry,),), (phase,) = gather_measured(measured, rank.group("pipeline"), rank.device)
     assert readings == [4]

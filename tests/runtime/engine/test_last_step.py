@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.comm.stopwatch import Stopwatch
-from autoptd.runtime.comm.timings import Measured, Span
+from autoptd.runtime.comm.timings import Measured, Span, Stopwatch
 from autoptd.runtime.engine.last_step import LastStep, count_tokens, read_last_step
 from autoptd.runtime.program.schedule import Kind
 from tests.runtime.chain import Chain
