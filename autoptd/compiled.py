@@ -30,8 +30,7 @@ from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
 from autoptd.runtime.health.malloc import disable_malloc_trim
 from autoptd.runtime.launch import join
-from autoptd.runtime.module.parallel import Parallel
-from autoptd.runtime.module.signature import signed
+from autoptd.runtime.module.parallel import Parallel, signed
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.program_text import compile_stages, read_program
@@ -290,9 +289,7 @@ class CompiledProgram:
                 program._read_rank(pipeline, own, backend)
                 for program, own in zip(self.shapes, tensors, strict=True)
             )
-            given = first.functions, first.constants, first.schedule, first.weights
-            make = signed(self.manifest)
-            parallel = make(self.manifest, connection, *given, drawn=weights is None, further=further)
+            parallel = signed(self.manifest)(connection, first, further, drawn=weights is None)
         parallel.loss_type = getattr(self.model, "loss_type", None)
         known = {} if self.model is None else vars(self.model)
         plain = {n for n, value in known.items() if isinstance(value, (int, float, str)) and n[0] != "_"}

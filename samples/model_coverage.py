@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from autoptd.text.reader import program_filename
@@ -93,7 +94,9 @@ def pass_through(program: CompiledProgram, source: Path, target: Path) -> None:
         text = texts[connection.rank.coordinates.pipeline]
         constants: Callable[..., dict[str, Tensor]] = text.constants or (lambda p: {})
         tensors = read_weights(source, program.buffers)
-        parallel = Parallel(program.manifest, connection, text.stages, constants, program.schedule, tensors)
+        parallel = Parallel(
+            connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, tensors)
+        )
         parallel.export_pretrained(target)
 
     run_threads(program.manifest, work)

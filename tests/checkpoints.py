@@ -14,6 +14,7 @@ from torch import Tensor
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from tests.generated_models import ModelConfig, make_batch, make_model
@@ -71,7 +72,9 @@ def bind_thread(program: CompiledProgram, connection: Connection) -> Parallel:
     assert program.model is not None
     constants = text.constants or (lambda p: {})
     weights = {**program.model.state_dict(), **program.buffers}
-    return Parallel(program.manifest, connection, text.stages, constants, program.schedule, weights)
+    return Parallel(
+        connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights)
+    )
 
 
 def train_steps(

@@ -360,7 +360,7 @@ def write_hostile(path: Path, header: bytes, data: bytes) -> str:
 def fuzz_records(step: Path, times: int, draw: random.Random) -> int:
     """How many changed JSON files were refused, the hashes made right."""
     parallel, optimizer = bind()
-    training = parallel._states.training(parallel._slices(), optimizer, None)
+    training = parallel._training(optimizer, None)
     names = [RECORD, "rank_00000.json", "rank_00001.json"]
     texts = {name: (step / name).read_bytes() for name in names}
     before = {n: x.clone() for n, x in parallel.state_dict().items()}

@@ -57,12 +57,12 @@ def places(victim: int) -> list[str]:
 
 def fail_at(place: str, fault: Fault, folder: Path) -> None:
     """In this forked rank, do `fault` when step STEP comes to `place`."""
-    kept = {name: getattr(Position, name) for name in ("act", "phase", "leave")}
+    kept = {name: getattr(Position, name) for name in ("act", "phase")}
 
     def patched(name: str) -> Callable[..., None]:
-        def run(self: Position, *what: Action | str) -> None:
-            kept[name](self, *what)
-            here = str(what[0]) if what else BETWEEN
+        def run(self: Position, what: Action | str) -> None:
+            kept[name](self, what)
+            here = str(what) or BETWEEN
             if self.read().step == STEP and here == place:
                 mark(folder)
                 fault()

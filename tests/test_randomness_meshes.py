@@ -18,6 +18,7 @@ from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import LocalGroup
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from autoptd.runtime.program.program_text import read_program
@@ -187,7 +188,9 @@ def run_step(program: CompiledProgram, batch: Batch, dims: dict[str, int]) -> di
         text = texts[at.pipeline]
         constants = text.constants or (lambda p: {})
         weights = dict(program.model.state_dict()) if program.model is not None else {}
-        parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
+        parallel = Parallel(
+            connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
+        )
         own = {n: x.chunk(mesh.data, dims[n])[at.data].contiguous() for n, x in batch.items()}
         loss_of(parallel(**own)).backward()
         return {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
@@ -297,15 +300,10 @@ def gather_weights(program: CompiledProgram) -> dict[str, Tensor]:
     def gather(connection: Connection) -> dict[str, Tensor]:
         text = texts[connection.rank.coordinates.pipeline]
         constants = text.constants or (lambda p: {})
-        parallel = Parallel(
-            program.manifest,
-            connection,
-            text.stages,
-            constants,
-            program.schedule,
-            program.buffers,
-            drawn=True,
+        functions = ShapeFunctions(
+            program.manifest, text.stages, constants, program.schedule, program.buffers
         )
+        parallel = Parallel(connection, functions, drawn=True)
         for name, parameter in program.manifest.parameters.items():
             if (
                 parameter.placement["tensor"].padding

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.gpt import GPT, GPTConfig
@@ -128,9 +129,8 @@ def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Bat
         at = connection.rank.coordinates
         text = texts[at.pipeline]
         constants = text.constants or (lambda p: {})
-        parallel = Parallel(
-            program.manifest, connection, text.stages, constants, program.schedule, weights
-        ).train()
+        functions = ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights)
+        parallel = Parallel(connection, functions).train()
         loss = loss_of(parallel(**batch))
         loss.backward()
         named = parallel.named_parameters()

@@ -22,6 +22,7 @@ from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.engine.batch import find_loss
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.program_text import read_program
@@ -142,7 +143,9 @@ def _run_ranks(
         with Promotion() as promotion:
             program = programs[at.pipeline]
             constants = program.constants or (lambda p: {})
-            parallel = Parallel(manifest, connection, program.stages, constants, schedule, tensors)
+            parallel = Parallel(
+                connection, ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
+            )
             parallel.eval()
             replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
             loss = find_loss(manifest.output, parallel(**replica))

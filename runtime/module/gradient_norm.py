@@ -1,65 +1,182 @@
-"""The norm of the whole model's gradient, and clipping by it."""
+"""The norm of the whole model's gradient, and clipping by it: by the parallel model, and by torch's own functions.
+
+Plain loops, Accelerate, the Trainer and Lightning all clip by functions of ``torch.nn.utils``. Those that know the norm
+and scale by it are replaced once in ``torch.nn.utils.clip_grad``, where torch's ``clip_grad_norm_`` looks them up: so
+one that was imported before ``bind`` knows them too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterable
+from functools import reduce, wraps
+from itertools import chain
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
-from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.guards.torch_clipping import ModelGradients, refuse_nonfinite
 from autoptd.runtime.module.step_runner import StepRunner
-from autoptd.runtime.module.trained_weights import TrainedWeights
 from autoptd.runtime.optimizer.clipping import check_norm_type, global_norm, scale_gradients
-from autoptd.runtime.program.manifest import Manifest
+
+CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
-@dataclass(frozen=True, eq=False)
-class GradientNorm:
-    """The norm of the gradient that the last call left, over all ranks."""
+# Of the parallel models that live, by their id: the thread that bound it, and the runner that left its gradients.
+_MODELS: dict[int, tuple[int, StepRunner]] = {}
+_LOCK = threading.Lock()
 
-    manifest: Manifest
-    connection: Connection
-    weights: TrainedWeights
-    runner: StepRunner
 
-    def for_torch(self) -> ModelGradients:
-        """Return the gradients as torch's clipping is to see them."""
-        return ModelGradients(
-            self.weights.leaves,
-            self.weights.sharded,
-            self.measure,
-            lambda: self.runner.gradients_everywhere,
+@leave_uncompiled
+def clip_gradients(runner: StepRunner, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Scale the gradients to `max_norm`; return their norm before. As `Parallel.clip_grad_norm_`."""
+    norm = _measure(runner, norm_type)
+    if error_if_nonfinite:
+        _refuse_nonfinite(norm, norm_type)
+    gradients = (leaf.grad for leaf in runner.weights.leaves().values())
+    scale_gradients((gradient for gradient in gradients if gradient is not None), norm, max_norm)
+    dtypes = {p.dtype for p in runner.weights.manifest.parameters.values() if p.kind == "parameter"}
+    return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
+
+
+def _measure(runner: StepRunner, norm_type: float, of: Container[str | int] | None = None) -> Tensor:
+    """Return the norm of the whole gradient, or of that of the leaves `of`, in float64: a collective of all ranks.
+
+    Raises ValueError for a `norm_type` that is not positive.
+    """
+    check_norm_type(norm_type)
+    weights = runner.weights
+    gradients = {
+        name: p.grad
+        for name, p in weights.leaves().items()
+        if isinstance(name, str) and p.grad is not None and (of is None or name in of)
+    }
+    connection = weights.connection
+    with (
+        connection.position.collective_call("clip_grad_norm_"),
+        connection.position.during("norm of the gradient"),
+    ):
+        runner.norm = global_norm(weights.manifest, connection.rank, gradients, weights.shards, norm_type)
+    return runner.norm
+
+
+def clip_over_ranks(parallel: nn.Module, runner: StepRunner) -> None:
+    """Let torch clip the gradients of `parallel`, while that lives, by their norm over all ranks, alike on each."""
+    if id(parallel) not in _MODELS:
+        weakref.finalize(parallel, _MODELS.pop, id(parallel))
+    _MODELS[id(parallel)] = threading.get_ident(), runner
+    with _LOCK:
+        for name, replacement in _REPLACEMENTS.items():
+            original = getattr(clip_grad, name)
+            if hasattr(original, "knows_parallel_models"):
+                continue
+            wrapped = _wrap(original, replacement)
+            for module in (clip_grad, nn.utils):
+                for alias in [alias for alias, value in vars(module).items() if value is original]:
+                    setattr(module, alias, wrapped)
+
+
+def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs) if _MODELS else original(*args, **kwargs)
+
+    wrapped.knows_parallel_models = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _list_models() -> list[StepRunner]:
+    """Return the models that this thread bound, or all of them if it bound none.
+
+    Where ranks are threads, the backward of another rank writes its gradients without the interpreter's lock.
+    """
+    models = list(_MODELS.values())
+    return [model for thread, model in models if thread == threading.get_ident()] or [m for _, m in models]
+
+
+@leave_uncompiled
+def _total_norm(
+    original: Callable[..., Tensor],
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for model in _list_models():
+        keys = _read_keys(model)
+        if any(id(tensor) in keys for tensor in tensors):
+            norm = _measure(model, float(norm_type), _check_whole(model, [keys.get(id(t)) for t in tensors]))
+            if error_if_nonfinite:
+                _refuse_nonfinite(norm, norm_type)
+            # A placeholder has the dtype of its parameter, whose gradient is summed in more.
+            dtypes = [torch.float32, *(tensor.dtype for tensor in tensors)]
+            return norm.to(reduce(torch.promote_types, dtypes))
+    return original(tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def _read_keys(model: StepRunner) -> dict[int, str | int]:
+    """Return the keys of the leaves of `model`, and the names of its sharded parameters, by the ids of gradients."""
+    leaves, sharded = model.weights.leaves().items(), model.weights.sharded().values()
+    named = chain(leaves, *(own.items() for own in sharded))
+    return {id(parameter.grad): key for key, parameter in named if parameter.grad is not None}
+
+
+def _check_whole(model: StepRunner, keys: list[str | int | None]) -> set[str | int]:
+    """Return the leaves that gradients of these `keys` are of; None is the key of one that is not of `model`.
+
+    Raises ValueError unless they are all of the model's gradients, no others, and every rank has some.
+    """
+    if None in keys:
+        raise ValueError(
+            "torch's norm is asked for gradients of a parallel model together with others: each rank has other parts "
+            f"of the model's, so clip the others alone, and for the model {CALL}"
+        )
+    given = {key for key in keys if key is not None}
+    sharded = model.weights.sharded()
+    given |= {index for index, own in sharded.items() if given.issuperset(own)}
+    # Parameters that were frozen after their backward may be left out, on every rank.
+    trained = [
+        key for key, leaf in model.weights.leaves().items() if leaf.grad is not None and leaf.requires_grad
+    ]
+    absent = [key for key in trained if key not in given]
+    missing = sorted(key if isinstance(key, str) else next(iter(sharded[key])) for key in absent)
+    if missing or not model.gradients_everywhere:
+        reason = f"not {missing[0]}'s" if missing else "some ranks have no gradients and do not ask for it"
+        raise ValueError(
+            "torch's norm of a parallel model's gradients is that over all ranks, and needs all gradients on each; "
+            f"here it is given {len(keys)}, {reason}: {CALL}"
+        )
+    return given
+
+
+@leave_uncompiled
+def _change_own(
+    original: Callable[..., None], parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
+) -> None:
+    """Call `original` with the parts that this rank steps in place of sharded `parameters`."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for model in _list_models():
+        leaves = model.weights.leaves()
+        parts = {id(p): leaves[index] for index, own in model.weights.sharded().items() for p in own.values()}
+        given = list({id(p): p for p in (parts.get(id(p), p) for p in given)}.values())
+    original(given, *args, **kwargs)
+
+
+def _refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
+    """Raise RuntimeError where `norm` is not finite."""
+    if not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
+            "or pass error_if_nonfinite=False to scale by it all the same"
         )
 
-    @leave_uncompiled
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Scale the gradients to `max_norm`; return their norm before. As `Parallel.clip_grad_norm_`."""
-        norm = self.measure(norm_type)
-        if error_if_nonfinite:
-            refuse_nonfinite(norm, norm_type)
-        gradients = (leaf.grad for leaf in self.weights.leaves().values())
-        scale_gradients((gradient for gradient in gradients if gradient is not None), norm, max_norm)
-        dtypes = {p.dtype for p in self.manifest.parameters.values() if p.kind == "parameter"}
-        return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
-    @leave_uncompiled
-    def measure(self, norm_type: float, of: Container[str | int] | None = None) -> Tensor:
-        """Return the norm of the whole gradient, or of that of the leaves `of`, in float64: a collective of all ranks.
-
-        Raises ValueError for a `norm_type` that is not positive.
-        """
-        check_norm_type(norm_type)
-        gradients = {
-            name: p.grad
-            for name, p in self.weights.leaves().items()
-            if isinstance(name, str) and p.grad is not None and (of is None or name in of)
-        }
-        position, shards = self.connection.position, self.weights.shards
-        with position.collective_call("clip_grad_norm_"), position.during("norm of the gradient"):
-            norm = global_norm(self.manifest, self.connection.rank, gradients, shards, norm_type)
-        self.runner.norm = norm
-        return norm
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "_get_total_norm": _total_norm,
+    "_clip_grads_with_norm_": _change_own,
+    "clip_grad_value_": _change_own,
+}

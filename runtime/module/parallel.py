@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autoptd.runtime.checkpoint.saving import Schedulers
+from autoptd.runtime.checkpoint.loading import load_step
+from autoptd.runtime.checkpoint.saving import Saving, Schedulers, Training, name_schedulers, save_step
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.engine.batch import find_loss
+from autoptd.runtime.engine.batch import call_signature, find_loss
 from autoptd.runtime.engine.bound_shape import BoundShape, ShapeFunctions
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.engine.last_step import LastStep
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
-from autoptd.runtime.guards.state_marks import StateMarks
-from autoptd.runtime.guards.torch_clipping import clip_over_ranks
-from autoptd.runtime.guards.weight_agreement import StepLog
 from autoptd.runtime.kernels.precision import HALF
-from autoptd.runtime.module.gradient_norm import GradientNorm
-from autoptd.runtime.module.state_dicts import StateDicts
+from autoptd.runtime.module.bound_weights import BoundWeights
+from autoptd.runtime.module.gradient_norm import clip_gradients, clip_over_ranks
 from autoptd.runtime.module.step_runner import StepRunner
-from autoptd.runtime.module.trained_weights import TrainedWeights
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
-from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.slices import Constants, register_slices, take_slices
-from autoptd.runtime.weights.submodules import UNCOPIED, UNREAD, SlicedModule
+from autoptd.runtime.weights.pretrained import write_pretrained
+from autoptd.runtime.weights.slices import (
+    check_own_proved,
+    gather_whole,
+    load_whole,
+    register_slices,
+    take_slices,
+)
+from autoptd.runtime.weights.submodules import UNREAD, BoundModule
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
-class Parallel(nn.Module):
+class Parallel(BoundModule):
     """This rank's part of the model, used as the whole: ``loss = parallel(**batch).loss; loss.backward()``.
 
     A call runs the schedule, forwards and backwards, and keeps the gradients; ``backward`` scales them by the factor
@@ -53,31 +56,24 @@ class Parallel(nn.Module):
 
     def __init__(
         self,
-        manifest: Manifest,
         connection: Connection,
-        functions: Mapping[int, Callable[..., Any]],
-        constants: Constants,
-        schedule: Schedule,
-        weights: Mapping[str, Tensor],
-        drawn: bool = False,
+        program: ShapeFunctions,
         further: Sequence[ShapeFunctions] = (),
+        drawn: bool = False,
     ) -> None:
-        """Take this rank's slices of the whole `weights` (by the user's names) and bind the program to them.
+        """Take this rank's slices of the whole weights of `program`, by the user's names, and bind it to them.
 
-        `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` has the
-        actions of all pipeline ranks. With `drawn`, parameters without values are initialised as the manifest says.
-        `further` are the programs of further input shapes, with the same parameters in the same places.
+        `further` are the programs of further input shapes, with the same parameters in the same places. With `drawn`,
+        parameters without values are initialised as the manifest says.
         """
         super().__init__()
-        self._manifest, self._connection, rank = manifest, connection, connection.rank
-        slices = take_slices(manifest, rank, constants, weights, drawn)
-        first = ShapeFunctions(manifest, functions, constants, schedule, weights)
-        shapes = [BoundShape(first, connection, {})]
-        for program in further:
-            own, known = program.manifest, manifest.parameters
-            tensors = take_slices(own, rank, program.constants, program.weights, drawn, known)
-            shapes.append(BoundShape(program, connection, tensors))
-        self._shapes = shapes
+        manifest, rank = program.manifest, connection.rank
+        self._manifest, self._connection = manifest, connection
+        slices = take_slices(manifest, rank, program.constants, program.weights, drawn)
+        self._shapes = [BoundShape(program, connection, {})]
+        for other in further:
+            own = other.constants, other.weights, drawn, manifest.parameters
+            self._shapes.append(BoundShape(other, connection, take_slices(other.manifest, rank, *own)))
         # The stages compute with trained weights in half precision, which are kept in float32.
         narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
@@ -86,19 +82,18 @@ class Parallel(nn.Module):
             self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in narrow.items()}}
         )
         self.train(manifest.training)
-        steps, marks = StepLog(), StateMarks(manifest, rank)
-        self._weights = TrainedWeights(self, manifest, connection, shapes, narrow, marks)
-        self._runner = StepRunner(manifest, connection, shapes, self._weights, steps)
-        self._norm = GradientNorm(manifest, connection, self._weights, self._runner)
-        self._states = StateDicts(manifest, connection, shapes, self._weights, self._runner, steps)
+        self._weights = BoundWeights(self, manifest, connection, self._shapes, narrow)
+        self._runner = StepRunner(self._weights)
+        self._saving: Saving | None = None
         for part in self.modules():
-            if isinstance(part, SlicedModule):
+            if isinstance(part, BoundModule):
                 part.arrive = WeakMethod(self._weights.await_gathers)
         if manifest.mesh.size > 1:
-            watch_steps(self, marks, steps)
-        if manifest.mesh.tensor * manifest.mesh.pipeline > 1:
-            watch_divided(self, marks)
-            clip_over_ranks(self, self._norm.for_torch())
+            watch_steps(self, self._weights.marks, self._runner.steps)
+        self._warns_of_slices = manifest.mesh.tensor * manifest.mesh.pipeline > 1
+        if self._warns_of_slices:
+            watch_divided(self, self._weights.marks)
+            clip_over_ranks(self, self._runner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on this replica's batch, of a compiled shape; return the model's output with only the loss.
@@ -106,10 +101,7 @@ class Parallel(nn.Module):
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
         """
-        self._runner.refuse_broken()
-        self._weights.check(self)
-        self._states.take_buffers()
-        return self._runner.call(self.training, args, kwargs)
+        return self._runner.call(self, args, kwargs)
 
     def train_step(
         self,
@@ -140,7 +132,7 @@ class Parallel(nn.Module):
         Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``. ValueError for a
         `norm_type` that is not positive.
         """
-        return self._norm.clip(max_norm, float(norm_type), error_if_nonfinite)
+        return clip_gradients(self._runner, max_norm, float(norm_type), error_if_nonfinite)
 
     @leave_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -166,7 +158,7 @@ class Parallel(nn.Module):
         parameter of it with a hook, and where one would be divided otherwise than by those that sum its gradients.
         """
         self._weights.shard(self, optimizer)
-        clip_over_ranks(self, self._norm.for_torch())
+        clip_over_ranks(self, self._runner)
         return optimizer
 
     @property
@@ -205,7 +197,13 @@ class Parallel(nn.Module):
 
         Where an optimizer is sharded, which has that float32, they are as the stages compute with them.
         """
-        self._states.warn_of_slices()
+        if self._warns_of_slices:
+            self._warns_of_slices = False
+            warn_caller(
+                "state_dict of a parallel model has this rank's slices under the model's names, and a file of it is no "
+                "file of the model: save parallel.full_state_dict(), which every rank must call, or go on later from "
+                "parallel.save_checkpoint (Trainer: save_strategy='no', Lightning: enable_checkpointing=False)"
+            )
         self._weights.await_gathers()
         return super().state_dict(*args, **kwargs)
 
@@ -216,9 +214,9 @@ class Parallel(nn.Module):
 
         Raises ValueError for other values of a buffer that were compiled into the program.
         """
-        self._states.check_proved(self._slices(), state_dict)
+        check_own_proved(self._manifest, self._slices(), state_dict)
         result = super().load_state_dict(state_dict, strict, assign)
-        self._states.take_over()
+        self._take_over()
         return result
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -226,7 +224,8 @@ class Parallel(nn.Module):
 
         Every rank must call it.
         """
-        return self._states.gather(self._slices())
+        with self._connection.position.collective_call("full_state_dict"):
+            return gather_whole(self._manifest, self._connection.rank, self._slices())
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's slices of a whole `state`, given to every rank.
@@ -234,7 +233,8 @@ class Parallel(nn.Module):
         Raises ValueError for other names, values that differ where the program has one tensor, or other values of a
         buffer that were compiled into the program.
         """
-        self._states.load_whole(self._slices(), state)
+        load_whole(self._manifest, self._connection.rank, self._slices(), state)
+        self._take_over()
 
     def export_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write the whole model as safetensors into `folder`, as transformers' ``save_pretrained`` does.
@@ -243,7 +243,8 @@ class Parallel(nn.Module):
         ``model.config.save_pretrained(folder)`` adds what ``from_pretrained`` needs besides. Raises ValueError for a
         `max_shard_size` that is none, OSError on every rank where rank 0 cannot write.
         """
-        self._states.export(self._slices(), folder, max_shard_size)
+        with self._connection.position.collective_call("export_pretrained"):
+            write_pretrained(self._manifest, self._connection.rank, self._slices(), folder, max_shard_size)
 
     def save_checkpoint(
         self,
@@ -261,11 +262,19 @@ class Parallel(nn.Module):
         types and tuples, as rank 0 has it. `keep` removes all but the last so many checkpoints of `folder`. With
         `asynchronous` a thread writes a copy. CheckpointError, on every rank, where one cannot write all as it is.
         """
-        self._states.save(self._slices(), folder, optimizer, scheduler, data, keep, asynchronous)
+        self.finish_checkpoint()
+        with self._connection.position.collective_call("save_checkpoint"):
+            training = self._training(optimizer, scheduler)
+            self._saving = save_step(training, Path(folder), data, keep, asynchronous)
+        if not asynchronous:
+            self.finish_checkpoint()
 
     def finish_checkpoint(self) -> None:
         """Wait for an asynchronous save, as the next save and load do; every rank must call it. CheckpointError."""
-        self._states.finish()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._connection.position.collective_call("finish_checkpoint"):
+                saving.finish()
 
     def load_checkpoint(
         self,
@@ -281,20 +290,31 @@ class Parallel(nn.Module):
         is read too, but only for the model's tensors: reading it can run any code that is in it.
         CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
         """
-        return self._states.load(self._slices(), folder, optimizer, scheduler, trust_pickle)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters as every module does, after all replicas' new weights have arrived."""
-        self._weights.await_gathers()
-        return super().named_parameters(*args, **kwargs)
+        self.finish_checkpoint()
+        with self._connection.position.collective_call("load_checkpoint"):
+            given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
+        self._take_over()
+        return given
 
     def _slices(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Let ``to`` and the like read the parameters after all replicas' new weights have arrived."""
-        self._weights.await_gathers()
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
+        self._weights.adopt_writes()
+        own = (
+            self._slices(),
+            self._weights.shards,
+            optimizer,
+            name_schedulers(scheduler),
+            self._runner.loss_scale,
+        )
+        return Training(self._manifest, self._connection.rank, *own)
+
+    def _take_over(self) -> None:
+        """Bring up to date what depends on parameters and buffers, which have new values that fit together."""
+        self._runner.steps.reset()
+        self._weights.adopt_writes()
+        self._weights.refresh_constants()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute as every module does; for an unknown `name` the error says what there is instead."""
@@ -318,6 +338,14 @@ class Parallel(nn.Module):
         if name in self.compiled_in:
             warn_caller(UNREAD.format(name=name))
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled: the connections of a step are of this process."""
-        raise TypeError(UNCOPIED)
+
+def signed(manifest: Manifest) -> type[Parallel]:
+    """Give `Parallel` the signature of the model's own forward, which the Trainer reads for columns and labels."""
+
+    @leave_uncompiled
+    def forward(self: Parallel, *args: Any, **kwargs: Any) -> Any:
+        return Parallel.forward(self, *args, **kwargs)
+
+    forward.__doc__ = Parallel.forward.__doc__
+    forward.__signature__ = call_signature(manifest)  # type: ignore[attr-defined]
+    return type("Parallel", (Parallel,), {"forward": forward, "__module__": Parallel.__module__})

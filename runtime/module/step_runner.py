@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.timings import Measured, gather_measured
 from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
@@ -22,7 +21,7 @@ from autoptd.runtime.guards.mixed_precision import describe_unheeded
 from autoptd.runtime.guards.nonfinite import explain_nonfinite
 from autoptd.runtime.guards.step_agreement import Batch, compare_ranks, compare_shapes
 from autoptd.runtime.guards.weight_agreement import Copies, StepLog
-from autoptd.runtime.module.trained_weights import TrainedWeights
+from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
 from autoptd.runtime.optimizer.loss_scale import LossScale
 from autoptd.runtime.program.manifest import Manifest
@@ -32,54 +31,56 @@ from autoptd.runtime.user_warnings import warn_caller
 class StepRunner:
     """The programs of all compiled input shapes on this rank, run on the batches of calls.
 
-    `shape` is that of the last call, `loss` its loss (None where it failed), and `norm` that of its gradients where
-    they were clipped. `gradients_everywhere` says whether the last training call gave every rank gradients.
+    `shape` is the input shape of the last call, `loss` its loss (None where it failed), and `norm` that of its
+    gradients where they were clipped. `gradients_everywhere` says whether the last training call gave every rank
+    gradients.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        connection: Connection,
-        shapes: Sequence[BoundShape],
-        weights: TrainedWeights,
-        steps: StepLog,
-    ) -> None:
+    def __init__(self, weights: BoundWeights) -> None:
+        self.weights = weights
+        self.steps = StepLog()
+        manifest, self._connection = weights.manifest, weights.connection
         self._manifest = manifest
-        self._manifests = [shape.manifest for shape in shapes]
-        self._connection = connection
-        self._rank = connection.rank
-        self._shapes = shapes
-        self._weights = weights
-        self._steps = steps
-        self._copies = Copies(manifest, connection.rank, weights.watch.parameters, steps)
+        self._manifests = [shape.manifest for shape in weights.shapes]
+        self._rank = self._connection.rank
+        self._copies = Copies(manifest, self._rank, weights.watch.parameters, self.steps)
         self._build_output = output_builder(manifest.output)
         self._loss_dtype: torch.dtype | None = None
         self.loss_scale = LossScale() if manifest.scales_loss else None
-        at = connection.rank.coordinates
+        at = self._rank.coordinates
         # Tensor ranks have the same labels: one of them warns. Each warning is given once.
         self._warns_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
         self._warns_precision = at == manifest.mesh.coordinates(0)
-        self.shape = shapes[0]
+        self.shape = weights.shapes[0]
         self.loss: Tensor | None = None
         self.norm: Tensor | None = None
         self.gradients_everywhere = True
 
-    def call(self, training: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the step on the batch in `args` and `kwargs`; return the model's output with only the loss filled in."""
+    def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the step on the batch in `args` and `kwargs`; return the model's output with only the loss filled in.
+
+        `module` is the parallel model. RuntimeError where an earlier call broke off between its messages.
+        """
+        if self._connection.groups.broken:
+            raise RuntimeError(
+                "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
+                "taken for this one's: begin again in new processes, from the last checkpoint"
+            )
+        self.weights.check(module)
         known = any(i.name == ITEMS for i in self._manifest.inputs)
         given = None if known else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._rank.device)
         manifest = self._manifests[number]
         items = None if given is None else read_items(manifest, given, self._rank.device)
         self._warn(manifest, batch)
-        self._rank.randomness.training = training
+        self._rank.randomness.training = module.training
         if torch.is_grad_enabled():
-            leaves = {name: leaf for name, leaf in self._weights.leaves().items() if leaf.requires_grad}
-            sharded = [p for own in self._weights.sharded().values() for p in own.values()]
+            leaves = {key: leaf for key, leaf in self.weights.leaves().items() if leaf.requires_grad}
+            sharded = [p for own in self.weights.sharded().values() for p in own.values()]
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._rank.device, requires_grad=True)
             run = partial(self._train, number, batch, tuple(leaves))
-            note_scale = None if self._manifest.mesh.size == 1 else self._steps.scale
+            note_scale = None if self._manifest.mesh.size == 1 else self.steps.scale
             loss = Step.apply(run, note_scale, anchor, *leaves.values(), *sharded)  # type: ignore[no-untyped-call]
         else:
             # Tensors made here are there for later steps, which inference tensors are not.
@@ -111,12 +112,12 @@ class StepRunner:
 
     def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
         """Run the step of the shape of this `number`; return its loss, and leave `gradients` in the shape's sums."""
-        self.loss, self.shape = None, (shape := self._shapes[number])
+        self.loss, self.shape = None, (shape := self.weights.shapes[number])
         rank, manifest, sums = self._rank, shape.manifest, shape.sums
-        if len(self._shapes) > 1:
+        if len(self._manifests) > 1:
             compare_shapes(self._manifests, self._connection, number)
-        watch = self._weights.watch
-        for name, narrow in self._weights.narrow.items():
+        watch = self.weights.watch
+        for name, narrow in self.weights.narrow.items():
             narrow.copy_(watch.parameters[name].detach())
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
         divisors = self._find_divisors(shape, batch)
@@ -169,8 +170,8 @@ class StepRunner:
 
         With `gradients` their sums are in the shape's; those of the repetition are not.
         """
-        watch = self._weights.watch
-        slices = {**watch.parameters, **watch.buffers(), **shape.slices, **self._weights.narrow}
+        watch = self.weights.watch
+        slices = {**watch.parameters, **watch.buffers(), **shape.slices, **self.weights.narrow}
         trained = watch.agree(self._connection) if gradients else frozenset()
         # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
         leaves = {
@@ -185,7 +186,7 @@ class StepRunner:
             shape.sums.start(leaves)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             seeds = (scale / divisors).unbind()
-        run = partial(shape.executor.run, leaves, inputs, seeds, self._weights.await_stage)
+        run = partial(shape.executor.run, leaves, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():
             losses = run(shape.sums.end_stage)
@@ -201,14 +202,6 @@ class StepRunner:
         if len(self._manifest.stages) - 1 in shape.executor.stages:
             return find_divisors(shape.manifest, self._rank, batch)
         return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._rank.device)
-
-    def refuse_broken(self) -> None:
-        """Raise RuntimeError where an earlier call broke off between its messages."""
-        if self._connection.groups.broken:
-            raise RuntimeError(
-                "an earlier call broke off in the middle of its schedule, and the other ranks' messages of it would be "
-                "taken for this one's: begin again in new processes, from the last checkpoint"
-            )
 
     def read_last_step(self) -> LastStep:
         """Return the last call in numbers. RuntimeError where no step has run."""

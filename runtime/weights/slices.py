@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +201,16 @@ def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
                 raise ValueError(compiled_in(name))
 
 
+def check_own_proved(manifest: Manifest, slices: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    """Raise ValueError if `given` has other values of a buffer that was compiled in than this rank's `slices`."""
+    for proved in manifest.proved:
+        own, value = slices.get(proved.name), given.get(proved.name)
+        if own is None or value is None or own.shape != value.shape:
+            continue
+        if hash_values(own, own.dtype) != hash_values(value, own.dtype):
+            raise ValueError(compiled_in(proved.name))
+
+
 def check_tied(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if the names of one tensor of the program have different values in `tensors`."""
     for stored in dict.fromkeys(manifest.aliases.values()):
@@ -268,6 +280,31 @@ def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, st
         modules[path] = make_sliced_module(layers.get(path, ""))
         _open_path(modules, above, layers).add_module(name, modules[path])
     return modules[path]
+
+
+def load_whole(
+    manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> None:
+    """Write this rank's slices of a whole `state` into `slices`. ValueError where it does not fit."""
+    names = saved_names(manifest)
+    unknown = sorted(set(state) - set(names) - set(manifest.aliases))
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} names of the state are unknown to the compiled model: "
+            f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
+        )
+    check_proved(manifest, state)
+    check_tied(manifest, state)
+    # All are looked up before any is changed.
+    whole = {name: find_tensor(manifest, state, name) for name in names}
+    with torch.no_grad():
+        for name, own in slices.items():
+            if name not in whole:
+                continue
+            value = take_slice(replace(manifest.parameters[name], dtype=own.dtype), whole[name], rank)
+            # A value that was rounded to the whole one's dtype, as full_state_dict does, is no other value.
+            rounded = own.to(whole[name].dtype).to(own.dtype)
+            own.copy_(torch.where(rounded == value, own, value))
 
 
 def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:

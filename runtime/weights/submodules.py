@@ -14,10 +14,6 @@ from autoptd.runtime.user_warnings import warn_caller
 # Modules without parameters of their own.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-UNCOPIED = (
-    "a parallel model is bound to its process, and is neither copied nor pickled: save_checkpoint and full_state_dict "
-    "save it; for an average of its weights keep {name: p.detach().clone() for name, p in parallel.named_parameters()}"
-)
 UNHOOKED = (
     "a module of a parallel model computes nothing, and a hook on it never runs: hook the parallel model, or a "
     "parameter's gradient (parameter.register_hook)"
@@ -28,11 +24,44 @@ UNREAD = (
 )
 
 
-class SlicedModule(nn.Module):
+class BoundModule(nn.Module):
+    """A module of a rank, whose parameters are read after all replicas' steps have arrived."""
+
+    arrive: WeakMethod[Callable[[], None]] | None = None  # waits for new weights that are still on their way
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute as of any module; a parameter only after all replicas' steps have arrived."""
+        if name in self.__dict__.get("_parameters", ()):
+            self._await()
+        return super().__getattr__(name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters as of any module, after all replicas' steps have arrived."""
+        self._await()
+        return super().named_parameters(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._await()
+        return nn.Module._apply(self, *args, **kwargs)
+
+    def _await(self) -> None:
+        wait = self.arrive() if self.arrive is not None else None
+        if wait is not None:
+            wait()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise TypeError, for copies and pickles: the step is bound to this process."""
+        raise TypeError(
+            "a parallel model is bound to its process, and is neither copied nor pickled: save_checkpoint and "
+            "full_state_dict save it; for an average of its weights keep {name: p.detach().clone() for name, p in "
+            "parallel.named_parameters()}"
+        )
+
+
+class SlicedModule(BoundModule):
     """A module that holds slices and further such modules."""
 
     sparse = False  # DDP reads it of embeddings, before its call is refused
-    arrive: WeakMethod[Callable[[], None]] | None = None  # waits for new weights that are still on their way
 
     def __init__(self) -> None:
         nn.Module.__init__(self)  # it has nothing of a layer but the class
@@ -72,28 +101,7 @@ class SlicedModule(nn.Module):
             "parallel.named_parameters()"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise TypeError, for copies and pickles: the step is bound to this process."""
-        raise TypeError(UNCOPIED)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute as of any module; a parameter only after all replicas' steps have arrived."""
-        if name in self.__dict__.get("_parameters", ()):
-            self._await()
-        return super().__getattr__(name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters as of any module, after all replicas' steps have arrived."""
-        self._await()
-        return super().named_parameters(*args, **kwargs)
-
-    def _await(self) -> None:
-        wait = self.arrive() if self.arrive is not None else None
-        if wait is not None:
-            wait()
-
     # The layer's own methods would read attributes that are missing here.
-    _apply = nn.Module._apply
     _load_from_state_dict = nn.Module._load_from_state_dict
     __repr__ = nn.Module.__repr__
 

@@ -26,6 +26,7 @@ import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.node_info import info
 from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.report import publish
@@ -159,7 +160,9 @@ def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
     def step(connection: Connection) -> int:
         constants = text.constants or (lambda p: {})
         manifest = program.manifest
-        parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
+        parallel = Parallel(
+            connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
+        )
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         # The weights in half precision that the stages compute with are held beside the float32 ones.
         narrow = {f"{name}, narrow": weight for name, weight in parallel._weights.narrow.items()}

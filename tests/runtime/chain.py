@@ -12,6 +12,7 @@ from torch import Tensor
 from autoptd.runtime import collectives
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
@@ -157,7 +158,8 @@ class Chain:
     def parallel(self, connection: Connection) -> Parallel:
         here = connection.rank.coordinates.pipeline
         functions = {k: f for k, f in self.functions.items() if k % self.mesh.pipeline == here}
-        return Parallel(self.manifest, connection, functions, self.constants, self.schedule, self.weights())
+        known = functions, self.constants, self.schedule, self.weights()
+        return Parallel(connection, ShapeFunctions(self.manifest, *known))
 
     def plain(self, weights: Weights, batch: Weights, scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and gradients of a plain loop of ``(loss / m).backward()``.

@@ -12,6 +12,7 @@ import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.ir.program import recomputed_groups
 from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.activation_memory import SavedTensors
@@ -30,7 +31,9 @@ def count_running(program: autoptd.CompiledProgram, model: nn.Module, batch: dic
 
     def step(connection: Connection) -> int:
         constants = text.constants or (lambda p: {})
-        parallel = Parallel(manifest, connection, text.stages, constants, program.schedule, weights)
+        parallel = Parallel(
+            connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
+        )
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         saved = SavedTensors(held)
         with saved:

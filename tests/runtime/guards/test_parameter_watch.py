@@ -137,7 +137,7 @@ def test_a_parallel_model_may_be_freed_during_a_step() -> None:
 def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
     """Only of these parameters; one that is known to step each element by itself never."""
     chain, parallel = alone()
-    watch_divided(parallel, parallel._weights._marks)
+    watch_divided(parallel, parallel._weights.marks)
     parallel(**chain.batch())["loss"].backward()
     optimizer = torch.optim.Adafactor(parallel.parameters())
     with pytest.warns(
@@ -156,7 +156,7 @@ def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
 
 def test_an_optimizer_of_all_parameters_is_refused() -> None:
     chain, parallel = alone()
-    watch_divided(parallel, parallel._weights._marks)
+    watch_divided(parallel, parallel._weights.marks)
     parallel(**chain.batch())["loss"].backward()
     optimizer = torch.optim.LBFGS(parallel.parameters())
     before = [p.detach().clone() for p in parallel.parameters()]

@@ -14,6 +14,7 @@ from torch.nn import functional
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from tests.plain_models import LENGTH, PLAIN
@@ -172,7 +173,9 @@ def run_all(program: CompiledProgram, state: dict[str, Tensor], load: str) -> li
         assert program.model is not None
         constants = text.constants or (lambda p: {})
         weights = {**program.model.state_dict(), **program.buffers}
-        parallel = Parallel(program.manifest, connection, text.stages, constants, program.schedule, weights)
+        parallel = Parallel(
+            connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights)
+        )
         if load == "load_full_state_dict":
             parallel.load_full_state_dict(state)
         else:

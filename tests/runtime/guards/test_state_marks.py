@@ -32,7 +32,7 @@ def step(chain: Chain, parallel: Parallel, *optimizers: torch.optim.Optimizer) -
 def watched() -> tuple[Chain, Parallel]:
     """Alone, as where the mesh divides the model."""
     chain, parallel = alone()
-    watch_divided(parallel, parallel._weights._marks)
+    watch_divided(parallel, parallel._weights.marks)
     parallel(**chain.batch())["loss"].backward()
     return chain, parallel
 

@@ -108,7 +108,7 @@ def test_backward_scales_and_accumulates(scale: float) -> None:
         model.zero_grad(set_to_none=False)  # the next step adds into what .grad was
     step(3)
     compare()
-    assert not parallel._runner._steps._scales  # alone nobody asks for them, and they would pile up
+    assert not parallel._runner.steps._scales  # alone nobody asks for them, and they would pile up
 
 
 def test_second_backward_is_refused() -> None:

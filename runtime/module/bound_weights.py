@@ -1,4 +1,4 @@
-"""The parameters of a rank as optimizers step them: each whole, or in shards that the replicas divide (ZeRO-1)."""
+"""The parameters and buffers of a rank; optimizers step parameters whole, or in shards of the replicas (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from autoptd.runtime.guards.state_marks import StateMarks
 from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.zero1 import FlatShard, fill_groups, lay_out_shards
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.weights.slices import check_proved
 
 
-class TrainedWeights:
-    """The parameters of a parallel model on this rank, and the shards of them that an optimizer steps, if any.
+class BoundWeights:
+    """The parameters and buffers of a parallel model on this rank, and the shards that an optimizer steps, if any.
 
-    `watch` knows the parameters as they were bound. `narrow` are the half-precision tensors that the stages compute
-    with where parameters are kept in float32.
+    `watch` knows the parameters as they were bound, `marks` their places in the model. `narrow` are the half-precision
+    tensors that the stages compute with where parameters are kept in float32.
     """
 
     def __init__(
@@ -35,24 +36,24 @@ class TrainedWeights:
         connection: Connection,
         shapes: Sequence[BoundShape],
         narrow: Mapping[str, Tensor],
-        marks: StateMarks,
     ) -> None:
-        self._manifest = manifest
-        self._connection = connection
-        self._shapes = shapes
-        self._marks = marks
+        self.manifest = manifest
+        self.connection = connection
+        self.shapes = shapes
+        self.marks = StateMarks(manifest, connection.rank)
         self.narrow = narrow
         self._share_steps(module, ())
+        self._buffers = self._read_buffers()
 
     def _share_steps(self, module: nn.Module, shards: Sequence[FlatShard]) -> None:
         """Let the optimizer step `shards` from now on, and no parameter of `module` that is in one."""
         self.shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
-        self.watch = ParameterWatch(self._manifest, module, sharded)
-        self._marks.hold(self.watch.parameters, self.shards)
+        self.watch = ParameterWatch(self.manifest, module, sharded)
+        self.marks.hold(self.watch.parameters, self.shards)
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
         self._gathering: dict[FlatShard, Posted[Tensor]] = {}  # the new weights on their way
-        for shape in self._shapes:
+        for shape in self.shapes:
             shape.share_steps(self.shards)
         parameters = self.watch.parameters
         self._placeholders = [
@@ -84,24 +85,23 @@ class TrainedWeights:
                 "(optimizer.state.clear() forgets its states), or bind again"
             )
         self.watch.check(module)
-        manifest, parameters = self._manifest, self.watch.parameters
-        dtypes = {name: manifest.parameters[name].dtype for name in parameters}
-        rows = self._shapes[0].completion.rows
+        parameters, rows = self.watch.parameters, self.shapes[0].completion.rows
+        dtypes = {name: self.manifest.parameters[name].dtype for name in parameters}
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name])
-        self._marks.check(optimizer)  # states loaded for these parameters, which get other places
+        self.marks.check(optimizer)  # states loaded for these parameters, which get other places
         buckets = fill_groups(optimizer, parameters, dtypes, rows)
-        with self._connection.position.during("comparison of shards"):
-            compare_shards(manifest, self._connection, rows, list(chain.from_iterable(buckets)))
-        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self._connection.rank.group("data"))
+        with self.connection.position.during("comparison of shards"):
+            compare_shards(self.manifest, self.connection, rows, list(chain.from_iterable(buckets)))
+        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self.connection.rank.group("data"))
         self._share_steps(module, shards)
-        self._marks.mark(optimizer)
+        self.marks.mark(optimizer)
         optimizer.register_step_pre_hook(self._prepare_step)
         optimizer.register_step_post_hook(self._post_gathers)
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError where a call of `module` would not use its trained weights; let shards take writes over."""
+        """Take over what was written since; ValueError where a call of `module` would not use its own tensors."""
         self.watch.check(module)
         self._check_unwritten()
         for shard in self.shards:
@@ -112,6 +112,8 @@ class TrainedWeights:
                 )
         if self._is_rebound():
             self.adopt_writes()
+        if self._buffers != self._read_buffers():
+            self._take_buffers()
 
     def adopt_writes(self) -> None:
         """Let a sharded optimizer step from the values written into parameters since, or given to them as ``p.data``.
@@ -137,14 +139,14 @@ class TrainedWeights:
 
     def await_stage(self, stage: int) -> None:
         """Wait for the new weights of `stage`."""
-        own = self._manifest.stages[stage].parameters
+        own = self.manifest.stages[stage].parameters
         for shard in [shard for shard in self._gathering if not set(own).isdisjoint(shard.names)]:
             self._gathering.pop(shard).wait()
 
     @leave_uncompiled
     def _prepare_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hand changes of the model's parameters to a sharded `optimizer` that is about to step."""
-        self._marks.check(optimizer)
+        self.marks.check(optimizer)
         for placeholders in self._placeholders:
             placeholders.settle()
         self.adopt_writes()
@@ -192,3 +194,27 @@ class TrainedWeights:
             shard.write(name, value)
         for shard in self.shards:
             shard.bind(parameters)
+
+    def _take_buffers(self) -> None:
+        """Compute constants anew from buffers that were written or replaced. ValueError where they are compiled in."""
+        known, own = self.manifest.parameters, self.watch.buffers()
+        for alias, name in self.manifest.aliases.items():
+            if own.get(alias) is not own.get(name):
+                raise ValueError(
+                    f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
+                    "(buffer.copy_), or replace both by one tensor"
+                )
+        found = {n: b for n, b in own.items() if n in known and tuple(b.shape) == known[n].shape}
+        check_proved(self.manifest, found)
+        self.refresh_constants()
+        self._buffers = self._read_buffers()
+
+    def refresh_constants(self) -> None:
+        """Compute the constants of all shapes from the buffers as they are. A collective of the tensor ranks."""
+        for shape in self.shapes:
+            shape.refresh({**self.watch.parameters, **self.watch.buffers()})
+
+    def _read_buffers(self) -> list[tuple[int, int]]:
+        """Return the identities of the buffers, and the counts of the writes into them."""
+        buffers = self.watch.buffers().values()
+        return [(id(b), 0 if b.is_inference() else b._version) for b in buffers]
