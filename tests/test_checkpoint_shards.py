@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime.checkpoint import loading, regions, saving
-from autoptd.runtime.checkpoint.error import own_number
 from autoptd.runtime.checkpoint.tensor_file import open_tensors
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import ThreadGroup
@@ -115,7 +114,7 @@ def measure(
     parallel.save_checkpoint(folder, optimizer)
     before = reads[threading.get_ident()]
     parallel.load_checkpoint(folder, optimizer)
-    files = folder.glob(f"step_*/rank_{own_number(connection.rank):05}_*.safetensors")
+    files = folder.glob(f"step_*/rank_{connection.rank.number:05}_*.safetensors")
     written = sum(map(data_bytes, files))
     return Bytes(own_bytes(parallel, optimizer), written, reads[threading.get_ident()] - before)
 

@@ -6,25 +6,17 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint.dcp import check_consent, is_foreign, read_foreign
-from autoptd.runtime.checkpoint.error import CheckpointError, agree, own_number, share
+from autoptd.runtime.checkpoint.error import CheckpointError, agreed, share
 from autoptd.runtime.checkpoint.files import RECORD, StepFolder, find_step, name_earlier
-from autoptd.runtime.checkpoint.optimizer_state import (
-    States,
-    join_shards,
-    name_kind,
-    put_groups,
-    put_states,
-    take_groups,
-)
+from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
 from autoptd.runtime.checkpoint.record import (
     Record,
-    StoredFile,
     StoredGroup,
     StoredPiece,
     StoredTensor,
@@ -36,9 +28,8 @@ from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
-from autoptd.runtime.optimizer.zero1 import FlatShard
-from autoptd.runtime.program.tagged_json import decode_value, encode_value
-from autoptd.runtime.weights.slices import compiled_in, hash_values
+from autoptd.runtime.program.tagged_json import decode_value
+from autoptd.runtime.weights.slices import check_own_proved, saved_names
 
 Key = tuple[str, str]  # the name of a tensor, and of an optimizer state or ""
 
@@ -49,19 +40,10 @@ class Loaded:
 
     record: Record | None
     tensors: Mapping[str, Tensor]
-    states: States
-    parts: Mapping[FlatShard, Mapping[str, Any]]
-    groups: list[dict[str, Any]]
+    states: Mapping[Tensor, Mapping[str, Any]]  # of the optimizer, by the stepped tensor
+    options: Sequence[Mapping[str, Any]]  # of its groups
     schedulers: Mapping[str, Any]
     data: Any
-
-
-class Copy(NamedTuple):
-    """A region of a stored piece, and the memory to copy it to."""
-
-    stored: StoredPiece
-    region: Region
-    target: Tensor
 
 
 def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
@@ -70,41 +52,34 @@ def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
     CheckpointError on every rank, with nothing changed on any, if one cannot.
     """
     rank, name = training.rank, ""
-    error: Exception | None = None
-    try:
+    with agreed(rank):
         if is_foreign(folder):
             model_only = training.optimizer is None and not training.schedulers
             check_consent(folder, model_only, trust_pickle)
-        elif own_number(rank) == 0:
+        elif rank.number == 0:
             name = find_step(folder).path.relative_to(folder).as_posix()
-    except Exception as failure:
-        error = failure
-    agree(rank, error)
     name = share(rank, name)
     undo: dict[str, Any] = {}
     try:
-        loaded = (
-            _read_foreign(training, folder) if is_foreign(folder) else _read_good(training, folder / name)
-        )
-        _check_proved(training, loaded.tensors, folder)
-        for key, state in loaded.schedulers.items():
-            undo[key] = copy.deepcopy(training.schedulers[key].state_dict())
-            training.schedulers[key].load_state_dict(state)
-    except Exception as failure:
-        error = failure
-    try:
-        agree(rank, error)
+        with agreed(rank):
+            if is_foreign(folder):
+                tensors = read_foreign(training.manifest, rank, training.dtypes, folder)
+                loaded = Loaded(None, tensors, {}, (), {}, None)
+            else:
+                loaded = _read_good(training, folder / name)
+            try:
+                check_own_proved(training.manifest, training.slices, loaded.tensors)
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {error}") from error
+            for key, state in loaded.schedulers.items():
+                undo[key] = copy.deepcopy(training.schedulers[key].state_dict())
+                training.schedulers[key].load_state_dict(state)
     except Exception:
         for key, state in undo.items():
             training.schedulers[key].load_state_dict(state)
         raise
     _take_over(training, loaded)
     return loaded.data
-
-
-def _read_foreign(training: Training, folder: Path) -> Loaded:
-    tensors = read_foreign(training.manifest, training.rank, training.dtypes, folder)
-    return Loaded(None, tensors, {}, {}, [], {}, None)
 
 
 def _read_good(training: Training, path: Path) -> Loaded:
@@ -120,7 +95,8 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
     record = read_record(step)
     place = str(step.path / RECORD)
     _check_model(training, record, place)
-    groups = _match_groups(training, record, place) if training.optimizer is not None else []
+    optimizer = training.optimizer
+    groups = [] if optimizer is None else _match_groups(training, optimizer, record, place)
     trained = {name for group in groups for name in group.params}
     wanted = {
         (name, state): dtype
@@ -137,24 +113,15 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
     for (name, state), tensor in found.items():
         if state:
             states[name][state] = tensor
-    del found  # `join_shards` frees states one by one
+    del found  # `join` frees states one by one
     return Loaded(
         record,
         tensors,
-        states,
-        join_shards(training.shards, states) if training.optimizer is not None else {},
+        {} if optimizer is None else optimizer.join(states),
         [_decode(group.options, f"{place}: a group") for group in groups],
         _match_schedulers(training, record, place),
         _decode(record.data, f"{place}: data"),
     )
-
-
-def _check_proved(training: Training, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    for name in (proved.name for proved in training.manifest.proved):
-        if name in tensors:
-            own = training.slices[name]
-            if hash_values(tensors[name], own.dtype) != hash_values(own, own.dtype):
-                raise CheckpointError(f"{folder}: {compiled_in(name)}")
 
 
 def _take_over(training: Training, loaded: Loaded) -> None:
@@ -164,8 +131,7 @@ def _take_over(training: Training, loaded: Loaded) -> None:
         for shard in training.shards:
             shard.restore(loaded.tensors).wait()
     if training.optimizer is not None:
-        put_states(training.slices, training.optimizer, loaded.states, loaded.parts)
-        put_groups(training.optimizer, loaded.groups)
+        training.optimizer.put(loaded.states, loaded.options)
     if loaded.record is not None:
         scale = loaded.record.loss_scale
         if training.loss_scale is not None and scale is not None:
@@ -176,7 +142,7 @@ def _take_over(training: Training, loaded: Loaded) -> None:
 
 def _check_model(training: Training, record: Record, place: str) -> None:
     manifest = training.manifest
-    own = {name: p for name, p in manifest.parameters.items() if manifest.is_saved(name)}
+    own = {name: manifest.parameters[name] for name in saved_names(manifest)}
     for names, what in (
         (sorted(set(own) - set(record.tensors)), "it lacks"),
         (sorted(set(record.tensors) - set(own)), "the model lacks"),
@@ -206,11 +172,11 @@ def _check_model(training: Training, record: Record, place: str) -> None:
             )
 
 
-def _match_groups(training: Training, record: Record, place: str) -> list[StoredGroup]:
-    """Return, for each of this rank's groups, its parameters and the options of them in the checkpoint."""
-    optimizer = training.optimizer
-    assert optimizer is not None
-    stored, kind = record.optimizer, name_kind(optimizer)
+def _match_groups(
+    training: Training, optimizer: NamedOptimizer, record: Record, place: str
+) -> list[StoredGroup]:
+    """Return, for each group of this rank's `optimizer`, its parameters and their options in the checkpoint."""
+    stored, kind = record.optimizer, optimizer.kind
     if stored is None or stored.kind != kind:
         found = "no optimizer" if stored is None else f"the optimizer {stored.kind}"
         raise CheckpointError(
@@ -219,7 +185,7 @@ def _match_groups(training: Training, record: Record, place: str) -> list[Stored
         )
     home = {name: i for i, group in enumerate(stored.groups) for name in group.params}
     matched = []
-    for group in take_groups(training.slices, optimizer, training.shards):
+    for group in optimizer.groups():
         at = {home.get(name) for name in group.params}
         if None in at or len(at) > 1:
             raise CheckpointError(
@@ -227,10 +193,8 @@ def _match_groups(training: Training, record: Record, place: str) -> list[Stored
                 "in several groups, or none, of the saved one: make the groups as they were"
             )
         # No parameter leads to the saved options of an empty group: it keeps its own.
-        options = encode_value(group.options, kind)
-        for index in at:
-            options = stored.groups[index or 0].options
-        matched.append(StoredGroup(group.params, options))
+        saved = [stored.groups[index].options for index in at if index is not None]
+        matched.append(StoredGroup(group.params, saved[0] if saved else group.options))
     left = set(home) & set(training.slices) - {name for group in matched for name in group.params}
     if left:
         raise CheckpointError(f"{place} has states of {sorted(left)[:5]}, which the optimizer does not hold")
@@ -283,7 +247,7 @@ def _assemble(
     covered: dict[Key, list[Region]] = {key: [] for key in wanted}
     for rank in sorted({rank for name in names for rank in record.tensors[name].ranks}):
         for number, file in enumerate(read_rank_record(folder, rank, record.ranks[rank]).files):
-            path, copies = rank_file(folder, rank, number), []
+            copies = []
             for stored in file.pieces:
                 if (key := (stored.name, stored.state)) not in wanted:
                     continue
@@ -292,9 +256,12 @@ def _assemble(
                     if (region := piece.region.intersect(stored.region)) is not None:
                         covered[key].append(region)
                         target = piece.crop(region).view(fresh[key], flats.get(stored.name))
-                        copies.append(Copy(stored, region.relative_to(stored.region), target))
+                        copies.append((stored, region.relative_to(stored.region), target))
             if copies:
-                _copy_regions(path, file, copies)
+                with open_tensors(rank_file(folder, rank, number), file.sha256) as reader:
+                    for stored, region, target in copies:
+                        like = stored.dtype, stored.region.sizes
+                        target.copy_(read_region(reader, stored.key, like, region))
     for key, regions in covered.items():
         _check_cover(key, pieces[key[0]], regions, folder)
     return fresh
@@ -329,13 +296,6 @@ def _check_cover(key: Key, pieces: Sequence[Piece], regions: Sequence[Region], f
                 f"{folder}: elements of {':'.join(key)} from {piece.region.offsets} on are missing: the checkpoint "
                 "is damaged"
             )
-
-
-def _copy_regions(path: Path, file: StoredFile, copies: Sequence[Copy]) -> None:
-    with open_tensors(path, file.sha256) as reader:
-        for stored, region, target in copies:
-            like = stored.dtype, stored.region.sizes
-            target.copy_(read_region(reader, stored.key, like, region))
 
 
 def _decode(value: Any, place: str) -> Any:

@@ -1,8 +1,8 @@
-"""The states and hyperparameters of an optimizer, by the names of its parameters on this rank."""
+"""An optimizer of this rank, with its states and hyperparameters by the names of the model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,100 +10,13 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint.error import CheckpointError
+from autoptd.runtime.checkpoint.record import StoredGroup, StoredOptimizer
 from autoptd.runtime.guards.state_marks import MARK
-from autoptd.runtime.optimizer.zero1 import FlatShard, join_states, split_states
+from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped, join_states, split_states
+from autoptd.runtime.program.tagged_json import encode_value
 
-States = dict[str, dict[str, Any]]
+States = dict[str, dict[str, Any]]  # by the parameter's name, then the state's
 _OWN_KEYS = ("params", "param_names", MARK)  # keys of a group that differ between ranks
-
-
-@dataclass(frozen=True)
-class Group:
-    """The hyperparameters of an optimizer's group, and the names of its parameters."""
-
-    options: dict[str, Any]
-    params: tuple[str, ...]
-
-
-def take_states(
-    names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[FlatShard] = ()
-) -> States:
-    """Return the states that `optimizer` keeps of each parameter in `names`, by the parameter's name, then the state's.
-
-    A state is a tensor shaped as this rank's slice of the parameter, or a single value; CheckpointError for others. For
-    parameters that `shards` divide it is a row of this replica's elements.
-    """
-    states: States = {}
-    for group in optimizer.param_groups:
-        for stepped in _list_stepped(names, group, shards):
-            state = optimizer.state.get(stepped.tensor, {})
-            _check_shapes(stepped, state, optimizer)
-            if stepped.shard is None:
-                states[stepped.names[0]] = dict(state)
-            else:
-                states |= split_states(stepped.shard, state)
-    return states
-
-
-def join_shards(shards: Sequence[FlatShard], states: States) -> dict[FlatShard, dict[str, Any]]:
-    """Take the states of the `shards` out of `states`. ValueError if the states within one shard disagree."""
-    parts = {}
-    for shard in shards:
-        own = {name: states.pop(name, {}) for name in shard.names}
-        parts[shard] = join_states(shard, {name: state for name, state in own.items() if state})
-    return parts
-
-
-def put_states(
-    names: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    states: States,
-    parts: Mapping[FlatShard, Mapping[str, Any]] | None = None,
-) -> None:
-    """Replace the states of `optimizer`, those of shards by `parts`; tensors go to the device where it keeps them."""
-    parts = parts or {}
-    for group in optimizer.param_groups:
-        on_device = group.get("capturable") or group.get("fused")
-        for stepped in _list_stepped(names, group, tuple(parts)):
-            own = states[stepped.names[0]] if stepped.shard is None else parts[stepped.shard]
-            optimizer.state.pop(stepped.tensor, None)
-            if own:
-                optimizer.state[stepped.tensor] = {
-                    # A step count stays on the CPU, where reading it does not wait for the device.
-                    key: value.to("cpu" if key == "step" and not on_device else stepped.tensor.device)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in own.items()
-                }
-
-
-def take_groups(
-    names: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, shards: Sequence[FlatShard] = ()
-) -> list[Group]:
-    """Return the optimizer's groups, with names for parameters. CheckpointError for parameters without a name."""
-    return [
-        Group(
-            {key: value for key, value in group.items() if key not in _OWN_KEYS},
-            tuple(name for stepped in _list_stepped(names, group, shards) for name in stepped.names),
-        )
-        for group in optimizer.param_groups
-    ]
-
-
-def put_groups(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Set each group's hyperparameters; one that an older torch did not save keeps its value."""
-    for group, values in zip(optimizer.param_groups, options, strict=True):
-        group.pop(MARK, None)  # it marks states that are gone now
-        for key, value in values.items():
-            own = group.get(key)
-            group[key] = (
-                value.to(own.device) if isinstance(own, Tensor) and isinstance(value, Tensor) else value
-            )
-
-
-def name_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's kind, which must be equal where its states are saved and loaded."""
-    return type(optimizer).__name__
 
 
 class _Stepped(NamedTuple):
@@ -114,26 +27,115 @@ class _Stepped(NamedTuple):
     shard: FlatShard | None
 
 
-def _list_stepped(
-    names: Mapping[str, Tensor], group: Mapping[str, Any], shards: Sequence[FlatShard]
-) -> list[_Stepped]:
-    known = {id(tensor): _Stepped((name,), tensor, None) for name, tensor in names.items()}
-    known |= {id(shard.own): _Stepped(shard.names, shard.own, shard) for shard in shards}
-    for parameter in group["params"]:
-        if id(parameter) not in known:
-            raise CheckpointError(
-                f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not of this model: make the "
-                "optimizer of parallel.parameters()"
-            )
-    return [known[id(parameter)] for parameter in group["params"]]
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """An `optimizer` of tensors that have `names`, and of the `shards` that stand for several of them.
 
+    Its methods raise CheckpointError for a parameter that has no name.
+    """
 
-def _check_shapes(stepped: _Stepped, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != stepped.tensor.shape:
-            raise CheckpointError(
-                f"the optimizer's state {key!r} of {', '.join(stepped.names[:3])} has shape {list(value.shape)}, and "
-                f"the parameter {list(stepped.tensor.shape)}: checkpoints move between meshes, so they hold only "
-                "states that are divided as their parameters are; leave optimizer= out, or keep "
-                f"{name_kind(optimizer)}'s own state_dict"
+    optimizer: torch.optim.Optimizer
+    names: Mapping[str, Tensor]
+    shards: Sequence[FlatShard] = ()
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's kind, which must be equal where its states are saved and loaded."""
+        return type(self.optimizer).__name__
+
+    def groups(self) -> tuple[StoredGroup, ...]:
+        """Return the parameter groups. TypeError for hyperparameters that JSON cannot hold."""
+        return tuple(
+            StoredGroup(
+                tuple(name for stepped in self._list_stepped(group["params"]) for name in stepped.names),
+                encode_value(
+                    {key: value for key, value in group.items() if key not in _OWN_KEYS},
+                    "a group of the optimizer",
+                ),
             )
+            for group in self.optimizer.param_groups
+        )
+
+    def states(self) -> States:
+        """Return the optimizer's states of each parameter.
+
+        A state is a tensor shaped as this rank's slice of the parameter, or a single value; CheckpointError for others.
+        For parameters that shards divide it is a row of this replica's elements.
+        """
+        states: States = {}
+        for stepped in self._list_stepped(self._parameters()):
+            own = self.optimizer.state.get(stepped.tensor, {})
+            self._check_shapes(stepped, own)
+            states |= (
+                {stepped.names[0]: dict(own)} if stepped.shard is None else split_states(stepped.shard, own)
+            )
+        return states
+
+    def describe(self, states: States) -> StoredOptimizer:
+        """Return everything but the tensors of `states`. TypeError for values that JSON cannot hold."""
+        values = {
+            name: {
+                state: encode_value(value, f"the optimizer's state {state!r} of {name}")
+                for state, value in of.items()
+                if not is_shaped(value)
+            }
+            for name, of in states.items()
+        }
+        return StoredOptimizer(self.kind, self.groups(), values)
+
+    def join(self, states: States) -> dict[Tensor, dict[str, Any]]:
+        """Take the states of all stepped tensors out of `states`. ValueError if those within one shard disagree."""
+        joined = {}
+        for names, tensor, shard in self._list_stepped(self._parameters()):
+            own = {name: states.pop(name, {}) for name in names}
+            held = {name: state for name, state in own.items() if state}
+            joined[tensor] = own[names[0]] if shard is None else join_states(shard, held)
+        return joined
+
+    def put(self, states: Mapping[Tensor, Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the states, whose tensors go to the device where the optimizer keeps them, and the hyperparameters.
+
+        One that an older torch did not save keeps its value.
+        """
+        for group, values in zip(self.optimizer.param_groups, options, strict=True):
+            on_device = group.get("capturable") or group.get("fused")
+            for tensor in group["params"]:
+                self.optimizer.state.pop(tensor, None)
+                if states[tensor]:
+                    self.optimizer.state[tensor] = {
+                        # A step count stays on the CPU, where reading it does not wait for the device.
+                        key: value.to("cpu" if key == "step" and not on_device else tensor.device)
+                        if isinstance(value, Tensor)
+                        else value
+                        for key, value in states[tensor].items()
+                    }
+            group.pop(MARK, None)  # it marks states that are gone now
+            for key, value in values.items():
+                own = group.get(key)
+                if isinstance(own, Tensor) and isinstance(value, Tensor):
+                    value = value.to(own.device)
+                group[key] = value
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _list_stepped(self, parameters: Iterable[Tensor]) -> Iterator[_Stepped]:
+        known = {id(tensor): _Stepped((name,), tensor, None) for name, tensor in self.names.items()}
+        known |= {id(shard.own): _Stepped(shard.names, shard.own, shard) for shard in self.shards}
+        for parameter in parameters:
+            if id(parameter) not in known:
+                raise CheckpointError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not of this model: make "
+                    "the optimizer of parallel.parameters()"
+                )
+            yield known[id(parameter)]
+
+    def _check_shapes(self, stepped: _Stepped, state: Mapping[str, Any]) -> None:
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != stepped.tensor.shape:
+                raise CheckpointError(
+                    f"the optimizer's state {key!r} of {', '.join(stepped.names[:3])} has shape {list(value.shape)}, "
+                    f"and the parameter {list(stepped.tensor.shape)}: checkpoints move between meshes, so they hold "
+                    "only states that are divided as their parameters are; leave optimizer= out, or keep "
+                    f"{self.kind}'s own state_dict"
+                )

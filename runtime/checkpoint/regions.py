@@ -58,7 +58,21 @@ class FlatRange:
 
     def regions(self) -> list[Region]:
         """Return the range as regions of the slice, in order: at most 2 n - 1 of n dimensions."""
-        return list(_cut_range(self.shape, self.first, self.end))
+        if not self.shape:
+            return [Region((), ())] * (self.end - self.first)
+        found, first, below = [], self.first, self.shape[1:]
+        width = prod(below)
+        while first < self.end:
+            row, low = divmod(first, width)
+            if low == 0 and self.end - first >= width:  # whole rows
+                rows = (self.end - first) // width
+                found.append(Region((row, *(0 for _ in below)), (rows, *below)))
+                first += rows * width
+            else:
+                part = FlatRange(below, low, min(width, low + self.end - first))
+                found += [Region((row, *own.offsets), (1, *own.sizes)) for own in part.regions()]
+                first += part.end - low
+        return found
 
     def view(self, row: Tensor, region: Region) -> Tensor:
         """Return a `region` inside the range, as a view of the `row` [end - first] of its elements."""
@@ -161,26 +175,6 @@ def _cut_rows(piece: Piece) -> Iterator[Piece]:
     for first in range(0, sizes[0], rows):
         part = _put(offsets, 0, offsets[0] + first), _put(sizes, 0, min(rows, sizes[0] - first))
         yield piece.crop(Region(*part))
-
-
-def _cut_range(shape: Sequence[int], first: int, end: int) -> Iterator[Region]:
-    """Cut elements `first` to `end` of a tensor of `shape` into the end of a row, whole rows and the start of a row."""
-    if first == end or not shape:
-        yield from [Region((), ())] * (end - first)
-        return
-    width = prod(shape[1:])
-    (row, low), (last, high) = divmod(first, width), divmod(end, width)
-    if low or row == last:
-        yield from _in_row(row, _cut_range(shape[1:], low, high if row == last else width))
-        row += 1
-    if row < last:
-        yield Region((row, *(0 for _ in shape[1:])), (last - row, *shape[1:]))
-    if row <= last:
-        yield from _in_row(last, _cut_range(shape[1:], 0, high))
-
-
-def _in_row(row: int, regions: Iterator[Region]) -> Iterator[Region]:
-    return (Region((row, *region.offsets), (1, *region.sizes)) for region in regions)
 
 
 def _put(values: Sequence[int], dim: int, value: int) -> tuple[int, ...]:

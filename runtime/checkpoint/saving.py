@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.checkpoint.error import CheckpointError, agree, own_number, share
+from autoptd.runtime.checkpoint.error import CheckpointError, agreed, share
 from autoptd.runtime.checkpoint.files import (
     commit_step,
     make_step_folder,
@@ -23,13 +23,11 @@ from autoptd.runtime.checkpoint.files import (
     remove_old,
     write_file,
 )
-from autoptd.runtime.checkpoint.optimizer_state import States, name_kind, take_groups, take_states
+from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
 from autoptd.runtime.checkpoint.record import (
     RankRecord,
     Record,
     StoredFile,
-    StoredGroup,
-    StoredOptimizer,
     StoredPiece,
     StoredScale,
     StoredSchedulers,
@@ -39,6 +37,7 @@ from autoptd.runtime.checkpoint.record import (
     write_record,
 )
 from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces
+from autoptd.runtime.checkpoint.schedulers import Stateful
 from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.optimizer.loss_scale import LossScale
@@ -55,17 +54,6 @@ _LAST_WAIT_SECONDS = 30.0
 TensorsOfFile = list[tuple[StoredPiece, Tensor]]
 
 
-class Stateful(Protocol):
-    """A learning rate scheduler, a gradient scaler, or another object with a state."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-Schedulers = Stateful | Sequence[Stateful] | Mapping[str, Stateful] | None
-
-
 @dataclass(frozen=True)
 class Training:
     """The training state of one rank: `slices` by the user's names, and the objects that train them.
@@ -77,16 +65,14 @@ class Training:
     rank: Rank
     slices: Mapping[str, Tensor]
     shards: Sequence[FlatShard]
-    optimizer: torch.optim.Optimizer | None
+    optimizer: NamedOptimizer | None
     schedulers: Mapping[str, Stateful]
     loss_scale: LossScale | None
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each group of the optimizer, in its order; none without an optimizer."""
-        if self.optimizer is None:
-            return ()
-        return tuple(group.params for group in take_groups(self.slices, self.optimizer, self.shards))
+        return () if self.optimizer is None else tuple(group.params for group in self.optimizer.groups())
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -106,46 +92,12 @@ class Training:
         return flats
 
 
-@dataclass(frozen=True)
-class Draft:
-    """The data that one rank writes: pieces of tensors, by file, and everything else as JSON."""
-
-    files: Sequence[TensorsOfFile]
-    optimizer: StoredOptimizer | None
-    schedulers: StoredSchedulers | None
-    whole: Record
-
-
-def name_schedulers(given: Schedulers) -> dict[str, Stateful]:
-    """Return schedulers by name: the keys of a mapping, else "0", "1", …; TypeError for objects without a state."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        named = dict(given)
-    elif isinstance(given, Sequence):
-        named = {str(i): item for i, item in enumerate(given)}
-    else:
-        named = {"0": given}
-    for name, item in named.items():
-        if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise TypeError(
-                f"scheduler {name} is a {type(item).__name__} without state_dict and load_state_dict: give a "
-                "scheduler or scaler, or a list or dict of them"
-            )
-    return named
-
-
-def make_record(training: Training, data: Any, keep: int | None) -> Record:
+def _make_record(training: Training, data: Any, keep: int | None) -> Record:
     """Return the part that is the same on all ranks; CheckpointError or TypeError for values that cannot be stored."""
     if keep is not None and (type(keep) is not int or keep < 1):
         raise CheckpointError(
             f"keep is {keep!r}, expected a number of checkpoints from 1 on, or None for all"
         )
-    states = {
-        name: {"kind": type(item).__name__, "state": encode_value(item.state_dict(), f"scheduler {name}")}
-        for name, item in training.schedulers.items()
-    }
-    schedulers = StoredSchedulers(training.groups, states)
     scale = training.loss_scale
     return Record(
         number=0,
@@ -156,20 +108,27 @@ def make_record(training: Training, data: Any, keep: int | None) -> Record:
         tensors={},
         aliases=training.manifest.aliases,
         optimizer=None,
-        schedulers=(schedulers,) if states else (),
+        schedulers=(),
         loss_scale=None if scale is None else StoredScale(scale.value, scale.finite_steps),
         data=encode_value(data, "data"),
     )
 
 
-def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
-    """Collect the data that this rank writes; with `asynchronous`, in copies on the CPU."""
-    rank, flats = training.rank, training.flats
-    states: States = {}
-    optimizer = None
-    if training.optimizer is not None:
-        states = take_states(training.slices, training.optimizer, training.shards)
-        optimizer = _describe(training, states)
+def _collect(training: Training, asynchronous: bool) -> tuple[RankRecord, list[TensorsOfFile]]:
+    """Return the data that this rank writes: the record, without its files, and the tensors of each file.
+
+    With `asynchronous` the tensors are copies on the CPU.
+    """
+    rank, flats, optimizer = training.rank, training.flats, training.optimizer
+    states = {} if optimizer is None else optimizer.states()
+    stored = None if optimizer is None else optimizer.describe(states)
+    schedulers = {
+        name: {"kind": type(item).__name__, "state": encode_value(item.state_dict(), f"scheduler {name}")}
+        for name, item in training.schedulers.items()
+    }
+    own = RankRecord(
+        rank.number, (), stored, StoredSchedulers(training.groups, schedulers) if schedulers else None
+    )
     weights = dict(training.slices)
     for shard in training.shards:
         weights |= shard.split_own(shard.own)  # the slices may be rounded copies of them
@@ -177,50 +136,37 @@ def make_draft(training: Training, whole: Record, asynchronous: bool) -> Draft:
     groups: dict[tuple[str, bool, bool], TensorsOfFile] = {}
     for piece in assign_pieces(training.manifest, rank, flats):
         flat = flats.get(piece.name)
-        sources = {"": weights[piece.name], **_shaped(states.get(piece.name, {}))}
-        for state, source in sources.items():
+        shaped = {state: x for state, x in states.get(piece.name, {}).items() if is_shaped(x)}
+        for state, source in {"": weights[piece.name], **shaped}.items():
             check_dtype(source.dtype, f"{state or 'the tensor'} of {piece.name}")
             view = piece.view(source.detach(), flat)
-            stored = StoredPiece(piece.name, state, view.dtype, piece.region)
             kept = view.to("cpu", copy=True) if asynchronous else view
-            groups.setdefault((state, piece.shared, flat is None), []).append((stored, kept))
+            group = groups.setdefault((state, piece.shared, flat is None), [])
+            group.append((StoredPiece(piece.name, state, view.dtype, piece.region), kept))
     files = [file for group in groups.values() for file in _fill_files(group)]
     # On the other ranks of this stage they are the same.
     speaks = rank.coordinates.tensor == rank.coordinates.data == 0
-    schedulers = next(iter(whole.schedulers), None)
-    return Draft(files, optimizer if speaks else None, schedulers if speaks else None, whole)
-
-
-def save_step(training: Training, folder: Path, data: Any, keep: int | None, asynchronous: bool) -> Saving:
-    """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all ranks if one fails."""
-    error: Exception | None = None
-    try:
-        draft = make_draft(training, make_record(training, data, keep), asynchronous)
-    except Exception as failure:
-        error = failure
-    agree(training.rank, error)
-    return Saving(training, folder, draft, keep)
+    return own if speaks else replace(own, optimizer=None, schedulers=None), files
 
 
 class Saving:
     """A running save: a thread writes this rank's files and, on rank 0, commits when all ranks have written theirs."""
 
-    def __init__(self, training: Training, folder: Path, draft: Draft, keep: int | None) -> None:
-        """Begin to save. Every rank must call it; CheckpointError on all if rank 0 cannot make the step's folder."""
-        self._manifest, self._rank = training.manifest, training.rank
-        self._optimizer, self._schedulers, self._whole = draft.optimizer, draft.schedulers, draft.whole
-        self._files, self._keep = draft.files, keep
-        self._number = own_number(self._rank)
+    def __init__(
+        self, training: Training, folder: Path, data: Any, keep: int | None, asynchronous: bool
+    ) -> None:
+        """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all ranks if one fails."""
+        self._manifest, self._rank, self._keep = training.manifest, training.rank, keep
+        with agreed(self._rank):
+            self._whole = _make_record(training, data, keep)
+            self._own, self._files = _collect(training, asynchronous)
         self._written, self._given_up = threading.Event(), threading.Event()
         self._write_error: Exception | None = None
         self._commit_error: Exception | None = None
-        name, error = "", None
-        try:
-            if self._number == 0:
-                name = make_step_folder(folder, draft.whole.call).name
-        except OSError as failure:
-            error = failure
-        agree(self._rank, error)
+        name = ""
+        with agreed(self._rank):
+            if self._rank.number == 0:
+                name = make_step_folder(folder, self._whole.call).name
         self.path = folder / share(self._rank, name)
         # Not a daemon, so that the interpreter waits for it at the program's end.
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {self.path.name}")
@@ -232,13 +178,18 @@ class Saving:
         atexit.unregister(self._raise_at_exit)
         self._written.wait()
         try:
-            agree(self._rank, self._write_error)
+            self._raise_together(self._write_error)
         except BaseException:  # also if a peer is lost, whose file will not come
             self._given_up.set()
             raise
         finally:
             self._thread.join()
-        agree(self._rank, self._commit_error)
+        self._raise_together(self._commit_error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        with agreed(self._rank):
+            if error is not None:
+                raise error
 
     def _work(self) -> None:
         try:
@@ -246,9 +197,9 @@ class Saving:
         except Exception as error:
             self._write_error = error
         finally:
-            self._files = ()  # frees the copies of an asynchronous save
+            self._files = []  # frees the copies of an asynchronous save
             self._written.set()
-        if self._number == 0 and self._write_error is None:
+        if self._rank.number == 0 and self._write_error is None:
             try:
                 self._commit()
             except Exception as error:
@@ -262,12 +213,11 @@ class Saving:
     def _write(self) -> None:
         files = []
         for number, tensors in enumerate(self._files):
-            path = rank_file(self.path, self._number, number)
+            path = rank_file(self.path, self._own.rank, number)
             digest = write_tensors(path, {piece.key: tensor for piece, tensor in tensors})
             files.append(StoredFile(digest, tuple(piece for piece, _ in tensors)))
-        record = RankRecord(self._number, tuple(files), self._optimizer, self._schedulers)
-        path = rank_file(self.path, self._number)
-        write_file(path, write_record(record, path))
+        path = rank_file(self.path, self._own.rank)
+        write_file(path, write_record(replace(self._own, files=tuple(files)), path))
 
     def _commit(self) -> None:
         paths = [rank_file(self.path, rank) for rank in range(self._manifest.mesh.size)]
@@ -300,23 +250,6 @@ class Saving:
                 raise CheckpointError(f"{path} is missing: its rank has ended without writing it")
 
 
-def _describe(training: Training, states: States) -> StoredOptimizer:
-    assert training.optimizer is not None
-    values = {
-        name: {
-            state: encode_value(value, f"the optimizer's state {state!r} of {name}")
-            for state, value in of.items()
-            if not is_shaped(value)
-        }
-        for name, of in states.items()
-    }
-    groups = tuple(
-        StoredGroup(group.params, encode_value(group.options, "a group of the optimizer"))
-        for group in take_groups(training.slices, training.optimizer, training.shards)
-    )
-    return StoredOptimizer(name_kind(training.optimizer), groups, values)
-
-
 def _fill_files(tensors: TensorsOfFile) -> list[TensorsOfFile]:
     files: list[TensorsOfFile] = []
     room = 0
@@ -327,10 +260,6 @@ def _fill_files(tensors: TensorsOfFile) -> list[TensorsOfFile]:
         files[-1].append((piece, tensor))
         room -= tensor.nbytes
     return files
-
-
-def _shaped(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {state: value for state, value in states.items() if is_shaped(value)}
 
 
 def _list_sizes(folder: Path) -> list[tuple[str, int]]:

@@ -1,12 +1,42 @@
-"""The choice of the saved scheduler states that fit this rank."""
+"""Schedulers and scalers: their names, and the choice of the saved states that fit those of this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.checkpoint.record import StoredSchedulers
+
+
+class Stateful(Protocol):
+    """A learning rate scheduler, a gradient scaler, or another object with a state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+Schedulers = Stateful | Sequence[Stateful] | Mapping[str, Stateful] | None
+
+
+def name_schedulers(given: Schedulers) -> dict[str, Stateful]:
+    """Return schedulers by name: the keys of a mapping, else "0", "1", …; TypeError for objects without a state."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        named = dict(given)
+    elif isinstance(given, Sequence):
+        named = {str(i): item for i, item in enumerate(given)}
+    else:
+        named = {"0": given}
+    for name, item in named.items():
+        if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"scheduler {name} is a {type(item).__name__} without state_dict and load_state_dict: give a "
+                "scheduler or scaler, or a list or dict of them"
+            )
+    return named
 
 
 def choose_schedulers(

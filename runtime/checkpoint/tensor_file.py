@@ -17,16 +17,10 @@ from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.checkpoint.files import create_file, open_file
 from autoptd.runtime.checkpoint.regions import Region
 
-FLOATING = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
 )
-INTEGER = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-DTYPES = (*FLOATING, *INTEGER, torch.complex64)
 
 
 def check_dtype(dtype: torch.dtype, place: str) -> None:

@@ -47,9 +47,20 @@ class Rank:
         at = Coordinates(**{axis: group.index for axis, group in groups.items()})
         return cls(mesh, at, groups, device=device)
 
+    @property
+    def number(self) -> int:
+        """The global number of this rank."""
+        return self.mesh.rank_of(**self.coordinates)
+
     def group(self, axis: str) -> Group:
         """Return the ranks along `axis` that this one communicates with."""
         return self.groups[axis]
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """Return the elementwise maximum of `x` over all ranks of the mesh. May overwrite `x`."""
+        for group in reversed(self.groups.values()):
+            x = group.all_reduce(x, "max")
+        return x
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduce `x` over the tensor ranks while nothing else is computed. May overwrite `x`."""

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint.loading import load_step
-from autoptd.runtime.checkpoint.saving import Saving, Schedulers, Training, name_schedulers, save_step
+from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
+from autoptd.runtime.checkpoint.saving import Saving, Training
+from autoptd.runtime.checkpoint.schedulers import Schedulers, name_schedulers
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.batch import call_signature, find_loss
 from autoptd.runtime.engine.bound_shape import BoundShape, ShapeFunctions
@@ -265,7 +267,7 @@ class Parallel(BoundModule):
         self.finish_checkpoint()
         with self._connection.position.collective_call("save_checkpoint"):
             training = self._training(optimizer, scheduler)
-            self._saving = save_step(training, Path(folder), data, keep, asynchronous)
+            self._saving = Saving(training, Path(folder), data, keep, asynchronous)
         if not asynchronous:
             self.finish_checkpoint()
 
@@ -301,13 +303,9 @@ class Parallel(BoundModule):
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._weights.adopt_writes()
-        own = (
-            self._slices(),
-            self._weights.shards,
-            optimizer,
-            name_schedulers(scheduler),
-            self._runner.loss_scale,
-        )
+        slices, shards = self._slices(), self._weights.shards
+        named = None if optimizer is None else NamedOptimizer(optimizer, slices, shards)
+        own = slices, shards, named, name_schedulers(scheduler), self._runner.loss_scale
         return Training(self._manifest, self._connection.rank, *own)
 
     def _take_over(self) -> None:

@@ -33,9 +33,7 @@ class LossScale:
         flags = torch.stack([~are_finite(gradients, rank.device), ~loss.isfinite()]).to(torch.float32)
         for gradient in gradients:
             gradient.mul_(1 / self.value)
-        for group in reversed(rank.groups.values()):
-            flags = group.all_reduce(flags, "max")
-        broken, lost = (bool(flag) for flag in flags.tolist())
+        broken, lost = (bool(flag) for flag in rank.maximum(flags).tolist())
         if not lost:
             self.finite_steps = 0 if broken else self.finite_steps + 1
             if broken:

@@ -131,9 +131,7 @@ def write_pretrained(
 def _agree(rank: Rank, writer: Writer | None) -> None:
     """Raise OSError on all ranks if rank 0 could not write."""
     failed = torch.tensor([int(writer is not None and writer.error is not None)], device=rank.device)
-    for group in reversed(rank.groups.values()):
-        failed = group.all_reduce(failed, "max")
-    if not failed.item():
+    if not rank.maximum(failed).item():
         return
     if writer is None or writer.error is None:
         raise OSError("rank 0 could not write the model; its error message has the reason")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.runtime.checkpoint.optimizer_state import put_groups, put_states, take_groups, take_states
+from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
+from autoptd.runtime.program.tagged_json import decode_value
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -47,10 +48,11 @@ def test_a_taken_state_goes_on(kind: str) -> None:
     own = KINDS[kind]([{"params": [names["b"]]}, {"params": [names["a"]], "lr": 0.05}])
     new = KINDS[kind]([{"params": [others["b"]]}, {"params": [others["a"]], "lr": 1.0}])
     half = step(names, own, 3)
-    states, groups = copy.deepcopy((take_states(names, own), take_groups(names, own)))
+    named = NamedOptimizer(own, names)
+    states, groups = copy.deepcopy((named.states(), named.groups()))
     assert [group.params for group in groups] == [("b",), ("a",)]
-    put_states(others, new, states)
-    put_groups(new, [group.options for group in groups])
+    target = NamedOptimizer(new, others)
+    target.put(target.join(states), [decode_value(group.options, "") for group in groups])
     with torch.no_grad():
         for name, value in zip(("a", "b"), half, strict=True):
             others[name].copy_(value)
@@ -66,10 +68,10 @@ def test_rows_of_adafactor_are_refused() -> None:
     with pytest.raises(
         autoptd.CheckpointError, match=r"state 'row_var' of a has shape \[3, 1\].*leave optimizer="
     ):
-        take_states(names, optimizer)
+        NamedOptimizer(optimizer, names).states()
 
 
 def test_a_foreign_parameter_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(7))])
     with pytest.raises(autoptd.CheckpointError, match=r"shape \[7\] that is not of this model"):
-        take_states(make_names(), optimizer)
+        NamedOptimizer(optimizer, make_names()).states()
