@@ -1,4 +1,4 @@
-"""Agreement of all ranks on whether one failed, and on a text that one of them has."""
+"""The error of checkpoints, raised on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from autoptd.runtime.comm.agreement import share_text
 from autoptd.runtime.comm.rank import Rank
 
 SHOWN = 2000  # characters of another rank's message
@@ -31,15 +32,6 @@ def agreed(rank: Rank) -> Iterator[None]:
         return
     named = isinstance(error, CheckpointError) or error is None
     text = str(error or "") if named else f"{type(error).__name__}: {error}"
-    reason = share(rank, text[:SHOWN], first) if size > 1 else text
+    reason = share_text(rank, text[:SHOWN], first) if size > 1 else text
     where = f" (on rank {first} of {size})" if size > 1 else ""
     raise CheckpointError(reason + where) from error
-
-
-def share(rank: Rank, text: str, source: int = 0) -> str:
-    """Return the `text` of the global rank `source` on every rank."""
-    own = text.encode(errors="replace") if rank.number == source else b""
-    length = int(rank.maximum(torch.tensor([len(own)], device=rank.device)))
-    sent = torch.zeros(length, dtype=torch.int64, device=rank.device)
-    sent[: len(own)] = torch.tensor(list(own), dtype=torch.int64)
-    return bytes(rank.maximum(sent).tolist()).decode()

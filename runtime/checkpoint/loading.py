@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint.dcp import check_consent, is_foreign, read_foreign
-from autoptd.runtime.checkpoint.error import CheckpointError, agreed, share
+from autoptd.runtime.checkpoint.error import CheckpointError, agreed
 from autoptd.runtime.checkpoint.files import RECORD, StepFolder, find_step, name_earlier
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
 from autoptd.runtime.checkpoint.record import (
@@ -28,6 +28,7 @@ from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
+from autoptd.runtime.comm.agreement import share_text
 from autoptd.runtime.program.tagged_json import decode_value
 from autoptd.runtime.weights.slices import check_own_proved, saved_names
 
@@ -58,7 +59,7 @@ def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
             check_consent(folder, model_only, trust_pickle)
         elif rank.number == 0:
             name = find_step(folder).path.relative_to(folder).as_posix()
-    name = share(rank, name)
+    name = share_text(rank, name)
     undo: dict[str, Any] = {}
     try:
         with agreed(rank):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.checkpoint.error import CheckpointError, agreed, share
+from autoptd.runtime.checkpoint.error import CheckpointError, agreed
 from autoptd.runtime.checkpoint.files import (
     commit_step,
     make_step_folder,
@@ -39,6 +39,7 @@ from autoptd.runtime.checkpoint.record import (
 from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces
 from autoptd.runtime.checkpoint.schedulers import Stateful
 from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
+from autoptd.runtime.comm.agreement import share_text
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.optimizer.loss_scale import LossScale
 from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped
@@ -167,7 +168,7 @@ class Saving:
         with agreed(self._rank):
             if self._rank.number == 0:
                 name = make_step_folder(folder, self._whole.call).name
-        self.path = folder / share(self._rank, name)
+        self.path = folder / share_text(self._rank, name)
         # Not a daemon, so that the interpreter waits for it at the program's end.
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {self.path.name}")
         atexit.register(self._raise_at_exit)

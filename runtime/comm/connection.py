@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoptd.runtime.comm.agreement import find_others, gather_given
 from autoptd.runtime.comm.groups import (
     Group,
     LocalGroup,
@@ -25,7 +26,6 @@ from autoptd.runtime.comm.point_to_point import Channel, process_channels, threa
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadPosition, ThreadRendezvous, ThreadWorld
 from autoptd.runtime.health.activity import Position
-from autoptd.runtime.health.local_ranks import find_others
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 
@@ -168,11 +168,11 @@ def _compare(everyone: dist.ProcessGroup, program: str, device: torch.device) ->
     groups = group_cache(everyone)
     sound = 0 if groups.broken else len(groups)
     own = torch.tensor([sound, *sha256(program.encode()).digest()], device=device)
-    rows = [row.tolist() for row in ProcessGroup(everyone, device).all_gather(own)]
-    if any(row[0] != len(groups) for row in rows):
+    rows = gather_given(ProcessGroup(everyone, device), own)
+    if any(row[0] != len(groups) for row in rows.values()):
         group_cache.cache_clear()
         group_cache(everyone).world = dist.new_group()
-    differ, _ = find_others({rank: row[1:] for rank, row in enumerate(rows)})
+    differ, _ = find_others({rank: row[1:] for rank, row in rows.items()})
     if differ:
         raise RuntimeError(
             f"ranks {differ} of {len(rows)} have another program than the rest: texts, manifest or versions "

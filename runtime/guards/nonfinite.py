@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoptd.runtime.comm import groups, point_to_point
+from autoptd.runtime.comm.agreement import gather_given, share_text
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.health.activity import Position
@@ -25,7 +26,6 @@ from autoptd.runtime.program.schedule import Action, Kind
 
 PROGRAM = re.compile(r"program_\d+\.py")
 COMMUNICATION = {module.__file__ for module in (point_to_point, groups)}
-LETTERS = 600  # of a rank's finding
 FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes the other
 
 
@@ -105,14 +105,12 @@ def explain_nonfinite(
         repeat()
     connection.position.phase("search for the first operator")
     order, text = _judge(manifest, connection, batch, gradients, unlabelled, inspector)
-    orders = connection.world.all_gather(torch.tensor(order, device=connection.rank.device))
-    letters = torch.tensor(list(text.encode()[:LETTERS].ljust(LETTERS)), dtype=torch.uint8)
-    texts = connection.world.all_gather(letters.to(connection.rank.device))
-    first = min(range(len(orders)), key=lambda rank: orders[rank].tolist())
+    orders = gather_given(connection.world, torch.tensor(order, device=connection.rank.device))
+    first = min(orders, key=lambda rank: orders[rank])
+    where = share_text(connection.rank, text, first)
     what = f"the loss is {loss.item()}"
     if torch.isfinite(loss):
         what += ", but a gradient is not finite"
-    where = bytes(texts[first].tolist()).decode(errors="replace").strip()
     return (
         f"{what}: {where} (rank {first}). No gradient was handed to .grad, so the parameters are as before this "
         "step: skip the batch, or look at its data and at the learning rate"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoptd.runtime.comm.agreement import ABSENT, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.guards.enclosing_checkpoint import refuse_checkpoint
 from autoptd.runtime.program.manifest import Manifest
@@ -47,13 +48,11 @@ class ParameterWatch:
         trained = self.find_trained()
         if connection.world.size == 1:
             return trained
-        states = [[name in self.parameters and name not in trained, name in trained] for name in self._names]
-        own = torch.tensor(states, dtype=torch.uint8, device=connection.rank.device)
-        unlike = connection.world.all_reduce(own.clone(), "max").all(1).nonzero()
-        if len(unlike):
-            place = int(unlike[0])
-            table = [row.tolist() for row in connection.world.all_gather(own[place])]
-            frozen, training = ([rank for rank, row in enumerate(table) if row[i]] for i in (0, 1))
+        states = [int(name in trained) if name in self.parameters else ABSENT for name in self._names]
+        own = torch.tensor(states, device=connection.rank.device)
+        for place in find_unlike(connection.world.all_reduce(with_complements(own), "max").tolist()):
+            given = gather_given(connection.world, own[place])
+            frozen, training = ([rank for rank, state in given.items() if state == kind] for kind in (0, 1))
             raise ValueError(
                 f"the parameter {self._names[place]} is frozen on rank {frozen[0]} and trained on rank {training[0]}; "
                 f"ranks {min(frozen, training, key=len)} differ from the others that have it. All train one model: "

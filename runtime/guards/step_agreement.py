@@ -1,7 +1,6 @@
 """Compare batch, mode and weights over all ranks in each step, and find non-finite values, by small reductions.
 
-After the step the maxima of h and of ~h are reduced for each replica, where h is a hash of its batch: they
-are no complements where one rank's h differs. The same is done for mode and weights.
+After the step the maxima of hashes and of their complements are reduced, for each replica's batch, mode and weights.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.agreement import ABSENT, find_others, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.engine.batch import check_rows, describe_batch, find_unknown
 from autoptd.runtime.guards.weight_agreement import Copies
-from autoptd.runtime.health.local_ranks import find_others
 from autoptd.runtime.optimizer.finite import are_finite
 from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 
-_LOWEST = torch.iinfo(torch.int64).min
-_ABSENT = (_LOWEST, 0, 0)  # a parameter that a rank has not
 PIECES = 64  # that a tensor is cut into to find where two differ
 
 Batch = Mapping[str, Tensor]
@@ -55,44 +52,35 @@ def compare_ranks(
         if unknown:
             check_rows(manifest, batch)
         return bool(nonfinite), not trains, False
-    compared = copies.fingerprint()
-    row = torch.full((2 * mesh.data,), _LOWEST, device=rank.device)
-    mode = 2 * rank.randomness.call + rank.randomness.training
+    batches = torch.full((mesh.data,), ABSENT, device=rank.device)
     if mesh.tensor * mesh.pipeline > 1:
-        own = hash_batch(batch, rank.device)
-        row[2 * rank.coordinates.data] = own
-        row[2 * rank.coordinates.data + 1] = ~own
+        batches[rank.coordinates.data] = hash_batch(batch, rank.device)
     # A number that is made a tensor, or set as an element, is copied, and each copy waits for the GPU.
+    mode = torch.full((1,), 2 * rank.randomness.call + rank.randomness.training, device=rank.device)
     flags = [
         flag.to(torch.int64) if isinstance(flag, Tensor) else torch.full((), int(flag), device=rank.device)
-        for flag in (changed, mode, ~mode, unknown, nonfinite, not trains)
+        for flag in (changed, unknown, nonfinite, not trains)
     ]
-    found = connection.world.all_reduce(torch.cat([compared, row, torch.stack(flags)]), "max").tolist()
-    found, rest = found[: len(compared)], found[len(compared) :]
-    *hashes, moved, mode, inverse, unknown, nonfinite, lacking = rest
-    if (replica := find_unlike(hashes)) is not None:
-        raise ValueError(describe_difference(mesh, connection.world, batch, replica))
-    if mode != ~inverse:
-        raise ValueError(describe_modes(connection))
-    if (place := find_unlike(found)) is not None:
-        raise ValueError(copies.describe(connection.world, place))
+    hashes = with_complements(torch.cat([batches, mode, copies.fingerprint()]))
+    found = connection.world.all_reduce(torch.cat([hashes, torch.stack(flags)]), "max").tolist()
+    *maxima, moved, unknown, nonfinite, lacking = found
+    for place in find_unlike(maxima):
+        if place < mesh.data:
+            raise ValueError(describe_difference(mesh, connection.world, batch, place))
+        if place == mesh.data:
+            raise ValueError(describe_modes(connection))
+        raise ValueError(copies.describe(connection.world, place - mesh.data - 1))
     if unknown:
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
     return bool(nonfinite), bool(lacking), bool(moved)
 
 
-def find_unlike(maxima: Sequence[int]) -> int | None:
-    """Return the first place of `maxima`, of h and ~h in turn, where ranks had different h; None where none did."""
-    pairs = enumerate(zip(maxima[::2], maxima[1::2], strict=True))
-    return next((i for i, (h, inverse) in pairs if h != ~inverse and h != _LOWEST), None)
-
-
 def describe_modes(connection: Connection) -> str:
     """Describe which ranks are in another mode, or have made other steps, than the rest. Every rank must call it."""
     randomness = connection.rank.randomness
     own = torch.tensor([randomness.training, randomness.call], device=connection.rank.device)
-    found = {rank: row.tolist() for rank, row in enumerate(connection.world.all_gather(own))}
+    found = gather_given(connection.world, own)
     others, like = find_others(found)
     words = [
         f"is in {'training' if training else 'evaluation'} mode after {call} steps in training mode"
@@ -110,12 +98,10 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
     Before the step: of another shape a rank would wait for messages that nobody sends. Replicas count too, whose
     samples are numbered, and microbatches weighed, as of one shape. On a GPU this waits for earlier kernels.
     """
-    ends = torch.tensor([own, -own], device=connection.rank.device)
-    largest, smallest = connection.world.all_reduce(ends, "max").tolist()
-    if largest == -smallest:
+    number = torch.tensor(own, device=connection.rank.device)
+    if not find_unlike(connection.world.all_reduce(with_complements(number), "max").tolist()):
         return
-    table = connection.world.all_gather(torch.tensor([own], device=connection.rank.device))
-    given = {rank: int(number) for rank, number in enumerate(table)}
+    given = gather_given(connection.world, number)
     others, like = find_others(given)
     raise ValueError(
         f"the batches of one step have different shapes: rank {others[0]} was given "
@@ -142,28 +128,24 @@ def compare_shards(
         for place, bucket in enumerate(bucket for bucket in buckets if bucket[0] in row):
             digest = blake2b(f"{place} {list(bucket)}".encode(), digest_size=7).digest()
             own |= dict.fromkeys(bucket, (int.from_bytes(digest), place, len(bucket)))
-    table = [own.get(name, _ABSENT) for name in manifest.parameters]
-    members = mesh.group("data", mesh.rank_of(at.data, at.pipeline, at.tensor))
-    _compare_buckets(manifest, rank.group("data"), members, torch.tensor(table, device=rank.device))
+    table = [own.get(name, (ABSENT, 0, 0)) for name in manifest.parameters]
+    groups = [(mesh.group("data", rank.number), rank.group("data"))]
     for owners, group in sorted(connection.tied.items()):
-        members = tuple(mesh.rank_of(at.data, pipeline, at.tensor) for pipeline in owners)
+        groups.append((tuple(mesh.rank_of(at.data, pipeline, at.tensor) for pipeline in owners), group))
+    for members, group in groups:
         _compare_buckets(manifest, group, members, torch.tensor(table, device=rank.device))
 
 
 def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], table: Tensor) -> None:
     """Raise ValueError unless ranks `members` of `group` have equal rows of `table` [parameters, 3] for shared ones."""
-    if group.size == 1:
-        return
-    hashes = table[:, 0]
-    ends = torch.stack([hashes, torch.where(hashes == _LOWEST, hashes, ~hashes)])
-    largest, inverse = group.all_reduce(ends, "max")
-    unlike = ((largest != ~inverse) & (largest != _LOWEST)).nonzero().flatten().tolist()
+    maxima = group.all_reduce(with_complements(table[:, 0]), "max").tolist()
+    unlike = find_unlike(maxima)
     if not unlike:
         return
-    index = min(unlike, key=lambda i: int(inverse[i]) != ~0)  # one that is in a bucket on some ranks only
-    gathered = [tuple(row.tolist()) for row in group.all_gather(table[index])]
+    index = min(unlike, key=lambda i: maxima[2 * i + 1] != ~0)  # one that is in a bucket on some ranks only
+    gathered = gather_given(group, table[index])
     name = list(manifest.parameters)[index]
-    given = {rank: row for rank, row in zip(members, gathered, strict=True) if row != _ABSENT}
+    given = {members[place]: row for place, row in gathered.items() if row[0] != ABSENT}
     others, like = find_others(given)
     words = [
         f"in bucket {place}, of {count} parameters" if count else "whole"
@@ -194,7 +176,7 @@ def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) ->
     """
     ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank).data == replica]
     own = torch.stack([hash_words(read_words(tensor)) for tensor in batch.values()])
-    table = [row.tolist() for row in world.all_gather(own)]
+    table = gather_given(world, own)
     index = next(i for i in range(len(batch)) if len({table[rank][i] for rank in ranks}) > 1)
     name = list(batch)[index]
     others, like = find_others({rank: table[rank][index] for rank in ranks})

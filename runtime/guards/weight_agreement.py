@@ -6,23 +6,22 @@ owners of a tied parameter would keep parts of different models, and drift apart
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.agreement import ABSENT, find_others, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.health.local_ranks import find_others
 from autoptd.runtime.program.hashing import hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.weights.slices import Stored, all_names
 
 SAMPLED = 256  # elements of a tensor, evenly over it
-_UNREAD = torch.iinfo(torch.int64).min  # of a tensor that is in a file, and is not read for this
 _DRAWN = 0  # of one without values, which every rank draws from the program's seed
 
 
@@ -37,13 +36,15 @@ def compare_weights(manifest: Manifest, connection: Connection, tensors: Stored)
     if world.size == 1 or not names:
         return
     own = torch.stack([_fingerprint(manifest, tensors, name).to(device) for name in names])
-    complement = torch.where(own == _UNREAD, own, ~own)
-    # The maxima of h and of ~h are complements where all ranks have the same h.
-    largest, smallest = world.all_reduce(torch.stack([own, complement]), "max")
-    differing = ((largest != ~smallest) & (smallest != _UNREAD)).nonzero()
-    if len(differing):
-        index = int(differing[0])
-        raise RuntimeError(_describe_difference(world, names[index], own[index]))
+    for place in find_unlike(world.all_reduce(with_complements(own), "max").tolist()):
+        given = gather_given(world, own[place])
+        others, like = find_others({rank: number for rank, number in given.items() if number != ABSENT})
+        raise RuntimeError(
+            f"ranks were given different weights: {names[place]} has other values on rank {others[0]} than on rank "
+            f"{like}; ranks {others} of {world.size} differ from rank {like}. Each rank keeps its part of one model, "
+            "so give all the same: call torch.manual_seed before the model is built, load one checkpoint on every "
+            "rank, or bind(weights=folder)"
+        )
 
 
 def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
@@ -53,7 +54,7 @@ def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
         return torch.tensor(_DRAWN)
     whole = tensors.in_memory(known)
     if whole is None:
-        return torch.tensor(_UNREAD)
+        return torch.tensor(ABSENT)  # it is in a file, and is not read for this
     return hash_words(read_words(_sample(whole).to(manifest.parameters[name].dtype)))
 
 
@@ -64,19 +65,6 @@ def _sample(tensor: Tensor, shift: int = 0) -> Tensor:
     # The last one too: a step that divides the rows would sample one column.
     places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
     return flat[(places + shift) % max(len(flat), 1)]
-
-
-def _describe_difference(world: Group, name: str, own: Tensor) -> str:
-    """Describe which ranks have other values of the tensor `name` than the rest. Every rank must call it."""
-    table = [int(fingerprint) for fingerprint in world.all_gather(own.view(1))]
-    read = {rank: fingerprint for rank, fingerprint in enumerate(table) if fingerprint != _UNREAD}
-    others, like = find_others(read)
-    return (
-        f"ranks were given different weights: {name} has other values on rank {others[0]} than on rank {like}; ranks "
-        f"{others} of {world.size} differ from rank {like}. Each rank keeps its part of one model, so give all the "
-        "same: call torch.manual_seed before the model is built, load one checkpoint on every rank, or "
-        "bind(weights=folder)"
-    )
 
 
 class StepLog:
@@ -144,55 +132,51 @@ class Copies:
     ) -> None:
         """This `rank` has its slices of `parameters`, and has made these `steps`."""
         self._rank, self._parameters, self._steps, self._turn = rank, parameters, steps, -1
-        self._scales = torch.zeros((), dtype=torch.int64)
+        mesh = manifest.mesh
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
-        stages = range(manifest.mesh.pipeline if manifest.mesh.data > 1 else 0)
-        tied = [name for name, ranks in owners.items() if len(ranks) > 1]
-        self._columns: list[tuple[tuple[int, ...], list[str]]] = [
-            ((at,), [name for name, ranks in owners.items() if at in ranks]) for at in stages
+        tied = dict.fromkeys(ranks for ranks in owners.values() if len(ranks) > 1)
+        columns = [((at,), [n for n, ranks in owners.items() if at in ranks]) for at in range(mesh.pipeline)]
+        columns = columns if mesh.data > 1 else []
+        columns += [(ranks, [n for n, own in owners.items() if own == ranks]) for ranks in tied]
+        self._columns = [
+            (stages, tensor, names) for stages, names in columns if names for tensor in range(mesh.tensor)
         ]
-        for ranks in {owners[name]: None for name in tied}:
-            self._columns.append((ranks, [name for name in tied if owners[name] == ranks]))
 
     def fingerprint(self) -> Tensor:
-        """Return [h, ~h] of the parameter in turn for each place; the lowest int64 for places that this rank is not in.
+        """Return a hash for each place, an int64 on the rank's device; ABSENT for places that this rank is not in.
 
-        A place is a column of pipeline ranks that hold the same, and a tensor coordinate; then, for the steps, each
-        pipeline rank; and one for the factors.
-
-        An int64 on the rank's device. Its maxima over all ranks are complements where all that are at a place have
-        the same h.
+        A place is a column of pipeline ranks that hold the same, at a tensor coordinate, with the parameter in turn;
+        then, for the steps, each pipeline rank; and one for the factors.
         """
         self._turn += 1
-        found = torch.full((len(self._columns), self._rank.mesh.tensor, 2), _UNREAD, device=self._rank.device)
-        for number, own in self._own():
-            found[number, self._rank.coordinates.tensor] = torch.stack([own, ~own])
-        steps = torch.full((self._rank.mesh.pipeline, 2), _UNREAD, device=self._rank.device)
-        made = self._steps.tensor(self._rank)
-        steps[self._rank.coordinates.pipeline] = torch.stack([made, ~made])
-        self._scales = self._steps.take_scales(self._rank)
-        return torch.cat([found.flatten(), steps.flatten(), torch.stack([self._scales, ~self._scales])])
+        rank, at = self._rank, self._rank.coordinates
+        absent = torch.full((), ABSENT, device=rank.device)
+        hashes = [
+            hash_words(read_words(_sample(self._parameters[self._pick(names)], self._turn)))
+            if at.pipeline in stages and at.tensor == tensor
+            else absent
+            for stages, tensor, names in self._columns
+        ]
+        made = self._steps.tensor(rank)
+        hashes += [made if pipeline == at.pipeline else absent for pipeline in range(rank.mesh.pipeline)]
+        self._last = torch.stack([*hashes, self._steps.take_scales(rank)])
+        return self._last
 
     def describe(self, world: Group, place: int) -> str:
         """Describe which ranks differ from the rest at `place` of the last fingerprint. Every rank must call it."""
         at = list(enumerate(map(self._rank.mesh.coordinates, range(self._rank.mesh.size))))
-        number, tensor = divmod(place, self._rank.mesh.tensor)
-        if number < len(self._columns):
-            stages, names = self._columns[number]
-            found = f"{names[self._turn % len(names)]} has other values on"
-            # The value of a rank that is not in the column is not read.
-            nothing = torch.zeros((), dtype=torch.int64, device=self._rank.device)
-            own = dict(self._own()).get(number, nothing)
+        if place < len(self._columns):
+            stages, tensor, names = self._columns[place]
+            found = f"{self._pick(names)} has other values on"
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
-        elif (pipeline := place - len(self._columns) * self._rank.mesh.tensor) < self._rank.mesh.pipeline:
+        elif (pipeline := place - len(self._columns)) < self._rank.mesh.pipeline:
             found = "the optimizers' steps (how many, or with which lr, weight_decay, ...) were different on"
-            own = self._steps.tensor(self._rank)
             alike = [rank for rank, c in at if c.pipeline == pipeline]
         else:
             found = "the factors that losses were multiplied by before backward were different on"
-            own, alike = self._scales, [rank for rank, _ in at]
-        table = [int(each) for each in world.all_gather(own.view(1))]
-        others, like = find_others({rank: table[rank] for rank in alike})
+            alike = [rank for rank, _ in at]
+        given = gather_given(world, self._last[place])
+        others, like = find_others({rank: given[rank] for rank in alike})
         return (
             f"{found} rank {others[0]} than on rank {like}; of ranks {alike}, which have one model together, {others} "
             "differ. Each step must be the same on all: call optimizer.step() on every rank or on none, with the same "
@@ -200,9 +184,6 @@ class Copies:
             "them alike, and write weights on every rank; then bind again, or load a checkpoint"
         )
 
-    def _own(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the columns that this rank is in, with the hash of this turn's parameter."""
-        for number, (ranks, names) in enumerate(self._columns):
-            if self._rank.coordinates.pipeline in ranks and names:
-                name = names[self._turn % len(names)]
-                yield number, hash_words(read_words(_sample(self._parameters[name], self._turn)))
+    def _pick(self, names: Sequence[str]) -> str:
+        """Return the one of `names` whose turn it is."""
+        return names[self._turn % len(names)]

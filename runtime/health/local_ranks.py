@@ -97,11 +97,3 @@ def machine_number() -> int:
     if boot.exists():
         marks += [boot.read_text(), str(space.stat().st_ino)]
     return int.from_bytes(sha256(" ".join([*marks, tempfile.gettempdir()]).encode()).digest()[:7])
-
-
-def find_others(given: Mapping[int, object]) -> tuple[list[int], int]:
-    """Return the ranks whose `given` value is not that of the majority, and the first rank of the majority."""
-    values = list(given.values())
-    common = max(values, key=values.count)
-    others = [rank for rank, value in given.items() if value != common]
-    return others, next(rank for rank in given if rank not in others)
