@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from autoptd.runtime.comm.connection import Connection, check_world_size, connect
 from autoptd.runtime.comm.journal import Journal, TracedPosition
 from autoptd.runtime.health.activity import Position
-from autoptd.runtime.health.failure_record import Record
+from autoptd.runtime.health.failure_record import FailureRecord
 from autoptd.runtime.health.local_ranks import gather_local_ranks
 from autoptd.runtime.health.watchdog import PATIENCE, Watchdog
 from autoptd.runtime.program.manifest import Manifest
@@ -107,7 +107,7 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
         ) from error
     # A store's calls wait for each other: the thread has a connection of its own.
     messages = None if local.everybody else local.store.clone()
-    record = Record(Path(tempfile.gettempdir()) / f"{local.name}.json", messages)
+    record = FailureRecord(Path(tempfile.gettempdir()) / f"{local.name}.json", messages)
     peers = {rank: local.slots(rank) for rank in local.processes}
     position = _make_position(local.slots(local.rank), peers, local.rank)
     return Watchdog(manifest, local, record, position, limit)

@@ -391,7 +391,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from torch.distributed import TCPStore
-from autoptd.runtime.health.failure_record import Record
+from autoptd.runtime.health.failure_record import FailureRecord
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.health.watchdog import Watchdog
 
@@ -407,7 +407,7 @@ class Slow(TCPStore):
 
 store = Slow("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 roster = SimpleNamespace(processes={}, rank=0)
-record = Record(Path(sys.argv[1]) / "failure.json", store)
+record = FailureRecord(Path(sys.argv[1]) / "failure.json", store)
 Watchdog(None, roster, record, Position(None, {}), 60.0).start(launched=True)
 print(asked.wait(20))
 """
@@ -425,7 +425,7 @@ ENDING = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from autoptd.runtime.health.failure_record import Record
+from autoptd.runtime.health.failure_record import FailureRecord
 from autoptd.runtime.health.activity import CALLS, SLOTS, Position
 from autoptd.runtime.health.watchdog import Watchdog
 from tests.runtime.chain import Chain
@@ -445,7 +445,7 @@ def end():
     time.sleep(10)
 
 atexit.register(end)
-record = Record(Path(folder) / "failure.json")
+record = FailureRecord(Path(folder) / "failure.json")
 Watchdog(Chain((1, 2, 1)).manifest, roster, record, position, 60.0).start(launched=True)
 if what == "error":
     raise ValueError("my own error")

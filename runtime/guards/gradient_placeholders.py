@@ -34,8 +34,12 @@ class GradientPlaceholders:
         refused = [p.register_hook(partial(_refuse_gradient, name)) for name, p in parameters.items()]
         self.hooks = {handle.id for handle in refused}
 
-    def _check(self) -> None:
-        """Raise ValueError where a gradient was replaced or written that the optimizer does not step by."""
+    def settle(self) -> None:
+        """Clear the gradient of the shard's part where those of all its parameters were cleared.
+
+        A gradient that the caller gave the part, from torch.autograd.grad, stays. Raises ValueError where only some
+        were cleared, whose part has the others' too, and where one was replaced or written.
+        """
         placed = False
         for name, parameter in self.parameters.items():
             own = self._placeholders[name]
@@ -50,14 +54,6 @@ class GradientPlaceholders:
                 f"the gradient of the part of {', '.join(self.parameters)} that a sharded optimizer steps was replaced "
                 f"by another tensor: change it in place (p.grad.div_, p.grad.copy_), {LEAVE}"
             )
-
-    def settle(self) -> None:
-        """Clear the gradient of the shard's part where those of all its parameters were cleared.
-
-        A gradient that the caller gave the part, from torch.autograd.grad, stays. Raises ValueError where only some
-        were cleared, whose part has the others' too, and where one was replaced or written.
-        """
-        self._check()
         cleared = [name for name, parameter in self.parameters.items() if parameter.grad is None]
         if not cleared or not self._is_accumulated():
             return

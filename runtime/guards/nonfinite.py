@@ -6,7 +6,7 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -162,20 +162,20 @@ def _has_broken(result: object) -> bool:
 
 def _is_communicating() -> bool:
     """Return whether an operator is part of a message, whose values have not arrived yet, or are another rank's."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename not in COMMUNICATION:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_filename in COMMUNICATION for frame in _list_frames())
 
 
 def _source_line() -> str:
     """Return the line of the rank program that runs now, with its number; "" outside of it."""
-    frame = sys._getframe()
-    while frame is not None:
+    for frame in _list_frames():
         filename = frame.f_code.co_filename
         if PROGRAM.fullmatch(Path(filename).name):
             return f", {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return ""
+
+
+def _list_frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -103,8 +103,7 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Of every optimizer in the process: this neither looks through modules nor waits for weights on their way.
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not marks.holds_any(held):
+        if not any(marks.names(p) for group in optimizer.param_groups for p in group["params"]):
             return
         marks.check(optimizer)
         if optimizer in judged:

@@ -7,11 +7,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from autoptd.runtime.comm.agreement import ABSENT, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.guards.enclosing_checkpoint import refuse_checkpoint
 from autoptd.runtime.program.manifest import Manifest
 
 WARY = 100  # steps in which ranks compare their trained parameters before the step, after one was made again
@@ -69,10 +69,16 @@ class ParameterWatch:
     def check(self, module: nn.Module) -> None:
         """Raise ValueError where a parameter was replaced, unfrozen or hooked, or has another shape, dtype or device.
 
-        Also where a module below is in another mode than `module`, or inside DDP, which gives all ranks the first one's
-        tensors, or inside torch's checkpoint.
+        Also where a module below is in another mode than `module`, inside DDP, which gives all ranks the first one's
+        tensors, and inside torch's checkpoint, which would call the model anew in each backward.
         """
-        refuse_checkpoint()
+        hooks = _top_saved_tensors_default_hooks(False)
+        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+            raise ValueError(
+                "the parallel model is called inside torch.utils.checkpoint, and a call is a whole step, with its "
+                "backwards: call it without, and let the compiler recompute, by compile(recompute='full') or "
+                "'selective'"
+            )
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise ValueError(
                 "the parallel model is called inside DistributedDataParallel, which gave every rank the first one's "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -28,32 +28,25 @@ class StateMarks:
         at = rank.coordinates
         self._place = f"tensor {at.tensor}, pipeline {at.pipeline}, data {at.data}"
         self._slices = {name: _describe(p, rank) for name, p in manifest.parameters.items()}
-        self._held: dict[int, list[str]] = {}
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._held: dict[int, tuple[tuple[str, ...], list[str]]] = {}
 
     def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[FlatShard]) -> None:
         """Take `parameters` and `shards` as the tensors that optimizers step; they live until the next call."""
-        self._held = {id(p): [self._slices[name]] for name, p in parameters.items()}
-        self._names = {id(p): (name,) for name, p in parameters.items()}
+        self._held = {id(p): ((name,), [self._slices[name]]) for name, p in parameters.items()}
         for shard in shards:
-            self._names[id(shard.own)] = shard.names
-            pieces = ((name, elements) for name, (_, elements) in shard.ranges().items())
-            self._held[id(shard.own)] = [
+            pieces = [
                 f"elements {elements.start}:{elements.stop} of {self._slices[name]}"
-                for name, elements in pieces
+                for name, (_, elements) in shard.ranges().items()
             ]
-
-    def holds_any(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether one of `tensors` has a piece of the model."""
-        return not self._held.keys().isdisjoint(map(id, tensors))
+            self._held[id(shard.own)] = shard.names, pieces
 
     def find(self, tensor: Tensor) -> list[str] | None:
         """Return the pieces of the model that a `tensor` has; None where it is another's."""
-        return self._held.get(id(tensor))
+        return self._held.get(id(tensor), ((), None))[1]
 
     def names(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the parameters that are stepped with a `tensor`, on all replicas together; none for another's."""
-        return self._names.get(id(tensor), ())
+        return self._held.get(id(tensor), ((), None))[0]
 
     def mark(self, optimizer: Optimizer) -> None:
         """Mark the ``state_dict`` of an `optimizer` from now on."""

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class Failure:
     ranks: Mapping[str, str] = field(default_factory=dict)
 
 
-class Record:
+class FailureRecord:
     """The record of the first failure, which the rank that notices it first writes, and the others read.
 
     `store`, of ``torch.distributed``, reaches the other machines; None if there are none.
@@ -56,18 +56,17 @@ class Record:
     def claim(self, failure: Failure) -> Failure:
         """Write `failure` unless there is one already; return the one that is recorded."""
         text = json.dumps(dataclasses.asdict(failure), indent=1)
-        text = self._share(text)
-        self._write(text)
-        return _parse(self.path.read_text())
+        self._write(self._ask(lambda store: store.compare_set(KEY, "", text)) or text)
+        return Failure(**json.loads(self.path.read_text()))
 
     def read(self) -> Failure | None:
         """Return the failure, if there is one."""
         if not self.path.exists():
-            shared = self._share("") if self._is_shared() else ""
+            shared = self._ask(lambda store: store.get(KEY) if store.check([KEY]) else b"")
             if not shared:
                 return None
             self._write(shared)
-        return _parse(self.path.read_text())
+        return Failure(**json.loads(self.path.read_text()))
 
     def _write(self, text: str) -> None:
         """Write `text` to the path, atomically, unless it exists."""
@@ -81,23 +80,11 @@ class Record:
         finally:
             os.unlink(name)
 
-    def _is_shared(self) -> bool:
+    def _ask(self, request: Callable[[Any], bytes]) -> str:
+        """Return the answer of the store to `request`; "" if there is no store, or its server is gone."""
         with self._asking:
             try:
-                return self._store is not None and bool(self._store.check([KEY]))
-            except RuntimeError:  # its server is gone
-                self._store = None
-                return False
-
-    def _share(self, text: str) -> str:
-        """Return the text in the store, after setting it to `text` if it was empty."""
-        with self._asking:
-            try:
-                shared = "" if self._store is None else self._store.compare_set(KEY, "", text).decode()
+                return "" if self._store is None else request(self._store).decode()
             except RuntimeError:
-                self._store, shared = None, ""
-        return shared or text
-
-
-def _parse(text: str) -> Failure:
-    return Failure(**json.loads(text))
+                self._store = None
+                return ""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from autoptd.runtime.health.activity import BUSY, HEARTBEAT, SINCE, Place, Position, read_place
-from autoptd.runtime.health.failure_record import Failure, Record
+from autoptd.runtime.health.failure_record import Failure, FailureRecord
 from autoptd.runtime.health.local_ranks import LocalRanks
 from autoptd.runtime.program.manifest import Manifest
 
@@ -46,7 +46,7 @@ class Watchdog:
     """The thread that watches the ranks of its machine; `limit` is the longest time, in seconds, without a move."""
 
     def __init__(
-        self, manifest: Manifest, local: LocalRanks, record: Record, position: Position, limit: float
+        self, manifest: Manifest, local: LocalRanks, record: FailureRecord, position: Position, limit: float
     ) -> None:
         self.position = position
         self.manifest = manifest

@@ -50,7 +50,7 @@ class StepRunner:
         at = self._rank.coordinates
         # Tensor ranks have the same labels: one of them warns. Each warning is given once.
         self._warns_labels = at.tensor == 0 and at.pipeline == manifest.mesh.pipeline - 1
-        self._warns_precision = at == manifest.mesh.coordinates(0)
+        self._warns_precision = self._rank.number == 0
         self.shape = weights.shapes[0]
         self.loss: Tensor | None = None
         self.norm: Tensor | None = None
@@ -213,7 +213,7 @@ class StepRunner:
         measured, _ = self._read_measured("save_trace")
         with self._connection.position.collective_call("save_trace"):
             rows, phases = gather_measured(measured, self._rank.group("pipeline"), self._rank.device)
-        if self._rank.coordinates == self._rank.mesh.coordinates(0):
+        if self._rank.number == 0:
             about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
             write_trace(path, rows, phases, (), about)
 

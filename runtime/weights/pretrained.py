@@ -114,7 +114,7 @@ def write_pretrained(
     0 could not write: the folder is then as it was, unless the error came while the files were renamed.
     """
     shards = plan_shards(manifest, read_size(max_shard_size))
-    writer = Writer(Path(folder)) if rank.coordinates == rank.mesh.coordinates(0) else None
+    writer = Writer(Path(folder)) if rank.number == 0 else None
     for file, names in shards.items():
         tensors = (gather_tensor(manifest, rank, slices, name) for name in names)
         if writer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,20 +46,15 @@ class Stored(Mapping[str, Tensor]):
         """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device."""
 
 
-class OnCPU(Mapping[str, Tensor]):
-    """The CPU copies of `tensors`, each made by `get` when it is read: a program's constants are computed of them."""
+class OnCPU(dict[str, Tensor]):
+    """Tensors on the CPU, each from `get` when it is read: a program's constants are computed from them."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], get: Callable[[str], Tensor]) -> None:
-        self._tensors, self._get = tensors, get
+    def __init__(self, get: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._get = get
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         return self._get(name).detach().cpu()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def take_slices(
@@ -82,7 +77,7 @@ def take_slices(
     kept = [n for n in manifest.parameters if n not in known and here in manifest.homes(n)]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         computed = (
-            constants(OnCPU(weights, weights.__getitem__))
+            constants(OnCPU(weights.__getitem__))
             if any(_is_constant(manifest, name) for name in kept)
             else {}
         )
@@ -114,7 +109,7 @@ def refresh_constants(
         return placement["tensor"].join(rank.group("tensor").all_gather(own)) if placement.is_divided else own
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        computed = constants(OnCPU(slices, join))
+        computed = constants(OnCPU(join))
         for name in own:
             slices[name].copy_(take_slice(manifest.parameters[name], computed[name], rank))
 
@@ -314,7 +309,7 @@ def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -
         whole = gather_tensor(manifest, rank, slices, name)
         if whole is not None:
             gathered[name] = whole
-    if rank.coordinates == rank.mesh.coordinates(0):
+    if rank.number == 0:
         for alias, stored in manifest.aliases.items():
             gathered[alias] = gathered[stored]
     return gathered
@@ -343,7 +338,7 @@ def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], 
     if at.pipeline != home:
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
     whole = rank.group("pipeline").broadcast(whole, home)
-    return whole.to("cpu", copy=True) if at == root else None
+    return whole.to("cpu", copy=True) if rank.number == 0 else None
 
 
 def _is_constant(manifest: Manifest, name: str) -> bool:
