@@ -24,16 +24,21 @@ PHASES = (
     "comparison of shards",
 )
 # Methods of a parallel model that every rank must call; a rank that calls one alone waits for the others.
-STORING = ("full_state_dict", "export_pretrained", "save_checkpoint", "finish_checkpoint", "load_checkpoint")
-COLLECTIVE_CALLS = ("bind", "clip_grad_norm_", "save_trace", *STORING)
+COLLECTIVE_CALLS = (
+    *("bind", "clip_grad_norm_", "save_trace", "full_state_dict", "export_pretrained"),
+    *("save_checkpoint", "finish_checkpoint", "load_checkpoint"),
+)
 EVALUATION = len(COLLECTIVE_CALLS) + 1
 CALLED = ("a call in training", *COLLECTIVE_CALLS, "an evaluation")
-LATEST, COUNTED = 12, 1 << 15  # calls in a rank's history, which is one number, since it is read at any time
+LATEST = (
+    12  # calls in a rank's history: each is one number, its place and its kind, since it is read at any time
+)
 CLEARED = (
     " (torch's clipping skips a rank whose gradients were cleared: clear them on every rank, or on none)"
 )
 MARK = "_autoptd_place"  # attribute of an exception
-CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, COLLECTIVE, HISTORY, SLOTS = range(9)
+CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, COLLECTIVE, HISTORY = range(8)
+SLOTS = HISTORY + LATEST
 _NUMBERS = {name: number for number, name in enumerate(("", *KINDS, *PHASES))}
 _NAMES = {number: name for name, number in _NUMBERS.items()}
 
@@ -124,7 +129,8 @@ class Position:
         self.slots[CALLS] += 1
         self.slots[COLLECTIVE] = collective
         # A failed call stays: it fails on all ranks, of which some may still be in it when others make the next call.
-        self.slots[HISTORY] = _remember(self.slots[HISTORY], collective)
+        number = self.slots[CALLS]
+        self.slots[HISTORY + number % LATEST] = number << 4 | collective
         try:
             with self._marking():
                 yield
@@ -134,9 +140,8 @@ class Position:
 
     def _compare(self) -> None:
         """Raise RuntimeError if another rank has made another call in place of one: their messages would mix."""
-        own = self.slots[HISTORY]
         for rank, slots in self._peers.items():
-            if (differing := _find_other_call(own, slots[HISTORY])) is not None:
+            if differing := _find_other_call(self.slots, slots):
                 here, there = differing
                 raise RuntimeError(
                     f"{here} of this rank met {there} of rank {rank}, which is at {read_place(slots)}: every rank "
@@ -180,24 +185,12 @@ class Position:
         return read_place(self.slots)
 
 
-def _remember(history: int, collective: int) -> int:
-    """Add a call to a `history`: the LATEST calls from the right, a hex digit each, and above them their number."""
-    count, calls = divmod(history, 1 << 4 * LATEST)
-    calls = (calls << 4 | collective + 1) % (1 << 4 * LATEST)
-    return (count + 1) % COUNTED << 4 * LATEST | calls
-
-
-def _find_other_call(own: int, other: int) -> tuple[str, str] | None:
-    """Return the first two calls of equal number that differ between two histories; None if none is known."""
-    (count, calls), (others, found) = (divmod(history, 1 << 4 * LATEST) for history in (own, other))
-    ahead = (others - count + COUNTED // 2) % COUNTED - COUNTED // 2
-    if abs(ahead) >= LATEST:
-        return None
-    calls, found = calls >> 4 * max(0, -ahead), found >> 4 * max(0, ahead)
-    for place in reversed(range(LATEST - abs(ahead))):
-        one, two = (digits >> 4 * place & 15 for digits in (calls, found))
-        if one != two and one and two:
-            return CALLED[one - 1], CALLED[two - 1]
+def _find_other_call(own: memoryview, other: memoryview) -> tuple[str, str] | None:
+    """Return the first two calls of equal number that differ between two ranks; None if none is known."""
+    for number in range(own[CALLS] - LATEST + 1, own[CALLS] + 1):
+        one, two = (slots[HISTORY + number % LATEST] for slots in (own, other))
+        if one >> 4 == two >> 4 == number and one != two:
+            return CALLED[one & 15], CALLED[two & 15]
     return None
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -51,54 +50,59 @@ DTYPES = {
 
 @dataclass
 class Writer:
-    """The files that rank 0 writes under temporary names, and the first error in writing them."""
+    """The files that rank 0 writes under temporary names, and the first error in writing them; other ranks write none."""
 
     folder: Path
+    rank: Rank
     files: list[str] = field(default_factory=list)
     error: OSError | None = None
 
     def write(self, name: str, header: bytes, tensors: Iterator[Tensor | None]) -> None:
-        """Write one file; after an error too, take all tensors, since the other ranks gather them together."""
+        """Write one file; take all tensors, which the ranks gather together, after an error too."""
         try:
-            self._write(name, header, tensors)
+            if self.rank.number == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.files.append(name)
+                with open(self.folder / (name + PARTIAL), "wb") as file:
+                    file.write(header)
+                    for tensor in tensors:
+                        assert tensor is not None
+                        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as error:
             self.error = error
         for _ in tensors:
             pass
-
-    def _write(self, name: str, header: bytes, tensors: Iterator[Tensor | None]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.files.append(name)
-        with open(self.folder / (name + PARTIAL), "wb") as file:
-            file.write(header)
-            for tensor in tensors:
-                assert tensor is not None
-                _write_tensor(file, tensor)
-            file.flush()
-            os.fsync(file.fileno())
+        self._agree()
 
     def commit(self, index: Mapping[str, object] | None) -> None:
         """Give all files their names, the index last, in place of the files of an earlier model."""
         try:
-            # First, so that no reader takes old and new files for one model.
-            (self.folder / INDEX).unlink(missing_ok=True)
-            (self.folder / WHOLE).unlink(missing_ok=True)
-            for file in self.folder.iterdir():
-                if SHARD.fullmatch(file.name):
-                    file.unlink()
-            for name in self.files:
-                os.replace(self.folder / (name + PARTIAL), self.folder / name)
-            if index is not None:
-                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-                (self.folder / (INDEX + PARTIAL)).write_text(text, encoding="utf-8")
-                os.replace(self.folder / (INDEX + PARTIAL), self.folder / INDEX)
+            if self.files:
+                # First, so that no reader takes old and new files for one model.
+                (self.folder / INDEX).unlink(missing_ok=True)
+                for file in self.folder.iterdir():
+                    if file.name == WHOLE or SHARD.fullmatch(file.name):
+                        file.unlink()
+                for name in self.files:
+                    os.replace(self.folder / (name + PARTIAL), self.folder / name)
+                if index is not None:
+                    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                    (self.folder / (INDEX + PARTIAL)).write_text(text, encoding="utf-8")
+                    os.replace(self.folder / (INDEX + PARTIAL), self.folder / INDEX)
         except OSError as error:
             self.error = error
+        self._agree()
 
-    def clear(self) -> None:
-        """Remove the unfinished files."""
+    def _agree(self) -> None:
+        """Raise OSError on all ranks, and leave no unfinished file, if rank 0 could not write."""
+        failed = torch.tensor([int(self.error is not None)], device=self.rank.device)
+        if not self.rank.maximum(failed).item():
+            return
         for name in (*self.files, INDEX) if self.files else ():
             (self.folder / (name + PARTIAL)).unlink(missing_ok=True)
+        raise self.error or OSError("rank 0 could not write the model; its error message has the reason")
 
 
 def write_pretrained(
@@ -114,29 +118,11 @@ def write_pretrained(
     0 could not write: the folder is then as it was, unless the error came while the files were renamed.
     """
     shards = plan_shards(manifest, read_size(max_shard_size))
-    writer = Writer(Path(folder)) if rank.number == 0 else None
+    writer = Writer(Path(folder), rank)
     for file, names in shards.items():
         tensors = (gather_tensor(manifest, rank, slices, name) for name in names)
-        if writer is None:
-            for _ in tensors:
-                pass
-        else:
-            writer.write(file, make_header([manifest.parameters[name] for name in names]), tensors)
-        _agree(rank, writer)
-    if writer is not None:
-        writer.commit(make_index(manifest, shards) if len(shards) > 1 else None)
-    _agree(rank, writer)
-
-
-def _agree(rank: Rank, writer: Writer | None) -> None:
-    """Raise OSError on all ranks if rank 0 could not write."""
-    failed = torch.tensor([int(writer is not None and writer.error is not None)], device=rank.device)
-    if not rank.maximum(failed).item():
-        return
-    if writer is None or writer.error is None:
-        raise OSError("rank 0 could not write the model; its error message has the reason")
-    writer.clear()
-    raise writer.error
+        writer.write(file, make_header([manifest.parameters[name] for name in names]), tensors)
+    writer.commit(make_index(manifest, shards) if len(shards) > 1 else None)
 
 
 def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
@@ -153,9 +139,10 @@ def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
         shards[-1].append(name)
         size += needed
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    files = files if len(shards) > 1 else [WHOLE]
-    order = {name: (-manifest.parameters[name].dtype.itemsize, name) for name in saved_names(manifest)}
-    return {file: sorted(shard, key=order.__getitem__) for file, shard in zip(files, shards, strict=True)}
+    return {
+        file: sorted(shard, key=lambda name: (-manifest.parameters[name].dtype.itemsize, name))
+        for file, shard in zip(files if len(shards) > 1 else [WHOLE], shards, strict=True)
+    }
 
 
 def make_header(parameters: Sequence[Parameter]) -> bytes:
@@ -192,7 +179,3 @@ def read_size(size: int | str) -> int:
             f'max_shard_size={size!r}: expected the bytes of a file, as a number or as "5GB" or "512MiB"'
         )
     return found
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
