@@ -27,11 +27,11 @@ _TEXT_LIMIT = 16 << 20  # bytes of JSON, which takes up to 44 times as much once
 
 @dataclass(frozen=True)
 class StepFolder:
-    """The folder of a step. `number` counts the commits; None for no commit or, with a `problem`, a damaged one."""
+    """The folder of a step. `number` counts the commits from 1; 0 for no commit or, with a `problem`, a damaged one."""
 
     path: Path
     order: tuple[int, int]
-    number: int | None
+    number: int = 0
     digest: str = ""
     problem: str = ""
 
@@ -64,9 +64,8 @@ def write_file(path: Path, data: bytes) -> None:
 def open_file(path: Path) -> BufferedReader:
     """Open the regular file `path` for reading; CheckpointError if it cannot be read, or is something else."""
     try:
-        file = os.fdopen(
-            os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
-        )  # opening a pipe would wait otherwise
+        # Opening a pipe would wait otherwise.
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; the checkpoint is not whole") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -95,8 +94,7 @@ def check_length(text: bytes, path: Path) -> None:
 def make_step_folder(folder: Path, step: int) -> Path:
     """Make a new folder for `step` and return it; existing ones are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    attempts = [f.order[1] for f in list_steps(folder) if f.order[0] == step]
-    attempt = max(attempts, default=0) + 1
+    attempt = 1 + max((f.order[1] for f in list_steps(folder) if f.order[0] == step), default=0)
     path = folder / (f"step_{step:08}" + (f"_{attempt}" if attempt > 1 else ""))
     path.mkdir()
     sync(folder)
@@ -121,7 +119,7 @@ def list_steps(folder: Path) -> list[StepFolder]:
 
 def next_number(folder: Path) -> int:
     """Return the number of the next commit in `folder`."""
-    return max((step.number for step in list_steps(folder) if step.number is not None), default=0) + 1
+    return max((step.number for step in list_steps(folder)), default=0) + 1
 
 
 def find_step(folder: Path) -> StepFolder:
@@ -132,7 +130,7 @@ def find_step(folder: Path) -> StepFolder:
     match = _STEP.fullmatch(folder.name)
     if match or (folder / COMMIT).exists():
         steps, own = list_steps(folder.parent), _read_step(folder, (0, 0))
-        if own.problem or own.number is None:
+        if not own.number:
             reason = own.problem or f"{folder} was not committed (no {COMMIT}): the save did not finish"
             raise CheckpointError(f"{reason}; {_name_newest(steps)}")
         return own
@@ -151,9 +149,7 @@ def find_step(folder: Path) -> StepFolder:
 
 def name_earlier(step: StepFolder) -> str:
     """Return words that name the good checkpoint before `step`, a way out if this one is damaged; "" for none."""
-    earlier = [
-        s for s in _sort_committed(list_steps(step.path.parent)) if (s.number or 0) < (step.number or 0)
-    ]
+    earlier = [s for s in _sort_committed(list_steps(step.path.parent)) if s.number < step.number]
     return f"; the good one before it is {earlier[-1].path}" if earlier else ""
 
 
@@ -162,7 +158,7 @@ def remove_old(current: Path, keep: int) -> None:
     steps = list_steps(current.parent)
     (own,) = (step for step in steps if step.path.name == current.name)
     old = _sort_committed(steps)[:-keep]
-    old += [s for s in steps if s.number is None and not s.problem and s.order < own.order]
+    old += [s for s in steps if not s.number and not s.problem and s.order < own.order]
     for step in old:
         # Without its COMMIT it is no checkpoint, even if the removal breaks off.
         (step.path / COMMIT).unlink(missing_ok=True)
@@ -173,16 +169,15 @@ def remove_old(current: Path, keep: int) -> None:
 def _read_step(path: Path, order: tuple[int, int]) -> StepFolder:
     file = path / COMMIT
     if not file.exists():
-        return StepFolder(path, order, None)
+        return StepFolder(path, order)
     try:
         text = read_text(file)
     except CheckpointError as error:
-        return StepFolder(path, order, None, problem=str(error))
+        return StepFolder(path, order, problem=str(error))
     match = re.fullmatch(rb"([1-9]\d{0,17}) ([0-9a-f]{64}) [0-9a-f]{64}\n", text)
     if match is None or text != _write_commit(int(match[1]), match[2].decode()):
-        return StepFolder(
-            path, order, None, problem=f"{file} is damaged: its hash is not that of its contents"
-        )
+        problem = f"{file} is damaged: its hash is not that of its contents"
+        return StepFolder(path, order, problem=problem)
     return StepFolder(path, order, int(match[1]), match[2].decode())
 
 
@@ -192,7 +187,7 @@ def _write_commit(number: int, digest: str) -> bytes:
 
 
 def _sort_committed(steps: list[StepFolder]) -> list[StepFolder]:
-    return sorted((s for s in steps if s.number is not None), key=lambda s: s.number or 0)
+    return sorted((s for s in steps if s.number), key=lambda s: s.number)
 
 
 def _name_newest(steps: list[StepFolder]) -> str:

@@ -103,7 +103,8 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
         (name, state): dtype
         for name in training.slices
         if name in record.tensors
-        for state, dtype in _list_states(record.tensors[name], name in trained)
+        for state, dtype in record.tensors[name].dtypes.items()
+        if not state or name in trained
     }
     found = _assemble(training, record, step.path, wanted)
     tensors = {name: tensor for (name, state), tensor in found.items() if not state}
@@ -145,12 +146,12 @@ def _check_model(training: Training, record: Record, place: str) -> None:
     manifest = training.manifest
     own = {name: manifest.parameters[name] for name in saved_names(manifest)}
     for names, what in (
-        (sorted(set(own) - set(record.tensors)), "it lacks"),
-        (sorted(set(record.tensors) - set(own)), "the model lacks"),
+        (set(own) - set(record.tensors), "it"),
+        (set(record.tensors) - set(own), "the model"),
     ):
         if names:
             raise CheckpointError(
-                f"{place} is of another model: {what} {len(names)} tensors: {', '.join(names[:5])}"
+                f"{place} is of another model: {what} lacks {len(names)} tensors: {', '.join(sorted(names)[:5])}"
             )
     if dict(record.aliases) != dict(manifest.aliases):
         raise CheckpointError(
@@ -158,14 +159,12 @@ def _check_model(training: Training, record: Record, place: str) -> None:
         )
     dtypes = training.dtypes
     for name, parameter in own.items():
-        stored = record.tensors[name]
-        found, expected = (stored.kind, stored.shape), (parameter.kind, parameter.shape)
-        if found != expected:
+        stored, here = record.tensors[name], dtypes.get(name)
+        if (stored.kind, stored.shape) != (parameter.kind, parameter.shape):
             raise CheckpointError(
-                f"{place} is of another model: {name} is a {found[0]} of shape {list(found[1])}, expected a "
-                f"{expected[0]} of shape {list(expected[1])}"
+                f"{place} is of another model: {name} is a {stored.kind} of shape {list(stored.shape)}, expected a "
+                f"{parameter.kind} of shape {list(parameter.shape)}"
             )
-        here = dtypes.get(name)
         if here is not None and stored.dtype is not None and stored.dtype is not here:
             raise CheckpointError(
                 f"{place}: {name} is {stored.dtype}, and the model's {here}: loading converts nothing; compile the "
@@ -226,12 +225,6 @@ def _match_schedulers(training: Training, record: Record, place: str) -> dict[st
     return states
 
 
-def _list_states(stored: StoredTensor, trained: bool) -> list[tuple[str, torch.dtype]]:
-    """Return the dtype of a stored tensor under "" and, if it is `trained`, those of its optimizer states."""
-    own = [("", stored.dtype)] if stored.dtype is not None else []
-    return [*own, *(stored.states.items() if trained else ())]
-
-
 def _assemble(
     training: Training, record: Record, folder: Path, wanted: Mapping[Key, torch.dtype]
 ) -> dict[Key, Tensor]:
@@ -270,7 +263,7 @@ def _assemble(
 
 def _check_piece(piece: StoredPiece, tensor: StoredTensor, path: Path) -> None:
     """Raise CheckpointError unless the piece lies inside its tensor and has its dtype."""
-    dtype = tensor.states.get(piece.state) if piece.state else tensor.dtype
+    dtype = tensor.dtypes.get(piece.state)
     ends = [part.stop for part in piece.region.slices]
     inside = len(ends) == len(tensor.shape) and all(map(int.__le__, ends, tensor.shape))
     if not inside or piece.dtype != dtype:

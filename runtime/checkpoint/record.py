@@ -103,6 +103,11 @@ class StoredTensor:
     states: Mapping[str, torch.dtype]
     ranks: tuple[int, ...]
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of the optimizer states, and under "" that of the tensor, if it has elements."""
+        return {**({} if self.dtype is None else {"": self.dtype}), **self.states}
+
 
 @dataclass(frozen=True)
 class Record:
@@ -158,7 +163,7 @@ def read_record(step: StepFolder) -> Record:
         sizes = (*tensor.shape, *tensor.ranks)
         if min(sizes, default=0) < 0 or max(tensor.ranks, default=0) >= len(record.ranks):
             raise CheckpointError(f"{path}: {name} has shape {tensor.shape} on ranks {tensor.ranks}")
-        for dtype in (*tensor.states.values(), *(() if tensor.dtype is None else (tensor.dtype,))):
+        for dtype in tensor.dtypes.values():
             check_dtype(dtype, f"{path}: {name}")
     return record
 

@@ -50,7 +50,7 @@ DTYPES = {
 
 @dataclass
 class Writer:
-    """The files that rank 0 writes under temporary names, and the first error in writing them; other ranks write none."""
+    """The files that rank 0 writes under temporary names, and the first error; other ranks write none."""
 
     folder: Path
     rank: Rank
