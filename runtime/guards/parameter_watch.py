@@ -28,7 +28,7 @@ class ParameterWatch:
         self._sharded = frozenset(sharded)
         self.hooks: frozenset[int] = frozenset()  # the runtime's own, on these
         self.parameters = dict(nn.Module.named_parameters(module))
-        self._bound = {name: (p, p.shape, p.dtype, p.device) for name, p in self.parameters.items()}
+        self._bound = {name: (p, (p.dtype, p.shape, p.device)) for name, p in self.parameters.items()}
         self._look_through(module)
         # The boundaries of a program carry no gradients to parameters that were frozen when it was compiled.
         self._frozen = {name for name in self._bound if not manifest.parameters[name].requires_grad}
@@ -108,7 +108,7 @@ class ParameterWatch:
 
     def check_bound(self, now: Mapping[str, nn.Parameter]) -> None:
         """Raise ValueError where a parameter of `now` is not the one bound under its name, or not as it was bound."""
-        for name, (parameter, shape, dtype, device) in self._bound.items():
+        for name, (parameter, form) in self._bound.items():
             found = now.get(name)
             if found is not parameter:
                 raise ValueError(
@@ -116,15 +116,11 @@ class ParameterWatch:
                     "optimizer may have the old one: write its values instead, with torch.no_grad(): "
                     "parameter.copy_(...), or change the model and compile it again"
                 )
-            if found.shape != shape or found.dtype is not dtype:
+            if (own := (found.dtype, found.shape, found.device)) != form:
+                here, there = (f"{dtype}{list(shape)} on {device}" for dtype, shape, device in (own, form))
                 raise ValueError(
-                    f"the parameter {name} is {found.dtype}{list(found.shape)}, but was {dtype}{list(shape)} when it "
-                    "was bound: change the model and compile it again"
-                )
-            if found.device != device:
-                raise ValueError(
-                    f"the parameter {name} is on {found.device}, but the program was bound to {device}: move the "
-                    "parallel model back, or bind it there"
+                    f"the parameter {name} is {here}, but was {there} when it was bound: move the parallel model back, "
+                    "bind it there, or change the model and compile it again"
                 )
             if found.requires_grad and name in self._frozen:
                 raise ValueError(

@@ -104,7 +104,10 @@ class Watchdog:
                     terminated = terminated or time.monotonic()
             failure = self._find_failure(interval)
             if failure is not None:
-                self._end(failure, at_once=bool(terminated))
+                # Unless it is to end at once, its main thread has time to fail by itself.
+                if terminated or not self._handled.wait(GRACE / 2):
+                    self._follow(failure, self.position.read())
+                    os._exit(1)
                 return
             if terminated and time.monotonic() - terminated > INTERVAL:
                 _die_terminated()
@@ -193,12 +196,6 @@ class Watchdog:
         mesh = self.manifest.mesh
         own = range(mesh.coordinates(rank).pipeline, len(self.manifest.stages), mesh.pipeline)
         return f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
-
-    def _end(self, failure: Failure, at_once: bool) -> None:
-        """End this process for `failure`; unless `at_once`, give its main thread time to fail by itself."""
-        if at_once or not self._handled.wait(GRACE / 2):
-            self._follow(failure, self.position.read())
-            os._exit(1)
 
     def _follow(self, failure: Failure, own: Place) -> None:
         """Print, once, the line of a rank, at `own`, that ends for another's failure; then let the other end first."""

@@ -124,7 +124,9 @@ class BoundWeights:
         versions, rebound = self._read_versions(), self._is_rebound()
         if rebound:
             self._bind_again()
-        if rebound or versions != self._versions or self._is_written():
+        # Values show writes that versions do not count.
+        written = [shard.is_written() for shard in self.shards]
+        if rebound or versions != self._versions or (written and torch.stack(written).any()):
             self._versions = versions
             for shard in self.shards:
                 shard.adopt()
@@ -173,11 +175,6 @@ class BoundWeights:
     def _is_rebound(self) -> bool:
         """Return whether sharded parameters have memory that their optimizer does not send new weights to."""
         return any(shard.rebound(self.watch.parameters) for shard in self.shards)
-
-    def _is_written(self) -> bool:
-        """Return whether values show writes into sharded parameters that their versions do not count."""
-        written = [shard.is_written() for shard in self.shards]
-        return bool(written) and bool(torch.stack(written).any())
 
     def _bind_again(self) -> None:
         parameters = self.watch.parameters

@@ -74,17 +74,13 @@ def take_slices(
     in `weights` are initialised as the manifest says.
     """
     here = rank.coordinates.pipeline
-    kept = [n for n in manifest.parameters if n not in known and here in manifest.homes(n)]
+    kept = [p for n, p in manifest.parameters.items() if n not in known and here in manifest.homes(n)]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        computed = (
-            constants(OnCPU(weights.__getitem__))
-            if any(_is_constant(manifest, name) for name in kept)
-            else {}
-        )
+        needed = any(parameter.kind == "constant" for parameter in kept)
+        computed = constants(OnCPU(weights.__getitem__)) if needed else {}
         slices = {}
-        for name in kept:
-            parameter = manifest.parameters[name]
-            source = computed if _is_constant(manifest, name) else weights
+        for parameter in kept:
+            name, source = parameter.name, computed if parameter.kind == "constant" else weights
             if drawn and parameter.initial and not has_values(manifest, weights, name):
                 slices[name] = draw_slice(parameter, rank, manifest.seed)
                 continue
@@ -100,7 +96,7 @@ def refresh_constants(
     manifest: Manifest, rank: Rank, constants: Constants, slices: Mapping[str, Tensor]
 ) -> None:
     """Compute this rank's constants again from the buffers among its `slices`. A collective of the tensor group."""
-    own = [name for name in slices if name in manifest.parameters and _is_constant(manifest, name)]
+    own = [name for name, p in manifest.parameters.items() if p.kind == "constant" and name in slices]
     if not own:
         return
 
@@ -339,7 +335,3 @@ def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], 
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)
     whole = rank.group("pipeline").broadcast(whole, home)
     return whole.to("cpu", copy=True) if rank.number == 0 else None
-
-
-def _is_constant(manifest: Manifest, name: str) -> bool:
-    return manifest.parameters[name].kind == "constant"
