@@ -76,7 +76,6 @@ def read_foreign(
 
 
 def _find_prefix(manifest: Manifest, stored: Mapping[str, object], folder: Path) -> str:
-    """Return the prefix of the model's names in the folder."""
     names = [name for name in manifest.parameters if manifest.is_saved(name)]
     missing = {prefix: [n for n in names if prefix + n not in stored] for prefix in _PREFIXES}
     prefix = min(_PREFIXES, key=lambda p: len(missing[p]))

@@ -202,7 +202,6 @@ def _match_groups(
 
 
 def _match_schedulers(training: Training, record: Record, place: str) -> dict[str, Any]:
-    """Return the saved state of each of this rank's schedulers."""
     if not training.schedulers:
         return {}
     stored = choose_schedulers(training.groups, record.schedulers, place)

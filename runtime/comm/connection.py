@@ -68,9 +68,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     mesh = manifest.mesh
     check_world_size(mesh)
     if mesh.size == 1:
-        rank = Rank.local(mesh, device=device)
-        rank.randomness.seed = manifest.seed
-        return Connection(rank)
+        return _join(manifest, Rank.local(mesh, device=device), {}, {}, LocalGroup(), ProcessGroupCache())
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     default = dist.group.WORLD
@@ -78,15 +76,13 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     _compare(default, program, device)
     groups = group_cache(default)
     rank = Rank.distributed(mesh, groups(_open_mesh, mesh, device.type), device)
-    rank.randomness.seed = manifest.seed
-    own = dist.get_rank()
     tied: dict[Owners, Group] = {}
     for owners, members in _tied_groups(manifest):
         group = groups(dist.new_group, members)  # collective over all ranks
-        if own in members:
+        if rank.number in members:
             tied[owners] = ProcessGroup(group, device)
     world = ProcessGroup(groups.world or default, device)
-    return _join(rank, own, process_channels(mesh, device), tied, world, groups)
+    return _join(manifest, rank, process_channels(mesh, device), tied, world, groups)
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -105,11 +101,11 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
     channels = thread_channels(mesh, world)
     everyone = ThreadRendezvous(world, mesh.size, "group of all ranks")
     connections = [
-        _join(rank, own, channels, tied[own], ThreadGroup(everyone, own), ProcessGroupCache())
+        _join(manifest, rank, channels, tied[own], ThreadGroup(everyone, own), ProcessGroupCache())
         for own, rank in enumerate(ranks)
     ]
     for connection in connections:
-        connection.rank.randomness.seed, connection.position = manifest.seed, ThreadPosition(world)
+        connection.position = ThreadPosition(world)
     return world.run(body, connections)
 
 
@@ -143,15 +139,15 @@ def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]
 
 
 def _join(
+    manifest: Manifest,
     rank: Rank,
-    own: int,
     channels: Mapping[tuple[int, int], Channel],
     tied: Mapping[Owners, Group],
     world: Group,
     groups: ProcessGroupCache,
 ) -> Connection:
-    """Make the connection of `rank`, whose global number is `own`."""
-    at = rank.mesh.coordinates
+    rank.randomness.seed = manifest.seed
+    at, own = rank.mesh.coordinates, rank.number
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
     return Connection(rank, outgoing, incoming, tied, world, groups=groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
@@ -203,26 +204,26 @@ class ThreadGroup(Group):
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         if not self._counts("all_reduce", x):
             return x
-        combine = _COMBINE[op]
-        signature = _signature(f"all_reduce {op}", x)
-        with self.rendezvous.exchange(self.index, signature, x.detach()) as values:
+        with self._exchange(f"all_reduce {op}", x) as values:
             result = values[0].clone()
             for value in values[1:]:  # in rank order, so that all ranks round alike
-                combine(result, value, out=result)
+                _COMBINE[op](result, value, out=result)
         return result
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         if not self._counts("all_gather", x):
             return [x]
-        with self.rendezvous.exchange(self.index, _signature("all_gather", x), x.detach()) as values:
+        with self._exchange("all_gather", x) as values:
             return [value.clone() for value in values]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         if not self._counts("broadcast", x):
             return x
-        signature = _signature(f"broadcast from {source}", x)
-        with self.rendezvous.exchange(self.index, signature, x.detach()) as values:
+        with self._exchange(f"broadcast from {source}", x) as values:
             return values[source].clone()
+
+    def _exchange(self, kind: str, x: Tensor) -> AbstractContextManager[list[Tensor]]:
+        return self.rendezvous.exchange(self.index, f"{kind} of {x.dtype}{list(x.shape)}", x.detach())
 
 
 class LocalGroup(Group):
@@ -257,13 +258,8 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Split `flat` into views with the shapes of `tensors`."""
     parts = flat.view(-1).split([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
-
-
-def _signature(kind: str, x: Tensor) -> str:
-    return f"{kind} of {x.dtype}{list(x.shape)}"
 
 
 def require_work(work: dist.Work | None) -> dist.Work:

@@ -104,43 +104,28 @@ def explain_nonfinite(
     with inspector, Uncompiled():  # a compiled stage does not show its operators
         repeat()
     connection.position.phase("search for the first operator")
-    order, text = _judge(manifest, connection, batch, gradients, unlabelled, inspector)
+    order = [NOTHING, 0, 0, 0]
+    text = "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
+    if inspector.found is not None:
+        (stage, kind, microbatch), number, line = inspector.found
+        forward = kind is Kind.FORWARD
+        order = [FORWARD, microbatch, stage, number] if forward else [BACKWARD, microbatch, -stage, number]
+        way = "forward" if forward else "backward"
+        text = f"it comes up first in the {way} of stage {stage} on microbatch {microbatch}, in {line}"
+        judged = forward and stage == len(manifest.stages) - 1 and microbatch not in unlabelled
+        if judged and (ignored := find_ignored(manifest, batch, microbatch)):
+            text = f"microbatch {microbatch} of replica {connection.rank.coordinates.data} {ignored}"
+    elif any(not gradient.isfinite().all() for gradient in gradients):
+        order, text = [SUM, 0, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
+    # The cause is what is first in the order of the step, over all ranks.
     orders = gather_given(connection.world, torch.tensor(order, device=connection.rank.device))
     first = min(orders, key=lambda rank: orders[rank])
     where = share_text(connection.rank, text, first)
-    what = f"the loss is {loss.item()}"
-    if torch.isfinite(loss):
-        what += ", but a gradient is not finite"
+    what = f"the loss is {loss.item()}" + ", but a gradient is not finite" * int(torch.isfinite(loss))
     return (
         f"{what}: {where} (rank {first}). No gradient was handed to .grad, so the parameters are as before this "
         "step: skip the batch, or look at its data and at the learning rate"
     )
-
-
-def _judge(
-    manifest: Manifest,
-    connection: Connection,
-    batch: Mapping[str, Tensor],
-    gradients: Sequence[Tensor],
-    unlabelled: Container[int],
-    inspector: Inspector,
-) -> tuple[list[int], str]:
-    """Return this rank's finding in words, and its place in the order of causes."""
-    if inspector.found is not None:
-        (stage, kind, microbatch), number, where = inspector.found
-        forward = kind is Kind.FORWARD
-        judged = stage == len(manifest.stages) - 1 and microbatch not in unlabelled
-        ignored = find_ignored(manifest, batch, microbatch) if judged else ""
-        order = [FORWARD, microbatch, stage] if forward else [BACKWARD, microbatch, -stage]
-        way = "forward" if forward else "backward"
-        text = f"it comes up first in the {way} of stage {stage} on microbatch {microbatch}, in {where}"
-        if forward and ignored:
-            text = f"microbatch {microbatch} of replica {connection.rank.coordinates.data} {ignored}"
-        return [*order, number], text
-    if any(not gradient.isfinite().all() for gradient in gradients):
-        return [SUM, 0, 0, 0], "every rank's own values are finite, a sum of their gradients is not"
-    nothing = [NOTHING, 0, 0, 0]
-    return nothing, "no operator gave a NaN or an infinity when the step was repeated: look at the machine"
 
 
 def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor], microbatch: int) -> str:

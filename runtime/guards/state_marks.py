@@ -92,7 +92,6 @@ class StateMarks:
 
 
 def _describe(parameter: Parameter, rank: Rank) -> str:
-    """Describe the slice of a `parameter` that `rank` has."""
     on_tensor, at = parameter.placement["tensor"], rank.group("tensor")
     local = f"{parameter.name}{list(parameter.local_shape(rank.mesh.axes))}"
     if on_tensor.dim is None or at.size == 1:

@@ -185,5 +185,4 @@ class Copies:
         )
 
     def _pick(self, names: Sequence[str]) -> str:
-        """Return the one of `names` whose turn it is."""
         return names[self._turn % len(names)]

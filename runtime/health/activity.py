@@ -163,7 +163,6 @@ class Position:
 
     @contextmanager
     def _marking(self) -> Iterator[None]:
-        """Mark an error with the place at which it was raised."""
         try:
             yield
         except BaseException as error:

@@ -167,7 +167,6 @@ def _change_own(
 
 
 def _refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
-    """Raise RuntimeError where `norm` is not finite."""
     if not torch.isfinite(norm):
         raise RuntimeError(
             f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "

@@ -105,7 +105,6 @@ class StepRunner:
     def _train(
         self, number: int, batch: Batch, keys: Sequence[str | int]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss of a training step, and the gradients of the leaves `keys`."""
         with self._connection.position.call(training=True, shape=number):
             loss = self._run(number, batch, gradients=True)
         return loss, self.shape.sums.take(keys)

@@ -116,7 +116,6 @@ def _draw(draw: Draw, seed: int, name: str, elements: Tensor) -> Tensor:
 
 
 def _random_bits(seed: int, name: str, elements: Tensor, attempt: int) -> tuple[Tensor, Tensor]:
-    """Return two integers of 53 random bits for every element."""
     digest = sha256(name.encode()).digest()
     low, high = int.from_bytes(digest[:3], "big"), int.from_bytes(digest[3:7], "big")
     words = [torch.full((1,), word, device=elements.device) for word in (high, WORD - attempt)]
