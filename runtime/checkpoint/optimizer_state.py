@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.checkpoint.record import StoredGroup, StoredOptimizer
-from autoptd.runtime.guards.state_marks import MARK
+from autoptd.runtime.guards.optimizer_watch import MARK
 from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped, join_states, split_states
 from autoptd.runtime.program.tagged_json import encode_value
 

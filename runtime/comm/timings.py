@@ -53,24 +53,21 @@ class Measured:
     """
 
     stopwatch: Stopwatch
-    spans: tuple[Span, ...] = ()
+    spans: list[Span] = field(default_factory=list)
     begin: Any = None  # of the step, and its end: marks
     end: Any = None
-    _running: list[Span] = field(default_factory=list)
 
     def start(self) -> None:
         """Begin a step and forget the one before."""
-        self.spans = ()
+        self.spans = []
         self.begin = self.stopwatch.mark()
-        self._running.clear()
 
     def add(self, kind: Kind | str, begin: Any, end: Any = None, stage: int = 0, microbatch: int = 0) -> None:
         """Record a span that began at the mark `begin` and ends at `end`, or now."""
-        self._running.append((kind, stage, microbatch, begin, self.stopwatch.mark() if end is None else end))
+        self.spans.append((kind, stage, microbatch, begin, self.stopwatch.mark() if end is None else end))
 
     def finish(self) -> None:
         """End the step."""
-        self.spans = tuple(self._running)
         self.end = self.stopwatch.mark()
 
 

@@ -1,7 +1,8 @@
-"""Compare a parallel module with the parameters and modes that its program was compiled for and bound to."""
+"""Compare a parallel module with the parameters, modes and precision that its program was compiled for."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 
@@ -163,3 +164,23 @@ def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -
             f"the parameter {name} has a hook on its gradient, which would not run: with a sharded optimizer no rank "
             "has the whole gradient of a parameter. Remove the hook, or train without shard_optimizer"
         )
+
+
+def describe_unheeded(manifest: Manifest, device: torch.device) -> str:
+    """Return a warning where autocast, or the precision given to Accelerate, is not the program's, else ""."""
+    if torch.is_autocast_enabled(device.type):
+        if torch.get_autocast_dtype(device.type) == manifest.autocast:
+            return ""
+        asked, dtype = "autocast", torch.get_autocast_dtype(device.type)
+    else:
+        # It leaves a parallel model without autocast, as it is prepared already; so does the Trainer, which has it.
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        name = str(getattr(state, "_shared_state", {}).get("_mixed_precision"))
+        found = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        if found in (None, manifest.autocast) or found in {p.dtype for p in manifest.parameters.values()}:
+            return ""
+        asked, dtype = f"Accelerate's mixed_precision={name!r} (the Trainer's {name}=True)", found
+    return (
+        f"{asked} has no effect inside a compiled program, which keeps the precision it was captured with: call "
+        f"autoptd.compile under torch.autocast({device.type!r}, {dtype}), or convert the model first"
+    )

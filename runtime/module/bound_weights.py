@@ -14,8 +14,8 @@ from autoptd.runtime.comm.groups import Posted
 from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.guards.gradient_placeholders import GradientPlaceholders
+from autoptd.runtime.guards.optimizer_watch import StateMarks
 from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
-from autoptd.runtime.guards.state_marks import StateMarks
 from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.zero1 import FlatShard, fill_groups, lay_out_shards
 from autoptd.runtime.program.manifest import Manifest

@@ -17,8 +17,8 @@ from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
 from autoptd.runtime.engine.step import Step
-from autoptd.runtime.guards.mixed_precision import describe_unheeded
 from autoptd.runtime.guards.nonfinite import explain_nonfinite
+from autoptd.runtime.guards.parameter_watch import describe_unheeded
 from autoptd.runtime.guards.step_agreement import Batch, compare_ranks, compare_shapes
 from autoptd.runtime.guards.weight_agreement import Copies, StepLog
 from autoptd.runtime.module.bound_weights import BoundWeights

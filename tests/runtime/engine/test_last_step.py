@@ -101,7 +101,7 @@ def test_all_reduces_beside_computing_are_hidden() -> None:
         ("weights", 0, 0, 107.0, 110.0),  # beside it
         ("data", 0, 0, 113.0, 119.0),
     ]
-    measured = Measured(Stopwatch(torch.device("cpu")), tuple(spans), 100.0, 120.0)
+    measured = Measured(Stopwatch(torch.device("cpu")), list(spans), 100.0, 120.0)
     step = read_last_step(manifest, measured, torch.device("cpu"), torch.tensor(3.0), None)
     assert step.step_seconds == 20
     assert step.bubble == (14 - 12) / 12

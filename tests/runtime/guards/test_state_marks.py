@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.guards.optimizer_watch import watch_divided
-from autoptd.runtime.guards.state_marks import MARK
+from autoptd.runtime.guards.optimizer_watch import MARK, watch_divided
 from autoptd.runtime.module.parallel import Parallel
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import alone
