@@ -40,7 +40,6 @@ class GradientPlaceholders:
         A gradient that the caller gave the part, from torch.autograd.grad, stays. Raises ValueError where only some
         were cleared, whose part has the others' too, and where one was replaced or written.
         """
-        placed = False
         for name, parameter in self.parameters.items():
             own = self._placeholders[name]
             if parameter.grad is not None and (parameter.grad is not own or own._version):
@@ -48,16 +47,16 @@ class GradientPlaceholders:
                     f"the gradient of {name} was replaced or written, but a sharded optimizer steps by the .grad of "
                     f"its own part of it: change it there (optimizer.param_groups), {LEAVE}"
                 )
-            placed |= parameter.grad is not None
-        if placed and self._own.grad is not None and not self._is_accumulated():
+        cleared = [name for name, parameter in self.parameters.items() if parameter.grad is None]
+        placed, accumulated = len(cleared) < len(self.parameters), self._is_accumulated()
+        if placed and self._own.grad is not None and not accumulated:
             raise ValueError(
                 f"the gradient of the part of {', '.join(self.parameters)} that a sharded optimizer steps was replaced "
                 f"by another tensor: change it in place (p.grad.div_, p.grad.copy_), {LEAVE}"
             )
-        cleared = [name for name, parameter in self.parameters.items() if parameter.grad is None]
-        if not cleared or not self._is_accumulated():
+        if not cleared or not accumulated:
             return
-        if len(cleared) < len(self.parameters):
+        if placed:
             raise ValueError(
                 f"the gradient of {cleared[0]} was cleared, but not of all that a sharded optimizer steps with it: "
                 "clear all (optimizer.zero_grad()), or give parameters that are not to be stepped a group with a "
@@ -72,9 +71,8 @@ class GradientPlaceholders:
 
     @leave_uncompiled
     def _prepare(self, _: Tensor) -> None:
-        if (
-            self._accumulated is not None
-        ):  # until then parameters may have gradients from before they were sharded
+        # Until then parameters may have gradients from before they were sharded.
+        if self._accumulated is not None:
             self.settle()
 
     @leave_uncompiled

@@ -21,8 +21,6 @@ from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 
-PIECES = 64  # that a tensor is cut into to find where two differ
-
 Batch = Mapping[str, Tensor]
 
 
@@ -181,7 +179,9 @@ def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) ->
     name = list(batch)[index]
     others, like = find_others({rank: table[rank][index] for rank in ranks})
     words = read_words(batch[name])
-    place = _find_first(world, words, others[0], like)
+    differing = (words != world.broadcast(words.clone(), others[0])).nonzero().flatten()
+    first = differing[0] if len(differing) else torch.zeros((), dtype=torch.int64, device=words.device)
+    place = gather_given(world, first)[like]
     values = batch[name].detach().contiguous().view(-1)
     each = len(words) // max(len(values), 1)  # a complex number is two words
     value = values[place // each]
@@ -195,15 +195,3 @@ def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) ->
         f"ranks {others} differ from the rest of {ranks}. All tensor and pipeline ranks of a replica take the same "
         "batch, so let the data coordinate alone, program.rank(r).coordinates.data, choose it"
     )
-
-
-def _find_first(world: Group, words: Tensor, one: int, other: int) -> int:
-    """Return the first position at which the `words` of two ranks differ; a collective of all."""
-    begin, end = 0, words.numel()
-    while end - begin > 1:
-        width = -(-(end - begin) // PIECES)
-        bounds = range(begin, end, width)
-        table = world.all_gather(torch.stack([hash_words(words[i : min(i + width, end)]) for i in bounds]))
-        first = int((table[one] != table[other]).nonzero()[0])
-        begin, end = bounds[first], min(bounds[first] + width, end)
-    return begin
