@@ -70,14 +70,13 @@ def _trace_events(
 ) -> Iterator[dict[str, Any]]:
     for rank, row in enumerate(rows):
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        for thread in sorted({0, *(_thread(entry, len(rows)) for entry in row)}):
-            words = f"sends to rank {thread - 1}" if thread else "compute"
-            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
-        after = {"name": "after the backwards"}
-        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 1, "args": after}
+        numbers = {_thread(entry, len(rows)) for entry in row}
+        threads = {number: f"sends to rank {number - 1}" for number in numbers}
+        threads |= {0: "compute", len(rows) + 1: "after the backwards"}
         if any(phase.rank == rank and phase.name == "tensor" for phase in phases):
-            within = {"name": "tensor ranks"}
-            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": len(rows) + 2, "args": within}
+            threads[len(rows) + 2] = "tensor ranks"
+        for thread, words in sorted(threads.items()):
+            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
     for row in rows:
         for entry in row:
             stage, kind, microbatch = entry.action

@@ -135,11 +135,13 @@ class Copies:
         mesh = manifest.mesh
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         tied = dict.fromkeys(ranks for ranks in owners.values() if len(ranks) > 1)
-        columns = [((at,), [n for n, ranks in owners.items() if at in ranks]) for at in range(mesh.pipeline)]
-        columns = columns if mesh.data > 1 else []
-        columns += [(ranks, [n for n, own in owners.items() if own == ranks]) for ranks in tied]
+        stages = range(mesh.pipeline if mesh.data > 1 else 0)
+        columns: list[tuple[tuple[int, ...], list[str]]] = [
+            *(((at,), [n for n, ranks in owners.items() if at in ranks]) for at in stages),
+            *((ranks, [n for n, own in owners.items() if own == ranks]) for ranks in tied),
+        ]
         self._columns = [
-            (stages, tensor, names) for stages, names in columns if names for tensor in range(mesh.tensor)
+            (ranks, tensor, names) for ranks, names in columns if names for tensor in range(mesh.tensor)
         ]
 
     def fingerprint(self) -> Tensor:

@@ -39,8 +39,8 @@ CLEARED = (
 MARK = "_autoptd_place"  # attribute of an exception
 CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, COLLECTIVE, HISTORY = range(8)
 SLOTS = HISTORY + LATEST
-_NUMBERS = {name: number for number, name in enumerate(("", *KINDS, *PHASES))}
-_NAMES = {number: name for name, number in _NUMBERS.items()}
+_NAMES = ("", *KINDS, *PHASES)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
 
 
 class Place(NamedTuple):

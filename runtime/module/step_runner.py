@@ -119,7 +119,10 @@ class StepRunner:
         for name, narrow in self.weights.narrow.items():
             narrow.copy_(watch.parameters[name].detach())
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
-        divisors = self._find_divisors(shape, batch)
+        if len(manifest.stages) - 1 in shape.executor.stages:  # its rank has the labels
+            divisors = find_divisors(manifest, rank, batch)
+        else:
+            divisors = torch.ones(manifest.num_microbatches, dtype=torch.float64, device=rank.device)
         pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         scale = self.loss_scale
         before = None if scale is None else (scale.value, scale.finite_steps)
@@ -195,12 +198,6 @@ class StepRunner:
                 position.phase("sum of gradients")
                 shape.sums.finish()
         return pair, partial(run, lambda _: None)
-
-    def _find_divisors(self, shape: BoundShape, batch: Batch) -> Tensor:
-        """Return the microbatches' divisors on the last pipeline rank, which has the labels; else ones."""
-        if len(self._manifest.stages) - 1 in shape.executor.stages:
-            return find_divisors(shape.manifest, self._rank, batch)
-        return torch.ones(self._manifest.num_microbatches, dtype=torch.float64, device=self._rank.device)
 
     def read_last_step(self) -> LastStep:
         """Return the last call in numbers. RuntimeError where no step has run."""

@@ -52,7 +52,7 @@ def test_changed_parameters_are_named() -> None:
     del layer.extra
     parallel(**chain.batch())
     parallel.float()
-    with pytest.raises(ValueError, match=r"is torch.float32\[.*\], but was torch.float64"):
+    with pytest.raises(ValueError, match=r"is torch.float32\[.*\] on cpu, but was torch.float64"):
         parallel(**chain.batch())
 
 
