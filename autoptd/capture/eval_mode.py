@@ -55,7 +55,8 @@ def compare_evaluation(model: nn.Module, run: Callable[[], Tensor]) -> Calls:
     """
     with keeping_attributes(model), Calls() as training:
         run()
-    with keeping_attributes(model), Calls(training.made) as calls:
+    calls = Calls(training.made)
+    with keeping_attributes(model), calls:
         for part in model.modules():
             part.training = False
         run()
