@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 import autoptd
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
-from autoptd.passes.operators.shares import ShareError
+from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.placement import Placement, Segment, Shard
 from tests.marks import slow, slow_but
 
@@ -313,7 +313,7 @@ def test_halves_that_turn_and_are_divided_otherwise_are_refused(
     placed = Placement(tensor=Shard(1, parts))
     changed = {name: replace(stage.parameters[name], placement=placed) for name in names}
     parameters = {**stage.parameters, **changed}
-    with pytest.raises(ShareError, match=reason):
+    with pytest.raises(PlacementError, match=reason):
         prove_tensor_parallel(program.manifest, [replace(stage, parameters=parameters)])
 
 

@@ -12,7 +12,7 @@ from autoptd.check.tensor_parallel import place, prove_tensor_parallel
 from autoptd.options import AXES, check_counts, check_modes, check_seed
 from autoptd.passes.ir.node_info import info, require_info
 from autoptd.passes.ir.program import Stage
-from autoptd.passes.operators.shares import ShareError
+from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Placement, Shard
@@ -93,7 +93,7 @@ def check_program(
         _check_results(stage, interface, manifest)
     try:
         return prove_tensor_parallel(manifest, stages)
-    except ShareError as error:
+    except PlacementError as error:
         raise ProgramError(str(error)) from None
 
 

@@ -1,6 +1,6 @@
 """The proof that t tensor ranks compute what one device would: every sum summed once, forward and backward.
 
-Forward, each value has a `Share` (see `proof`). Backward, a whole value's gradient is either whole, the
+Forward, each value has a `AxisPlacement` (see `proof`). Backward, a whole value's gradient is either whole, the
 same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
 so whole operators hand on what they get; f (`collectives.copy_to_tensor`, alone or with the linears that read it)
 makes a partial gradient whole. The two never mix at one value, and a partial one may end only in a parameter that
@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from torch import fx
 
-from autoptd.check.result_shares import share_after
+from autoptd.check.result_placements import placement_after
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, has_gradients
 from autoptd.passes.ir.program import Stage
+from autoptd.passes.operators.proof import UNKNOWN, WHOLE, Found, PlacementError, Unknown, place_parameter
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import UNKNOWN, WHOLE, Found, ShareError, Unknown, share_of
 from autoptd.passes.operators.table import has_trait
 from autoptd.passes.operators.text_rule import read_rules
 from autoptd.runtime import aten, collectives
@@ -32,7 +32,7 @@ Gradient = Literal["whole", "partial"]
 
 
 def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """Raise `ShareError` for the first value, in stage order, that the tensor ranks would get wrong.
+    """Raise `PlacementError` for the first value, in stage order, that the tensor ranks would get wrong.
 
     Gives a line for each operator that the proof does not cover, where a divided value gets lost to it. The stages'
     boundaries must fit together (`autoptd.check.program` proves that before).
@@ -46,7 +46,7 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     for index, stage in enumerate(stages):
         walk = StageWalk(index, stage, rules)
         walk.forward(arriving, manifest.stages[index].sends, tensor)
-        arriving = [Arriving(walk.shares[n], n in walk.differentiable) for n in walk.outputs]
+        arriving = [Arriving(walk.placements[n], n in walk.differentiable) for n in walk.outputs]
         walks.append(walk)
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
@@ -76,27 +76,30 @@ def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
 
 
 def _is_lost(found: Found) -> bool:
-    """Whether a share says too little to prove more from it."""
+    """Whether a placement says too little to prove more from it."""
     several = found if isinstance(found, tuple) else (found,)
-    return any(share == UNKNOWN or (isinstance(share, Shard) and share.dim is None) for share in several)
+    return any(
+        placement == UNKNOWN or (isinstance(placement, Shard) and placement.dim is None)
+        for placement in several
+    )
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A value that a stage receives: its share, and whether the sender can use its gradient."""
+    """A value that a stage receives: its placement, and whether the sender can use its gradient."""
 
-    share: Found
+    placement: Found
     differentiable: bool
 
 
 @dataclass
 class StageWalk:
-    """One stage's shares, found forward, and its gradients, found backward."""
+    """One stage's placements, found forward, and its gradients, found backward."""
 
     index: int
     stage: Stage
     rules: Mapping[str, OperatorRules]
-    shares: dict[fx.Node, Found] = field(default_factory=dict)
+    placements: dict[fx.Node, Found] = field(default_factory=dict)
     differentiable: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
@@ -109,22 +112,22 @@ class StageWalk:
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
                 try:
-                    self.shares[node] = share_after(node, self.shares, self.rules)
-                except ShareError as error:
-                    raise ShareError(f"stage {self.index}: {place(node)} {error}") from None
+                    self.placements[node] = placement_after(node, self.placements, self.rules)
+                except PlacementError as error:
+                    raise PlacementError(f"stage {self.index}: {place(node)} {error}") from None
                 self._note_uncovered(node)
                 if self._hands_on(node):
                     self.differentiable.add(node)
             elif node.op == "get_attr":
                 parameter = self.stage.parameters[str(node.target)]
-                self.shares[node] = share_of(parameter, tensor)
+                self.placements[node] = place_parameter(parameter, tensor)
                 if parameter.requires_grad:
                     self.differentiable.add(node)
             elif node.op == "placeholder":
-                self.shares[node] = WHOLE
+                self.placements[node] = WHOLE
                 if info(node).role == "boundary":
                     value = next(received)
-                    self.shares[node] = value.share
+                    self.placements[node] = value.placement
                     if value.differentiable:
                         self.differentiable.add(node)
             else:
@@ -134,11 +137,13 @@ class StageWalk:
 
     def _note_uncovered(self, node: fx.Node) -> None:
         """Say where a divided value's dimension gets lost: behind it the proof knows less, or nothing."""
-        if not _is_lost(self.shares[node]) or any(_is_lost(self.shares[n]) for n in node.all_input_nodes):
+        if not _is_lost(self.placements[node]) or any(
+            _is_lost(self.placements[n]) for n in node.all_input_nodes
+        ):
             return
         what = (
             "makes of a divided value what the proof has no rule for"
-            if self.shares[node] == UNKNOWN
+            if self.placements[node] == UNKNOWN
             else "leaves each tensor rank one row among other dimensions of size 1: which is divided, cannot be told"
         )
         name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
@@ -153,27 +158,32 @@ class StageWalk:
         if not sends:
             (loss,) = self.outputs
             self._require(
-                loss, self.shares[loss] in (WHOLE, UNKNOWN), "is the loss", "a whole one, equal on all ranks"
+                loss,
+                self.placements[loss] in (WHOLE, UNKNOWN),
+                "is the loss",
+                "a whole one, equal on all ranks",
             )
         for value, boundary in zip(self.outputs, sends, strict=True) if sends else ():
-            share = self.shares[value]
+            placement = self.placements[value]
             right: tuple[type, ...] = (Replicate, Unknown)
             right += (Shard,) * boundary.placement.is_divided
             expected = "a whole value, or a placement in the manifest's boundary that divides it"
-            if isinstance(share, Partial):
+            if isinstance(placement, Partial):
                 expected = f"collectives.reduce_from_tensor(rank, {value}) before it is sent"
             self._require(
                 value,
-                isinstance(share, right),
+                isinstance(placement, right),
                 f"is sent to stage {self.index + 1} as {boundary.name}",
                 expected,
             )
 
     def _require(self, node: fx.Node, right: bool, use: str, expected: str) -> None:
         if not right:
-            share = self.shares[node]
-            kind = "a tuple" if isinstance(share, tuple) else share.word
-            raise ShareError(f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}")
+            placement = self.placements[node]
+            kind = "a tuple" if isinstance(placement, tuple) else placement.word
+            raise PlacementError(
+                f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}"
+            )
 
     # Gradients
 
@@ -186,7 +196,7 @@ class StageWalk:
             if gradient is not None:
                 given.setdefault(node, []).append(gradient)
         for node in reversed(self.stage.graph.nodes):
-            if self.shares.get(node) is WHOLE and node in self.differentiable:
+            if self.placements.get(node) is WHOLE and node in self.differentiable:
                 gradient = self._find_gradient(node, given.get(node, []))
                 if gradient is not None:
                     self.gradients[node] = gradient
@@ -206,7 +216,7 @@ class StageWalk:
                 if gradient is not None:
                     readers.setdefault(gradient, reader)
         partial = readers.get("partial")
-        if partial is not None and self.shares[partial] is not WHOLE:
+        if partial is not None and self.placements[partial] is not WHOLE:
             self.terms[node] = partial, node
         elif partial in self.terms:
             self.terms[node] = self.terms[partial]
@@ -223,9 +233,9 @@ class StageWalk:
         if reader.target is collectives.copied_linears:
             made = next((n for n in reader.users if value in _parameters_of(reader, n)), None)
             return None if made is None else self._gradient_from(made, reader)
-        if self.shares[reader] is WHOLE:
+        if self.placements[reader] is WHOLE:
             return self.gradients.get(reader)
-        return None if self.shares[reader] is UNKNOWN else "partial"
+        return None if self.placements[reader] is UNKNOWN else "partial"
 
     def _check_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         if node.op == "get_attr":
@@ -233,7 +243,7 @@ class StageWalk:
             if gradient == "partial" and not marked:
                 self._refuse(node, f"{node.target}, a parameter whose placement has no partial gradient")
             if gradient == "whole" and marked:
-                raise ShareError(
+                raise PlacementError(
                     f"stage {self.index}: {node.target} has a partial gradient in its placement, although every tensor "
                     "rank has its whole gradient, and would be multiplied by their number: correct the mark "
                     "in the manifest"
@@ -248,12 +258,12 @@ class StageWalk:
                     if node.target is collectives.copy_to_tensor
                     else "compute this linear without its all-reduce"
                 )
-                raise ShareError(
+                raise PlacementError(
                     f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
                     f"rank, and so multiplies it by their number: only divided operators may read it; {way}"
                 )
-        elif gradient == "whole" and any(self.shares[n] is not WHOLE for n in node.all_input_nodes):
-            raise ShareError(
+        elif gradient == "whole" and any(self.placements[n] is not WHOLE for n in node.all_input_nodes):
+            raise PlacementError(
                 f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are "
                 f"divided, and gets a whole gradient: expected {node} to be read through "
                 f"collectives.copy_to_tensor(rank, {node})"
@@ -268,7 +278,7 @@ class StageWalk:
         else:
             found = f"a later stage hands back one term of the gradient of {place(node)}"
             expected = "it to read the value through collectives.copy_to_tensor"
-        raise ShareError(
+        raise PlacementError(
             f"stage {self.index}: {found}, so that each tensor rank has one term of the gradient only, up to "
             f"{reached}: expected {expected}"
         )

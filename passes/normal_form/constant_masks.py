@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import is_lifted, walk
+from autoptd.passes.operators.proof import elementwise
 from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.shares import elementwise
 from autoptd.passes.operators.table import has_trait, rules_of
 from autoptd.runtime import aten
 

@@ -13,14 +13,14 @@ from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import float_bytes
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
 from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, collectives, kernels
-from autoptd.runtime.program.placement import Placement, Shard
+from autoptd.runtime.program.placement import AxisPlacement, Placement, Shard
 
 # Axes
 
@@ -96,54 +96,56 @@ def keyed_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def attention_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+def attention_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Attention is done head by head: heads may be divided, positions and head size not."""
     tensors = tensor_arguments(node)
     for tensor in tensors:
-        share = proof.read(tensor, shares)
-        if share.dim is not None and share.dim >= len(shape_of(tensor)) - 2:
-            raise proof.ShareError(
-                f"attends over {proof.describe(tensor, shares)}: expected positions and head size whole on every "
+        placement = proof.read(tensor, placements)
+        if placement.dim is not None and placement.dim >= len(shape_of(tensor)) - 2:
+            raise proof.PlacementError(
+                f"attends over {proof.describe(tensor, placements)}: expected positions and head size whole on every "
                 "rank"
             )
-    return proof.merge([(tensor, _spread_heads(tensor, node, shares)) for tensor in tensors], shape_of(node))
+    return proof.merge(
+        [(tensor, _spread_heads(tensor, node, placements)) for tensor in tensors], shape_of(node)
+    )
 
 
-def _spread_heads(tensor: fx.Node, node: fx.Node, shares: proof.Shares) -> proof.Share:
-    """The share of queries, keys, values or a mask, where each of their heads serves several of the result's."""
-    share = proof.aligned(tensor, shape_of(node), shares)
-    if share.dim is None:
-        return share
-    own = shape_of(tensor)[share.dim - len(shape_of(node)) + len(shape_of(tensor))]
-    times = shape_of(node)[share.dim] // own
+def _spread_heads(tensor: fx.Node, node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    """The placement of queries, keys, values or a mask, where each of their heads serves several of the result's."""
+    placement = proof.aligned(tensor, shape_of(node), placements)
+    if placement.dim is None:
+        return placement
+    own = shape_of(tensor)[placement.dim - len(shape_of(node)) + len(shape_of(tensor))]
+    times = shape_of(node)[placement.dim] // own
     if times == 1:
-        return share
-    segments = tuple(replace(part, inner=part.inner * times) for part in share.segments)
-    return replace(share, segments=segments, extent=None)
+        return placement
+    segments = tuple(replace(part, inner=part.inner * times) for part in placement.segments)
+    return replace(placement, segments=segments, extent=None)
 
 
-def _softmax_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    proof.refuse_partial(node, shares)
-    share = attention_placed(node, shares)
+def _softmax_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    proof.refuse_partial(node, placements)
+    placement = attention_placed(node, placements)
     if argument(node, 5, "p", 0.0):
-        proof.check_key(share, argument(node, 8, "divided"))
-    return share
+        proof.check_key(placement, argument(node, 8, "divided"))
+    return placement
 
 
-def _rotary_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+def _rotary_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Prove a rotation: a rank needs the same rows of both halves, and those of the tables."""
     own, cos, sin = node.all_input_nodes
-    share, shape, turned = proof.read(own, shares), shape_of(own), shape_of(cos)[-1]
-    if share.dim != len(shape) - 1:
-        return share
+    placement, shape, turned = proof.read(own, placements), shape_of(own), shape_of(cos)[-1]
+    if placement.dim != len(shape) - 1:
+        return placement
     rows = ((0, turned // 2), (turned // 2, turned // 2), (0, turned))
-    first, second, both = (proof.take(own, share, *part) for part in rows)
+    first, second, both = (proof.take(own, placement, *part) for part in rows)
     if argument(node, 3, "interleaved", False) or proof.describe_runs(first) != proof.describe_runs(second):
-        proof.check_whole(own, share, [share.dim])
+        proof.check_whole(own, placement, [placement.dim])
     proof.merge(
-        [(own, both), *((n, proof.aligned(n, shape, shares)) for n in (cos, sin))], [*shape[:-1], turned]
+        [(own, both), *((n, proof.aligned(n, shape, placements)) for n in (cos, sin))], [*shape[:-1], turned]
     )
-    return share
+    return placement
 
 
 # The sequence-first layout
@@ -229,7 +231,7 @@ RULES: Mapping[Any, OperatorRules] = {
         order=_keep_order,
         keeps="result",
         mask=(2, "mask"),
-        traits=Trait.SOFTMAX | Trait.ANY_SHARE,
+        traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT,
     ),
     kernels.rotary_embedding: OperatorRules(placed=_rotary_placed, backward=_rotary_backward),
 }

@@ -11,8 +11,7 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.products import bound_arguments, read_products
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import products
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written, plain_dim
@@ -22,7 +21,7 @@ from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
 from autoptd.passes.operators.views import view_backward
 from autoptd.runtime import collectives, kernels
-from autoptd.runtime.program.placement import Partial, Replicate, Segment, Shard
+from autoptd.runtime.program.placement import AxisPlacement, Partial, Replicate, Segment, Shard
 
 # Linears
 
@@ -64,25 +63,25 @@ def _gelu_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
 # Dropout
 
 
-def _dropout_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
-    proof.refuse_partial(node, shares)
-    share = proof.read(node.args[1], shares)
-    proof.check_key(share, argument(node, 5, "divided"))
-    return share
+def _dropout_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    proof.refuse_partial(node, placements)
+    placement = proof.read(node.args[1], placements)
+    proof.check_key(placement, argument(node, 5, "divided"))
+    return placement
 
 
-def _sum_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+def _sum_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """dropout(x + bias) + residual, and perhaps the norm of it, which runs over the last dimension."""
-    proof.refuse_partial(node, shares)
+    proof.refuse_partial(node, placements)
     given = bound_arguments(node)
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
     shape = shape_of(given["x"])
-    share = proof.merge([(term, proof.aligned(term, shape, shares)) for term in terms], shape)
+    placement = proof.merge([(term, proof.aligned(term, shape, placements)) for term in terms], shape)
     if given.get("p", 0):
-        proof.check_key(share, given.get("divided"))
+        proof.check_key(placement, given.get("divided"))
     if "weight" in given:
-        proof.check_whole(given["x"], share, [len(shape) - 1])
-    return share if share is proof.WHOLE else proof.spread(node, share)
+        proof.check_whole(given["x"], placement, [len(shape) - 1])
+    return placement if placement is proof.WHOLE else proof.spread(node, placement)
 
 
 def _sum_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
@@ -105,40 +104,40 @@ def _norm_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
 # Collectives
 
 
-def _reduce_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    share = proof.read(node.args[1], shares)
-    if isinstance(share, Replicate):
-        raise proof.ShareError(
+def _reduce_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    placement = proof.read(node.args[1], placements)
+    if isinstance(placement, Replicate):
+        raise proof.PlacementError(
             f"all-reduces {node.args[1]}, which is whole on every tensor rank already, and so multiplies it "
             "by their number: leave this reduce_from_tensor out"
         )
-    if isinstance(share, Shard):
-        raise proof.ShareError(
+    if isinstance(placement, Shard):
+        raise proof.PlacementError(
             f"all-reduces {node.args[1]}, of which each tensor rank holds another part: expected a partial "
             "sum, such as a product over a divided dimension"
         )
     return proof.WHOLE
 
 
-def _copied_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+def _copied_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """f, and the linears that read it."""
-    share, alone = proof.read(node.args[1], shares), node.target is collectives.copy_to_tensor
-    if isinstance(share, Shard | Partial):
+    placement, alone = proof.read(node.args[1], placements), node.target is collectives.copy_to_tensor
+    if isinstance(placement, Shard | Partial):
         linear = node.target.__name__.removeprefix("copied_")  # type: ignore[union-attr]
         way = "leave this copy_to_tensor out" if alone else f"compute the {linear} without an all-reduce"
-        raise proof.ShareError(
-            f"hands {proof.describe(node.args[1], shares)}, to a divided region: expected a whole value; {way}, or "
+        raise proof.PlacementError(
+            f"hands {proof.describe(node.args[1], placements)}, to a divided region: expected a whole value; {way}, or "
             "all-reduce its argument first"
         )
-    proof.refuse_partial(node, shares)
-    return share if alone else products.product_placed(node, shares)
+    proof.refuse_partial(node, placements)
+    return placement if alone else products.product_placed(node, placements)
 
 
-def _own_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    share, shape = proof.read(node.args[1], shares), shape_of(node)
-    if isinstance(share, Shard | Partial):
-        raise proof.ShareError(
-            f"takes this rank's part of {proof.describe(node.args[1], shares)}: expected a whole value"
+def _own_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    placement, shape = proof.read(node.args[1], placements), shape_of(node)
+    if isinstance(placement, Shard | Partial):
+        raise proof.PlacementError(
+            f"takes this rank's part of {proof.describe(node.args[1], placements)}: expected a whole value"
         )
     dim = int(argument(node, 2, "dim")) % len(shape)
     return Shard(dim, (Segment(1, shape[dim], 1, True),))
@@ -168,8 +167,8 @@ def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
 
 
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
-_SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_SHARE)
-_F = Trait.ANY_SHARE | Trait.SUMS_GRADIENTS
+_SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_PLACEMENT)
+_F = Trait.ANY_PLACEMENT | Trait.SUMS_GRADIENTS
 _COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
@@ -182,7 +181,7 @@ RULES: Mapping[Any, OperatorRules] = {
         placed=_dropout_placed,
         order=elementwise_order,
         keeps="nothing",
-        traits=Trait.ANY_SHARE,
+        traits=Trait.ANY_PLACEMENT,
     ),
     kernels.bias_dropout_add: replace(_SUM, backward=_sum_backward),
     **dict.fromkeys((kernels.add_layer_norm, kernels.add_rms_norm), _SUM),
@@ -196,9 +195,9 @@ RULES: Mapping[Any, OperatorRules] = {
         placed=_reduce_placed,
         work=_all_reduce,
         backward=lambda *_: Work(),
-        traits=Trait.ANY_SHARE | Trait.SUMS_RANKS,
+        traits=Trait.ANY_PLACEMENT | Trait.SUMS_RANKS,
     ),
     collectives.take_own: OperatorRules(
-        placed=_own_placed, backward=view_backward, traits=Trait.ANY_SHARE | Trait.FREE
+        placed=_own_placed, backward=view_backward, traits=Trait.ANY_PLACEMENT | Trait.FREE
     ),
 }

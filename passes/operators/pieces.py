@@ -13,14 +13,14 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
 from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.views import view_backward
 from autoptd.runtime import aten
-from autoptd.runtime.program.placement import Segment, Shard
+from autoptd.runtime.program.placement import AxisPlacement, Segment, Shard
 
 # Axes
 
@@ -134,55 +134,57 @@ def _repeat_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def _cut_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+def _cut_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     own: Any = node.args[0]
-    share, cut = proof.read(own, shares), read_cut(node)
-    if share.dim != cut.dim:
-        return proof.spread(node, share)
+    placement, cut = proof.read(own, placements), read_cut(node)
+    if placement.dim != cut.dim:
+        return proof.spread(node, placement)
     if cut.step != 1:
         return proof.UNKNOWN
     starts = accumulate(cut.lengths, initial=cut.start)
-    found = tuple(proof.take(own, share, *rows) for rows in zip(starts, cut.lengths, strict=False))
+    found = tuple(proof.take(own, placement, *rows) for rows in zip(starts, cut.lengths, strict=False))
     return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
 
 
-def _cat_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+def _cat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Along the divided dimension the parts add up."""
     values: Any = node.args[0]  # not all_input_nodes: a value may be there twice
     sources = [n for n in values if n.meta["val"].numel()]
     dim = read_dim(node, 1, len(shape_of(node)))
-    given = [proof.read(n, shares) for n in sources]
-    if all(share.dim != dim for share in given):
+    given = [proof.read(n, placements) for n in sources]
+    if all(placement.dim != dim for placement in given):
         return proof.merge(list(zip(sources, given, strict=True)), shape_of(node))
     parts: list[Segment] = []
-    for source, share in zip(sources, given, strict=True):
-        if share is not proof.WHOLE and not (share.dim == dim and share.segments):
+    for source, placement in zip(sources, given, strict=True):
+        if placement is not proof.WHOLE and not (placement.dim == dim and placement.segments):
             return proof.UNKNOWN
-        parts += share.segments or (Segment(1, shape_of(source)[dim], 1, False),)
+        parts += placement.segments or (Segment(1, shape_of(source)[dim], 1, False),)
     return Shard(dim, tuple(parts))
 
 
-def _stack_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    share = proof.merge(
-        [(n, proof.read(n, shares)) for n in node.all_input_nodes], shape_of(node.all_input_nodes[0])
+def _stack_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    placement = proof.merge(
+        [(n, proof.read(n, placements)) for n in node.all_input_nodes], shape_of(node.all_input_nodes[0])
     )
     dim = read_dim(node, 1, len(shape_of(node)))
-    return share if share.dim is None else replace(share, dim=share.dim + (dim <= share.dim))
+    return (
+        placement if placement.dim is None else replace(placement, dim=placement.dim + (dim <= placement.dim))
+    )
 
 
-def _repeat_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    share, dim, times = proof.read(node.args[0], shares), argument(node, 2, "dim"), node.args[1]
+def _repeat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    placement, dim, times = proof.read(node.args[0], placements), argument(node, 2, "dim"), node.args[1]
     if dim is None or not isinstance(times, int):
         return proof.UNKNOWN
-    if share.dim != dim % len(shape_of(node)):
-        return share
-    parts = tuple(replace(part, inner=part.inner * times) for part in share.segments)
-    return replace(share, segments=parts, extent=None)
+    if placement.dim != dim % len(shape_of(node)):
+        return placement
+    parts = tuple(replace(part, inner=part.inner * times) for part in placement.segments)
+    return replace(placement, segments=parts, extent=None)
 
 
-def _getitem_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+def _getitem_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     own, index = node.args[:2]
-    found = shares[own]  # type: ignore[index]
+    found = placements[own]  # type: ignore[index]
     if isinstance(found, tuple):
         return found[index]  # type: ignore[index]
     return found if found is proof.PARTIAL else proof.UNKNOWN

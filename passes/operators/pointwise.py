@@ -11,7 +11,7 @@ from torch import fx
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import shape_of
 from autoptd.passes.ir.strides import contiguous_copies
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written

@@ -13,7 +13,7 @@ from autoptd.passes.ir.nodes import called, shape_of, where
 from autoptd.passes.ir.products import MatrixProduct, read_products
 from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim, plain_order
@@ -21,7 +21,7 @@ from autoptd.passes.operators.localizer import Localizer, same_call
 from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
-from autoptd.runtime.program.placement import Replicate
+from autoptd.runtime.program.placement import AxisPlacement, Replicate
 
 # Axes
 
@@ -82,18 +82,18 @@ def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def product_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+def product_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Each product of the call; what is contracted over a divided dimension is a partial sum."""
-    found = tuple(_product_share(product, shares) for product in read_products(node))
+    found = tuple(_product_placement(product, placements) for product in read_products(node))
     if found[1:] or isinstance(node.meta["val"], (tuple, list)):
-        return proof.WHOLE if all(share is proof.WHOLE for share in found) else found
+        return proof.WHOLE if all(placement is proof.WHOLE for placement in found) else found
     return found[0]
 
 
-def _product_share(product: MatrixProduct, shares: proof.Shares) -> proof.Share:
+def _product_placement(product: MatrixProduct, placements: proof.Placements) -> AxisPlacement:
     x, weight = product.factors
     result = tuple(product.pick(product.node.meta["val"]).shape)
-    left, right = proof.read(x, shares), proof.read(weight, shares)
+    left, right = proof.read(x, placements), proof.read(weight, placements)
     own, last = len(shape_of(weight)), len(result) - 1
     if own < 2 or (len(shape_of(x)) < 2 < own):
         return proof.UNKNOWN
@@ -106,53 +106,61 @@ def _product_share(product: MatrixProduct, shares: proof.Shares) -> proof.Share:
         right = replace(right, dim=last if right.dim >= own - 2 else right.dim + len(result) - own)
     if left.dim is not None:
         left = replace(left, dim=left.dim + len(result) - len(shape_of(x)))
-    factors = [(factor, share) for factor, share in ((x, left), (weight, right)) if share is not proof.WHOLE]
+    factors = [
+        (factor, placement)
+        for factor, placement in ((x, left), (weight, right))
+        if placement is not proof.WHOLE
+    ]
     bias = product.bias
-    terms = [(bias, proof.aligned(bias, result, shares))] if isinstance(bias, fx.Node) else []
-    share = proof.merge([*factors, *terms], result)
-    return share if product.sections is None or share.dim != last else _section(product, share, result)
+    terms = [(bias, proof.aligned(bias, result, placements))] if isinstance(bias, fx.Node) else []
+    placement = proof.merge([*factors, *terms], result)
+    return (
+        placement
+        if product.sections is None or placement.dim != last
+        else _section(product, placement, result)
+    )
 
 
-def _section(product: MatrixProduct, share: proof.Share, result: Sequence[int]) -> proof.Share:
+def _section(product: MatrixProduct, placement: AxisPlacement, result: Sequence[int]) -> AxisPlacement:
     """The outputs may be divided within each of the sections, alike in all."""
     count, size, last = result[0], result[-1], len(result) - 1
-    own = replace(share, dim=1 - product.contracted)
+    own = replace(placement, dim=1 - product.contracted)
     first, *rest = (proof.take(product.weight, own, section * size, size) for section in range(count))
     if any(other != first for other in rest):
         return proof.UNKNOWN
     return first if first.dim is None else replace(first, dim=last)
 
 
-def _check_summed(product: MatrixProduct, left: proof.Share, right: proof.Share) -> None:
+def _check_summed(product: MatrixProduct, left: AxisPlacement, right: AxisPlacement) -> None:
     """Refuse what would be counted on every tensor rank: a bias, and rows that all ranks hold."""
     if product.bias is not None:
-        raise proof.ShareError(
+        raise proof.PlacementError(
             f"adds the bias {product.bias} to a partial sum, so that it would be counted on every tensor rank: "
             "add it after collectives.reduce_from_tensor(rank, ...)"
         )
-    for factor, share in ((product.x, left), (product.weight, right)):
-        if proof.is_mixed(share):
-            raise proof.ShareError(
+    for factor, placement in ((product.x, left), (product.weight, right)):
+        if proof.is_mixed(placement):
+            raise proof.PlacementError(
                 f"sums over a dimension of which every tensor rank holds some rows whole, in {factor}: the all-reduce "
                 "would count these t times; multiply the whole rows apart, after it"
             )
 
 
-def _check_contraction(left: tuple[Any, proof.Share, bool], right: tuple[Any, proof.Share, bool]) -> None:
+def _check_contraction(left: tuple[Any, AxisPlacement, bool], right: tuple[Any, AxisPlacement, bool]) -> None:
     """Refuse a product over a divided dimension whose factors are not divided alike there."""
     (x, first, over_first), (y, second, over_second) = left, right
     if over_first and over_second:
         one, two = map(proof.describe_runs, (first, second))
         if one and two and one != two:
-            raise proof.ShareError(
+            raise proof.PlacementError(
                 f"multiplies {x} and {y} over a dimension that they divide differently, into {one} and {two} "
                 "(runs, rows of a run, divided): expected the same placement"
             )
         return
-    name, share, other = (y, second, x) if over_first else (x, first, y)
-    if isinstance(share, Replicate) or share.dim is not None:
-        raise proof.ShareError(
-            f"sums over a dimension that is divided in {other} and not in {name}, which is {share.word}: "
+    name, placement, other = (y, second, x) if over_first else (x, first, y)
+    if isinstance(placement, Replicate) or placement.dim is not None:
+        raise proof.PlacementError(
+            f"sums over a dimension that is divided in {other} and not in {name}, which is {placement.word}: "
             f"expected both divided; collectives.take_own(rank, {name}, dim) takes this rank's part"
         )
 

@@ -12,8 +12,8 @@ from torch import fx
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.proof import Found, Placements, refuse_partial
 from autoptd.passes.operators.quantities import Value, Work
-from autoptd.passes.operators.shares import Found, Shares, refuse_partial
 
 
 class Trait(Flag):
@@ -41,7 +41,7 @@ class Trait(Flag):
     FUSED_ATTENTION = auto()  # keeps arguments, result and a statistic; writes in the order of the queries
     SUMS_RANKS = auto()  # its result is a sum over the tensor ranks, and has a whole gradient
     SUMS_GRADIENTS = auto()  # f: it sums the gradient of its argument, which all tensor ranks have, over them
-    ANY_SHARE = auto()  # `placed` judges whole arguments and partial sums, too
+    ANY_PLACEMENT = auto()  # `placed` judges whole arguments and partial sums, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class OperatorRules:
     """The rules of one operator; each default is right for an operator of which nothing more is known.
 
     `axes` relates the axes of arguments and results: it unifies equal ones, blocks those that must stay whole, and
-    records a contraction. `local` writes the call on one tensor rank. `placed` is the proof's own rule: the share of
-    the result from those of the arguments, of which at least one is not whole and none a partial sum (`of_partial`
+    records a contraction. `local` writes the call on one tensor rank. `placed` is the proof's own rule: the placement
+    of the result from those of the arguments, of which at least one is not whole and none a partial sum (`of_partial`
     has these); None: the proof does not cover it. `order` writes the call for the sequence-first layout; None: on
     arguments in the user's order. `work` and `backward` are the costs of both directions; None: bound by memory,
     where the backward reads what the forward `keeps`. `copies` counts the bytes that it copies for bad strides.
@@ -59,8 +59,8 @@ class OperatorRules:
 
     axes: Callable[[AxisMap, fx.Node], Any] = opaque
     local: Callable[[Localizer, fx.Node], fx.Node] = same_call
-    placed: Callable[[fx.Node, Shares], Found] | None = None
-    of_partial: Callable[[fx.Node, Shares], Found] = refuse_partial
+    placed: Callable[[fx.Node, Placements], Found] | None = None
+    of_partial: Callable[[fx.Node, Placements], Found] = refuse_partial
     order: Callable[[LayoutWriter, fx.Node], Written] | None = None
     work: Callable[[fx.Node, Value], Work] | None = None
     backward: Callable[[fx.Node, Value, Sequence[fx.Node]], Work] | None = None

@@ -12,7 +12,7 @@ from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.ir.views import dim_map, reduced_dims
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
 from autoptd.passes.operators.pieces import resize_order
 from autoptd.passes.operators.products import rows_order
@@ -38,18 +38,18 @@ def _sum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
 # The proof
 
 
-def over_placed(dims: Dims, *, partial: bool = False) -> Callable[[fx.Node, proof.Shares], proof.Found]:
+def over_placed(dims: Dims, *, partial: bool = False) -> Callable[[fx.Node, proof.Placements], proof.Found]:
     """Return the rule of an operator that needs ``dims(node, rank)`` whole, or else gives a `partial` sum."""
 
-    def rule(node: fx.Node, shares: proof.Shares) -> proof.Found:
+    def rule(node: fx.Node, placements: proof.Placements) -> proof.Found:
         own: Any = node.args[0]
-        share, rank = proof.read(own, shares), len(shape_of(own))
+        placement, rank = proof.read(own, placements), len(shape_of(own))
         over = [d % rank for d in dims(node, rank)]
-        if partial and share.dim in over and not proof.is_mixed(share):
+        if partial and placement.dim in over and not proof.is_mixed(placement):
             return proof.PARTIAL
-        proof.check_whole(own, share, over)
-        lost = share is not proof.WHOLE and share.dim is None and dim_map(node) != tuple(range(rank))
-        return proof.spread(node, proof.UNKNOWN) if lost else move_placed(node, shares)
+        proof.check_whole(own, placement, over)
+        lost = placement is not proof.WHOLE and placement.dim is None and dim_map(node) != tuple(range(rank))
+        return proof.spread(node, proof.UNKNOWN) if lost else move_placed(node, placements)
 
     return rule
 

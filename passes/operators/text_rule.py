@@ -15,7 +15,7 @@ from torch import fx
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import arguments_of, operator_name, shape_of, where
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import OperatorRules
 from autoptd.runtime.program.placement import Replicate
@@ -93,27 +93,29 @@ class TextRule:
         )
         return made if several else made[0]
 
-    def placed(self, node: fx.Node, shares: proof.Shares) -> proof.Found:
+    def placed(self, node: fx.Node, placements: proof.Placements) -> proof.Found:
         """Require a divided name to be divided alike in all its arguments; summed over, it gives a partial sum."""
         tensors = [n for n in arguments_of(node) if info(n).role != "rank"]
         try:
             self.shapes(node, tensors)
         except ValueError as error:
-            raise proof.ShareError(f"contradicts its rule: {error}") from None
-        given = [proof.read(tensor, shares) for tensor in tensors]
-        if any(not isinstance(share, Replicate) and share.dim is None for share in given):
+            raise proof.PlacementError(f"contradicts its rule: {error}") from None
+        given = [proof.read(tensor, placements) for tensor in tensors]
+        if any(not isinstance(placement, Replicate) and placement.dim is None for placement in given):
             return proof.UNKNOWN
         pairs = list(zip(tensors, self.arguments, given, strict=True))
-        names = {group[share.dim] for _, group, share in pairs if share.dim is not None}
-        for tensor, group, share in pairs:
+        names = {group[placement.dim] for _, group, placement in pairs if placement.dim is not None}
+        for tensor, group, placement in pairs:
             for name in names.intersection(group):
-                self._check(name, tensor, share.dim is not None and group[share.dim] == name)
+                self._check(name, tensor, placement.dim is not None and group[placement.dim] == name)
         name = min(names)
         if len(names) > 1:
-            raise proof.ShareError(
+            raise proof.PlacementError(
                 f"has arguments divided along {' and '.join(sorted(names))} at once: expected one"
             )
-        divided = [(tensor, replace(share, dim=0)) for tensor, _, share in pairs if share.dim is not None]
+        divided = [
+            (tensor, replace(placement, dim=0)) for tensor, _, placement in pairs if placement.dim is not None
+        ]
         one = proof.merge(divided, [1])
         if name not in self.kept:
             return proof.PARTIAL
@@ -124,11 +126,11 @@ class TextRule:
         """Refuse a divided `name` that must be whole, or that one argument has whole."""
         rule = f"by its rule {self.text!r}"
         if name in self.whole:
-            raise proof.ShareError(
+            raise proof.PlacementError(
                 f"needs {name} of {tensor} whole {rule}, of which each tensor rank holds a part"
             )
         if not divided:
-            raise proof.ShareError(
+            raise proof.PlacementError(
                 f"has {name} divided in one argument and not in {tensor} {rule}: expected both divided alike; "
                 f"collectives.take_own(rank, {tensor}, dim) takes this rank's part"
             )

@@ -15,13 +15,14 @@ from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
+from autoptd.runtime.program.placement import AxisPlacement
 
 # Axes
 
@@ -88,19 +89,19 @@ def sized_local(position: int) -> Callable[[Localizer, fx.Node], fx.Node]:
 # The proof
 
 
-def reshape_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+def reshape_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     own: Any = node.args[0]
-    return proof.regroup(proof.read(own, shares), shape_of(own), shape_of(node))
+    return proof.regroup(proof.read(own, placements), shape_of(own), shape_of(node))
 
 
-def move_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+def move_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Move the divided dimension as the operator moves it."""
-    share = proof.read(node.args[0], shares)
-    if share.dim is None:
-        return proof.spread(node, share)
+    placement = proof.read(node.args[0], placements)
+    if placement.dim is None:
+        return proof.spread(node, placement)
     dims = dim_map(node)
     return proof.spread(
-        node, replace(share, dim=dims.index(share.dim)) if share.dim in dims else proof.UNKNOWN
+        node, replace(placement, dim=dims.index(placement.dim)) if placement.dim in dims else proof.UNKNOWN
     )
 
 

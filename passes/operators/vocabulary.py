@@ -12,14 +12,14 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators import shares as proof
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, plain_dim, size_of
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.quantities import Value, Work, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.program.placement import Shard
+from autoptd.runtime.program.placement import AxisPlacement, Shard
 
 # Axes
 
@@ -121,50 +121,52 @@ def _cross_entropy_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def _embedding_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
+def _embedding_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Prove a plain lookup: columns of the table may be divided, rows not."""
-    share = proof.read(node.args[0], shares)
-    if share.dim == 0:
-        raise proof.ShareError(
+    placement = proof.read(node.args[0], placements)
+    if placement.dim == 0:
+        raise proof.PlacementError(
             f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected "
             "kernels.embedding"
         )
-    return proof.UNKNOWN if share.dim is None else replace(share, dim=len(shape_of(node)) - 1)
+    return proof.UNKNOWN if placement.dim is None else replace(placement, dim=len(shape_of(node)) - 1)
 
 
 def _divided_placed(
-    dim: int, found: proof.Share, whole: str
-) -> Callable[[fx.Node, proof.Shares], proof.Share]:
+    dim: int, found: AxisPlacement, whole: str
+) -> Callable[[fx.Node, proof.Placements], AxisPlacement]:
     """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided."""
 
-    def rule(node: fx.Node, shares: proof.Shares) -> proof.Share:
-        share = proof.read(node.args[1], shares)
-        if isinstance(share, proof.Unknown) or (isinstance(share, Shard) and share.dim in (dim, None)):
-            proof.check_vocabulary(node, share)
+    def rule(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+        placement = proof.read(node.args[1], placements)
+        if isinstance(placement, proof.Unknown) or (
+            isinstance(placement, Shard) and placement.dim in (dim, None)
+        ):
+            proof.check_vocabulary(node, placement)
             return found
-        raise proof.ShareError(
-            f"reads {proof.describe(node.args[1], shares)}: expected it divided along dimension {dim}, the vocabulary; "
-            f"use {whole} for a whole one"
+        raise proof.PlacementError(
+            f"reads {proof.describe(node.args[1], placements)}: expected it divided along dimension {dim}, the "
+            f"vocabulary; use {whole} for a whole one"
         )
 
     return rule
 
 
-def _whole_loss_placed(node: fx.Node, shares: proof.Shares) -> proof.Share:
-    if proof.read(node.args[0], shares) is proof.UNKNOWN:
+def _whole_loss_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    if proof.read(node.args[0], placements) is proof.UNKNOWN:
         return proof.UNKNOWN
-    raise proof.ShareError(
-        f"takes as logits {proof.describe(node.args[0], shares)}: expected whole logits, or kernels.cross_entropy"
+    raise proof.PlacementError(
+        f"takes as logits {proof.describe(node.args[0], placements)}: expected whole logits, or kernels.cross_entropy"
     )
 
 
-def _index_placed(node: fx.Node, shares: proof.Shares) -> proof.Found:
+def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Rows picked alike on every rank; the dimensions before the first picked one stay where they are."""
-    picks, share = _picks(node), proof.read(node.args[0], shares)
-    if any(proof.read(numbers, shares) is not proof.WHOLE for numbers in picks.values()):
+    picks, placement = _picks(node), proof.read(node.args[0], placements)
+    if any(proof.read(numbers, placements) is not proof.WHOLE for numbers in picks.values()):
         return proof.UNKNOWN
     moved = len(picks) > 1 or len(shape_of(node)) != len(shape_of(node.args[0]))  # type: ignore[arg-type]
-    return proof.UNKNOWN if share.dim is not None and (share.dim in picks or moved) else share
+    return proof.UNKNOWN if placement.dim is not None and (placement.dim in picks or moved) else placement
 
 
 # The sequence-first layout
@@ -268,7 +270,7 @@ RULES: Mapping[Any, OperatorRules] = {
         traits=_PADDED,
     ),
     kernels.embedding: replace(
-        _LOOKUP, placed=_divided_placed(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_SHARE
+        _LOOKUP, placed=_divided_placed(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_PLACEMENT
     ),
     aten.cross_entropy_loss: replace(
         _LOSS,
@@ -282,7 +284,7 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.cross_entropy: OperatorRules(
         placed=_divided_placed(1, proof.WHOLE, "aten.cross_entropy_loss"),
         work=_loss_work,
-        traits=Trait.ANY_SHARE | Trait.SUMS_RANKS,
+        traits=Trait.ANY_PLACEMENT | Trait.SUMS_RANKS,
     ),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     aten.nll_loss2d: replace(_LOSS, order=None, copies=None),

@@ -20,7 +20,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.gc_pause import paused_collector
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Program, Stage, copy_graph
-from autoptd.passes.operators.shares import ShareError
+from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
@@ -186,7 +186,7 @@ def test_every_models_collectives_are_accepted_and_needed(name: str, tensor: int
         for node in collective[:4] + collective[-2:]:
             graph = copy_graph(stage.graph)
             fault(node)(graph)
-            with pytest.raises(ShareError):
+            with pytest.raises(PlacementError):
                 prove_tensor_parallel(manifest, [replace(stage, graph=graph)])
 
 

@@ -18,7 +18,7 @@ from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.node_info import change_info
 from autoptd.passes.ir.program import Program, copy_graph
-from autoptd.passes.operators.shares import ShareError
+from autoptd.passes.operators.proof import PlacementError
 from autoptd.passes.tensor_parallel.overlap import overlap_reductions
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.schedule import make_schedule
@@ -72,7 +72,7 @@ def test_overlapping_reductions_changes_no_gradient(name: str, tensor: int) -> N
         if node.target in PLAIN and node.target is not collectives.copied_linear_gelu:
             graph = copy_graph(made.stages[0].graph)
             _leave_out(graph, node.name)
-            with pytest.raises(ShareError, match="has one term of the gradient only"):
+            with pytest.raises(PlacementError, match="has one term of the gradient only"):
                 prove_tensor_parallel(manifest, [replace(made.stages[0], graph=graph)])
 
 

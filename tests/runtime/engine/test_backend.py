@@ -92,7 +92,9 @@ def test_a_compiled_stage_keeps_no_more_than_it_recomputes() -> None:
 
 def test_an_unknown_backend_is_refused() -> None:
     program = autoptd.compile(GPT(GPTConfig(n_layer=1)), mesh=(1, 1, 1), num_microbatches=1)
-    with pytest.raises(ValueError, match=r"unknown torch\.compile backend 'inductr'; did you mean 'inductor'"):
+    with pytest.raises(
+        ValueError, match=r"unknown torch\.compile backend 'inductr'; did you mean 'inductor'"
+    ):
         program.bind(backend="inductr")
 
 

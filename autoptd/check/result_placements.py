@@ -1,7 +1,7 @@
-"""The share of each call's result, by the `placed` rules of `autoptd.passes.operators`.
+"""The placement of each call's result, by the `placed` rules of `autoptd.passes.operators`.
 
 Whole arguments give a whole result, unless an operator's rule judges these too. Operators without a rule give an
-unknown share.
+unknown placement.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import operator_name
+from autoptd.passes.operators.proof import PARTIAL, UNKNOWN, WHOLE, Found, Placements, elementwise
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.shares import PARTIAL, UNKNOWN, WHOLE, Found, Shares, elementwise
 from autoptd.passes.operators.table import OPERATORS, rules_of
 from autoptd.passes.operators.views import reshape_placed
 from autoptd.runtime import aten
@@ -24,21 +24,21 @@ from autoptd.runtime import aten
 _FUNCTIONS = (elementwise, reshape_placed)
 
 
-def share_after(node: fx.Node, shares: Shares, rules: Mapping[str, OperatorRules]) -> Found:
-    """Return the share of a call's result; the user's `rules` go before ours.
+def placement_after(node: fx.Node, placements: Placements, rules: Mapping[str, OperatorRules]) -> Found:
+    """Return the placement of a call's result; the user's `rules` go before ours.
 
-    Raises ShareError where the tensor ranks would compute something else than the undivided program: it says what is
-    wrong, not where.
+    Raises PlacementError where the tensor ranks would compute something else than the undivided program; it says what is
+    wrong there, and the caller says where.
     """
     record = _find_rules(node, rules)
-    if Trait.ANY_SHARE in record.traits and record.placed is not None:
-        return record.placed(node, shares)
-    found = [shares[n] for n in node.all_input_nodes]
-    if all(share is WHOLE for share in found):
+    if Trait.ANY_PLACEMENT in record.traits and record.placed is not None:
+        return record.placed(node, placements)
+    found = [placements[n] for n in node.all_input_nodes]
+    if all(placement is WHOLE for placement in found):
         return WHOLE
-    if any(PARTIAL in (share if isinstance(share, tuple) else (share,)) for share in found):
-        return record.of_partial(node, shares)
-    return record.placed(node, shares) if record.placed is not None else UNKNOWN
+    if any(PARTIAL in (placement if isinstance(placement, tuple) else (placement,)) for placement in found):
+        return record.of_partial(node, placements)
+    return record.placed(node, placements) if record.placed is not None else UNKNOWN
 
 
 def _find_rules(node: fx.Node, rules: Mapping[str, OperatorRules]) -> OperatorRules:
