@@ -27,8 +27,8 @@ _FUNCTIONS = (elementwise, reshape_placed)
 def placement_after(node: fx.Node, placements: Placements, rules: Mapping[str, OperatorRules]) -> Found:
     """Return the placement of a call's result; the user's `rules` go before ours.
 
-    Raises PlacementError where the tensor ranks would compute something else than the undivided program; it says what is
-    wrong there, and the caller says where.
+    Raises PlacementError where the tensor ranks would compute something else than the undivided program; it says what
+    is wrong there, and the caller says where.
     """
     record = _find_rules(node, rules)
     if Trait.ANY_PLACEMENT in record.traits and record.placed is not None:
