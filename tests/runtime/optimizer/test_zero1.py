@@ -659,7 +659,7 @@ def test_memory_of_another_shape_is_refused_before_the_step() -> None:
         parallel(**chain.batch())["loss"].backward()
         bias = parallel.get_parameter("layer.0.row.bias")
         bias.data = bias.data[:1]
-        with pytest.raises(ValueError, match=r"layer.0.row.bias is torch.float64\[1\], but was"):
+        with pytest.raises(ValueError, match=r"layer.0.row.bias is torch.float64\[1\] on cpu, but was"):
             optimizer.step()
 
     run_threads(chain.manifest, rebind)
