@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.checkpoint import files, saving
-from autoptd.runtime.checkpoint.tensor_file import write_tensors
+from autoptd.runtime.checkpoint.tensor_file import open_tensors, write_tensors
 from autoptd.runtime.module.parallel import Parallel
 from tests.checkpoints import CONFIGS, assert_same, compile_config, run_mesh
 from tests.generated_models import make_batch
@@ -364,3 +364,11 @@ def test_a_text_is_not_longer_than_a_reader_takes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(files, "_TEXT_LIMIT", 1000)
     with pytest.raises(autoptd.CheckpointError, match="longer than 1000 bytes"):
         bind()[0].save_checkpoint(tmp_path)
+
+
+def test_tensors_in_one_memory_are_both_written(tmp_path: Path) -> None:
+    one = torch.arange(6.0)
+    digest = write_tensors(tmp_path / "file", {"one": one, "other": one.view(2, 3), "tail": one[3:]})
+    with open_tensors(tmp_path / "file", digest) as reader:
+        assert torch.equal(reader.get_tensor("other"), one.view(2, 3))
+        assert torch.equal(reader.get_tensor("tail"), one[3:])

@@ -34,11 +34,17 @@ def check_dtype(dtype: torch.dtype, place: str) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write `tensors` to the new file `path` and return its SHA-256; the file is whole, on disk, or does not exist.
 
-    Tensors elsewhere than on the CPU, or with gaps, are copied.
+    Tensors elsewhere than on the CPU, with gaps, or in the memory of others are copied.
     """
+    whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    end = 0
+    for key, tensor in sorted(whole.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            whole[key] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
     with create_file(path) as unfinished:
         try:
-            save_file({key: x.detach().cpu().contiguous() for key, x in tensors.items()}, unfinished)
+            save_file(whole, unfinished)
         except SafetensorError as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
         return _hash_file(unfinished)

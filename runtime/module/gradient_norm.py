@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from autoptd.runtime.comm.groups import ThreadGroup
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.module.step_runner import StepRunner
 from autoptd.runtime.optimizer.clipping import check_norm_type, global_norm, scale_gradients
@@ -89,12 +90,14 @@ def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Call
 
 
 def _list_models() -> list[StepRunner]:
-    """Return the models that this thread bound, or all of them if it bound none.
+    """Return the models of this rank, whichever thread bound them.
 
     Where ranks are threads, the backward of another rank writes its gradients without the interpreter's lock.
     """
-    models = list(_MODELS.values())
-    return [model for thread, model in models if thread == threading.get_ident()] or [m for _, m in models]
+    own, models = threading.get_ident(), list(_MODELS.values())
+    return [
+        m for thread, m in models if thread == own or not isinstance(m.weights.connection.world, ThreadGroup)
+    ]
 
 
 @leave_uncompiled

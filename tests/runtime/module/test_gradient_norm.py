@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, get_total_norm
 
-from autoptd.runtime.comm.connection import Connection, run_threads
+from autoptd.runtime.comm.connection import Connection, connect, run_threads
 from autoptd.runtime.module.parallel import Parallel
+from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import Plain
 
@@ -56,6 +58,26 @@ def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: b
                 .take(whole, 2, chain.mesh.coordinates(rank).tensor)
             )
             torch.testing.assert_close(gradient, part, rtol=1e-11, atol=1e-14)
+
+
+def test_a_model_of_another_thread_is_clipped_as_a_whole() -> None:
+    """This thread bound another model; torch's own norm would be that of a rank's slices."""
+    chain = Chain((2, 1, 1), "gpipe", 1, 1)
+
+    def work(rank: int) -> float:
+        connection = connect(chain.manifest, torch.device("cpu"), "")
+        with ThreadPoolExecutor(1) as other:
+            parallel = other.submit(chain.parallel, connection).result()
+        another = chain.parallel(connection)
+        parallel(**chain.batch())["loss"].backward()
+        norm = clip_grad_norm_(parallel.parameters(), float("inf"))
+        assert all(p.grad is None for p in another.parameters())
+        return float(norm)
+
+    plain = Plain(chain)
+    plain.gradients(chain.batch())
+    expected = float(clip_grad_norm_(plain.parameters(), float("inf")))
+    assert run_ranks(work, 2) == pytest.approx([expected] * 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
