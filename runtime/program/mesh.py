@@ -6,32 +6,41 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import TypeVar
 
+T = TypeVar("T")
 TORCH_DIMS = {"data": "dp", "pipeline": "pp", "tensor": "tp"}
 """The name of each mesh axis as a dim of torch's DeviceMesh; a further axis has its own name there."""
 
 
-class Coordinates(Mapping[str, int]):
+class OverAxes(Mapping[str, T]):
+    """A value for each of some mesh axes, fixed and hashable."""
+
+    def __init__(self, **axes: T) -> None:
+        self._axes = axes
+
+    def __getitem__(self, axis: str) -> T:
+        return self._axes[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._axes.items()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{axis}={value}' for axis, value in self.items())})"
+
+
+class Coordinates(OverAxes[int]):
     """The place of a rank on each axis of its mesh: ``coordinates["tensor"]``, or ``coordinates.tensor``."""
 
     def __init__(self, data: int, pipeline: int, tensor: int, **further: int) -> None:
+        super().__init__(**further, data=data, pipeline=pipeline, tensor=tensor)
         self.data, self.pipeline, self.tensor = data, pipeline, tensor
-        self._places = {**further, "data": data, "pipeline": pipeline, "tensor": tensor}
-
-    def __getitem__(self, axis: str) -> int:
-        return self._places[axis]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._places.items()))
-
-    def __repr__(self) -> str:
-        return f"Coordinates({', '.join(f'{axis}={place}' for axis, place in self.items())})"
 
 
 @dataclass(frozen=True, init=False)

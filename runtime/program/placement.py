@@ -9,6 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from autoptd.runtime.program.mesh import OverAxes
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -158,41 +160,21 @@ class Partial(AxisPlacement):
 REPLICATE = Replicate()
 
 
-class Placement(Mapping[str, AxisPlacement]):
-    """The placement of a tensor on each mesh axis: ``placement["tensor"]``; an axis that is not named replicates it."""
+class Placement(OverAxes[AxisPlacement]):
+    """The placement of a tensor on each mesh axis: ``placement["tensor"]``; an axis that is not named replicates it.
+
+    `is_divided`: ranks hold different rows. `is_partial`: they hold terms of a sum. `has_partial_gradient`: they hold
+    terms of the gradient, of rows that they hold alike.
+    """
 
     def __init__(self, **axes: AxisPlacement) -> None:
-        self._axes = {axis: on for axis, on in axes.items() if on != REPLICATE}
+        super().__init__(**{axis: on for axis, on in axes.items() if on != REPLICATE})
+        self.is_divided = any(isinstance(on, Shard) for on in self.values())
+        self.is_partial = any(isinstance(on, Partial) for on in self.values())
+        self.has_partial_gradient = any(on.partial_gradient for on in self.values())
 
     def __getitem__(self, axis: str) -> AxisPlacement:
         return self._axes.get(axis, REPLICATE)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._axes.items()))
-
-    def __repr__(self) -> str:
-        return f"Placement({', '.join(f'{axis}={on}' for axis, on in self.items())})"
-
-    @property
-    def is_divided(self) -> bool:
-        """Return whether ranks hold different rows."""
-        return any(isinstance(on, Shard) for on in self.values())
-
-    @property
-    def is_partial(self) -> bool:
-        """Return whether ranks hold terms of a sum."""
-        return any(isinstance(on, Partial) for on in self.values())
-
-    @property
-    def has_partial_gradient(self) -> bool:
-        """Return whether ranks hold terms of the gradient, of rows that they hold alike."""
-        return any(on.partial_gradient for on in self.values())
 
     def with_partial_gradient(self, axis: str) -> Placement:
         """Return the same placement where each rank of the `axis` has a term of the gradient."""
