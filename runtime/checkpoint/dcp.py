@@ -84,8 +84,7 @@ def _find_prefix(manifest: Manifest, stored: Mapping[str, object], folder: Path)
             f"{folder} is of another model: it lacks {len(missing[prefix])} tensors: {', '.join(missing[prefix][:5])}"
         )
     known = {prefix + name for name in (*names, *manifest.aliases)}
-    unknown = sorted(name for name in stored if name.startswith(prefix) and name not in known)
-    if unknown:
+    if unknown := sorted(name for name in stored if name.startswith(prefix) and name not in known):
         raise CheckpointError(
             f"{folder} is of another model: it has {len(unknown)} tensors that the model lacks: "
             f"{', '.join(unknown[:5])}"

@@ -111,8 +111,7 @@ def list_steps(folder: Path) -> list[StepFolder]:
     """Return the step folders in `folder`, by step, and ignore everything else there."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match and path.is_dir():
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir():
             found.append(_read_step(path, (int(match[1]), int(match[2] or 1))))
     return sorted(found, key=lambda step: step.order)
 
@@ -127,8 +126,7 @@ def find_step(folder: Path) -> StepFolder:
 
     CheckpointError, which names the newest good one, if there is none or a COMMIT is damaged.
     """
-    match = _STEP.fullmatch(folder.name)
-    if match or (folder / COMMIT).exists():
+    if _STEP.fullmatch(folder.name) or (folder / COMMIT).exists():
         steps, own = list_steps(folder.parent), _read_step(folder, (0, 0))
         if not own.number:
             reason = own.problem or f"{folder} was not committed (no {COMMIT}): the save did not finish"
@@ -138,8 +136,7 @@ def find_step(folder: Path) -> StepFolder:
     damaged = [step.problem for step in steps if step.problem]
     if damaged:
         raise CheckpointError(f"{damaged[0]}; {_name_newest(steps)}, or remove the damaged folder")
-    committed = _sort_committed(steps)
-    if committed:
+    if committed := _sort_committed(steps):
         return committed[-1]
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder: give the one that save_checkpoint was given")
@@ -176,8 +173,7 @@ def _read_step(path: Path, order: tuple[int, int]) -> StepFolder:
         return StepFolder(path, order, problem=str(error))
     match = re.fullmatch(rb"([1-9]\d{0,17}) ([0-9a-f]{64}) [0-9a-f]{64}\n", text)
     if match is None or text != _write_commit(int(match[1]), match[2].decode()):
-        problem = f"{file} is damaged: its hash is not that of its contents"
-        return StepFolder(path, order, problem=problem)
+        return StepFolder(path, order, problem=f"{file} is damaged: its hash is not that of its contents")
     return StepFolder(path, order, int(match[1]), match[2].decode())
 
 

@@ -195,8 +195,7 @@ def _match_groups(
         # No parameter leads to the saved options of an empty group: it keeps its own.
         saved = [stored.groups[index].options for index in at if index is not None]
         matched.append(StoredGroup(group.params, saved[0] if saved else group.options))
-    left = set(home) & set(training.slices) - {name for group in matched for name in group.params}
-    if left:
+    if left := set(home) & set(training.slices) - {name for group in matched for name in group.params}:
         raise CheckpointError(f"{place} has states of {sorted(left)[:5]}, which the optimizer does not hold")
     return matched
 

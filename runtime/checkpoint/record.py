@@ -247,8 +247,7 @@ def _decode(kind: type[T], text: bytes, path: Path) -> T:
         found = fields.pop("format", None) if isinstance(fields, dict) else None
         if found != FORMAT:
             raise ValueError(f"its format is {str(found)[:100]!r}, expected {FORMAT!r}")
-        decoded = decode(kind, fields, path.name)
+        decoded: T = decode(kind, fields, path.name)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {str(error)[:500]}") from error
-    assert isinstance(decoded, kind)
     return decoded

@@ -156,9 +156,8 @@ def assign_pieces(manifest: Manifest, rank: Rank, flats: Mapping[str, FlatRange]
     for key, before, piece in pieces:
         homes, shared, in_all_replicas = key
         peers = mesh.tensor if shared else 1
-        place = (
-            at.data * in_all_replicas * len(homes) + homes.index(at.pipeline)
-        ) * peers + at.tensor * shared
+        home = at.data * in_all_replicas * len(homes) + homes.index(at.pipeline)
+        place = home * peers + at.tensor * shared
         writers = (mesh.data if in_all_replicas else 1) * len(homes) * peers
         if (2 * before + piece.region.elements) * writers // (2 * totals[key]) == place:
             own.append(piece)

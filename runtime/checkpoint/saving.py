@@ -230,8 +230,7 @@ class Saving:
         hashes = tuple(sha256(path.read_bytes()).hexdigest() for path in paths)
         number = next_number(self.path.parent)
         whole = join_records(self._manifest, self._whole, ranks)
-        text = write_record(replace(whole, ranks=hashes, number=number), self.path)
-        commit_step(self.path, text, number)
+        commit_step(self.path, write_record(replace(whole, ranks=hashes, number=number), self.path), number)
         if self._keep is not None:
             remove_old(self.path, self._keep)
 

@@ -53,8 +53,7 @@ def choose_schedulers(
         numbers = {name: number for number, names in enumerate(entry.groups) for name in names}
         if own.keys().isdisjoint(numbers):
             continue
-        moved = len(entry.groups) != len(groups) or any(own.get(n, i) != i for n, i in numbers.items())
-        if moved:
+        if len(entry.groups) != len(groups) or any(own.get(n, i) != i for n, i in numbers.items()):
             others += 1
         else:
             alike.append((len(own.keys() & numbers.keys()), entry))

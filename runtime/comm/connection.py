@@ -155,8 +155,7 @@ def _join(
 
 def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     order = torch.tensor(mesh.ranks if mesh.ranks is not None else range(mesh.size), dtype=torch.int)
-    places = order.view(*mesh.axes.values())
-    return DeviceMesh(device_type, places, mesh_dim_names=mesh.torch_dims)
+    return DeviceMesh(device_type, order.view(*mesh.axes.values()), mesh_dim_names=mesh.torch_dims)
 
 
 def _compare(everyone: dist.ProcessGroup, program: str, device: torch.device) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / f"rank_{rank:05d}.jsonl").open("a", buffering=1)
+        self._file = (folder / f"rank_{rank:05d}.jsonl").open("a", buffering=1)
 
     def write(self, step: int, **fields: object) -> None:
         self._file.write(json.dumps({"time": time.time(), "step": step, **fields}) + "\n")

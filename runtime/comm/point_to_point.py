@@ -36,6 +36,7 @@ class Channel(Counted, ABC):
 
     def flush(self) -> None:
         """Wait until all posted tensors have left; for the end of a step."""
+        self.release(self.counts["send"])
 
 
 class ThreadChannel(Channel):
@@ -119,10 +120,6 @@ class ProcessChannel(Channel):
             require_work(dist.isend(x, self.destination, self.group)).wait()
         else:
             require_work(dist.irecv(x, self.source, self.group)).wait()
-
-    def flush(self) -> None:
-        while self._sent:
-            self._sent.popleft()[1].wait()
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:

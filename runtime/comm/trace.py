@@ -80,11 +80,9 @@ def _trace_events(
     for row in rows:
         for entry in row:
             stage, kind, microbatch = entry.action
+            category, thread = WORDS.get(kind, "send"), _thread(entry, len(rows))
             arguments = {"stage": stage, "microbatch": microbatch}
-            category = WORDS.get(kind, "send")
-            yield _span(
-                str(entry.action), category, entry.rank, _thread(entry, len(rows)), *entry[2:], arguments
-            )
+            yield _span(str(entry.action), category, entry.rank, thread, *entry[2:], arguments)
     for phase in phases:
         thread = {"weights": 0, "tensor": len(rows) + 2}.get(phase.name, len(rows) + 1)
         yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})

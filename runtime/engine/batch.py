@@ -77,8 +77,7 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
                 f"unexpected argument {name}{meant} The program was compiled for {', '.join(names)}: "
                 "leave it out, or compile with example_inputs that have it"
             )
-    missing = [name for name in names if given.get(name) is None]
-    if missing:
+    if missing := [name for name in names if given.get(name) is None]:
         labels = any(i.name in missing and i.ignore_index is not None for i in manifest.inputs)
         way = (
             "it computes the loss. Where the Trainer took it for a loss of its own (label_smoothing_factor, "

@@ -57,5 +57,4 @@ class BoundShape:
 
     def refresh(self, slices: Mapping[str, Tensor]) -> None:
         """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""
-        whole = {**slices, **self.slices}
-        refresh_constants(self.manifest, self._connection.rank, self._constants, whole)
+        refresh_constants(self.manifest, self._connection.rank, self._constants, {**slices, **self.slices})

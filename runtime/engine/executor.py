@@ -75,7 +75,6 @@ class StageRun:
         self._weights = weights
         self._inputs = inputs
         self._seeds = seeds
-        self._gradients = seeds is not None
         self._separated = False
         self._kept.clear()
         self.losses.clear()
@@ -88,7 +87,7 @@ class StageRun:
         self._randomness.sample = self._first_sample + microbatch * self._samples
         received = self.arrival.take(microbatch) if self.arrival is not None else ()
         begin = self._measured.stopwatch.mark()
-        if self._gradients:
+        if self._seeds is not None:
             for index in self._leaves:
                 received[index].requires_grad_()
         result = self._function(self._weights, *received, *self._inputs[microbatch])
@@ -101,7 +100,7 @@ class StageRun:
                 raise ValueError(f"the stage gave {len(outputs)} values, the next takes {self._num_sends}")
             self.departure.put(microbatch, [output.detach() for output in outputs])
             roots = self._roots
-        if self._gradients:
+        if self._seeds is not None:
             # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
             edges = [get_gradient_edge(outputs[i]) if outputs[i].requires_grad else None for i in roots]
             self._kept[microbatch] = [received[i] for i in self._leaves], edges
@@ -116,12 +115,8 @@ class StageRun:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
         begin = self._measured.stopwatch.mark()
-        edges = []
-        seeds = []
-        for edge, gradient in zip(roots, gradients, strict=True):
-            if edge is not None:
-                edges.append(edge)
-                seeds.append(gradient)
+        edges = [edge for edge in roots if edge is not None]
+        seeds = [seed for edge, seed in zip(roots, gradients, strict=True) if edge is not None]
         if edges:
             torch.autograd.backward(edges, seeds)
         departing = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
@@ -152,14 +147,10 @@ class Executor:
         self._connection = connection
         self._manifest = manifest
         self._device = connection.rank.device
-        pipeline = manifest.mesh.pipeline
         here = connection.rank.coordinates.pipeline
         self.stages = {
-            interface.index: StageRun(
-                manifest, connection.rank, interface, functions[interface.index], self.measured
-            )
-            for interface in manifest.stages
-            if interface.index % pipeline == here
+            stage.index: StageRun(manifest, connection.rank, stage, functions[stage.index], self.measured)
+            for stage in manifest.stages[here :: manifest.mesh.pipeline]
         }
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
@@ -193,10 +184,8 @@ class Executor:
         if lower is not None:
             lower.departure, lower.gradient_arrival = send(values, boundary, above), receive(gradients, above)
         if upper is not None:
-            upper.gradient_departure, upper.arrival = (
-                send(gradients, above, boundary),
-                receive(values, boundary),
-            )
+            upper.gradient_departure = send(gradients, above, boundary)
+            upper.arrival = receive(values, boundary)
 
     def _buffer(self, action: Action) -> Buffer | None:
         """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""

@@ -48,8 +48,10 @@ class GradientPlaceholders:
                     f"its own part of it: change it there (optimizer.param_groups), {LEAVE}"
                 )
         cleared = [name for name, parameter in self.parameters.items() if parameter.grad is None]
-        placed, accumulated = len(cleared) < len(self.parameters), self._is_accumulated()
-        if placed and self._own.grad is not None and not accumulated:
+        placed, grad = len(cleared) < len(self.parameters), self._own.grad
+        # Whether a backward left the gradient that the shard's part has.
+        accumulated = grad is not None and self._accumulated is not None and self._accumulated() is grad
+        if placed and grad is not None and not accumulated:
             raise ValueError(
                 f"the gradient of the part of {', '.join(self.parameters)} that a sharded optimizer steps was replaced "
                 f"by another tensor: change it in place (p.grad.div_, p.grad.copy_), {LEAVE}"
@@ -63,11 +65,6 @@ class GradientPlaceholders:
                 "learning rate of 0"
             )
         self._own.grad = None
-
-    def _is_accumulated(self) -> bool:
-        """Return whether a backward left the gradient that the shard's part has."""
-        grad = self._own.grad
-        return grad is not None and self._accumulated is not None and self._accumulated() is grad
 
     @leave_uncompiled
     def _prepare(self, _: Tensor) -> None:

@@ -6,9 +6,9 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -147,20 +147,13 @@ def _has_broken(result: object) -> bool:
 
 def _is_communicating() -> bool:
     """Return whether an operator is part of a message, whose values have not arrived yet, or are another rank's."""
-    return any(frame.f_code.co_filename in COMMUNICATION for frame in _list_frames())
+    return any(frame.f_code.co_filename in COMMUNICATION for frame, _ in walk_stack(sys._getframe()))
 
 
 def _source_line() -> str:
     """Return the line of the rank program that runs now, with its number; "" outside of it."""
-    for frame in _list_frames():
+    for frame, line in walk_stack(sys._getframe()):
         filename = frame.f_code.co_filename
         if PROGRAM.fullmatch(Path(filename).name):
-            return f", {filename}:{frame.f_lineno}: {linecache.getline(filename, frame.f_lineno).strip()}"
+            return f", {filename}:{line}: {linecache.getline(filename, line).strip()}"
     return ""
-
-
-def _list_frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

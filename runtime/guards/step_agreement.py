@@ -173,8 +173,7 @@ def describe_difference(mesh: Mesh, world: Group, batch: Batch, replica: int) ->
     Every rank of the mesh must call it.
     """
     ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank).data == replica]
-    own = torch.stack([hash_words(read_words(tensor)) for tensor in batch.values()])
-    table = gather_given(world, own)
+    table = gather_given(world, torch.stack([hash_words(read_words(tensor)) for tensor in batch.values()]))
     index = next(i for i in range(len(batch)) if len({table[rank][i] for rank in ranks}) > 1)
     name = list(batch)[index]
     others, like = find_others({rank: table[rank][index] for rank in ranks})

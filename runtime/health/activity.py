@@ -30,9 +30,8 @@ COLLECTIVE_CALLS = (
 )
 EVALUATION = len(COLLECTIVE_CALLS) + 1
 CALLED = ("a call in training", *COLLECTIVE_CALLS, "an evaluation")
-LATEST = (
-    12  # calls in a rank's history: each is one number, its place and its kind, since it is read at any time
-)
+# Calls in a rank's history: each is one number, its place and its kind, since it is read at any time.
+LATEST = 12
 CLEARED = (
     " (torch's clipping skips a rank whose gradients were cleared: clear them on every rank, or on none)"
 )
@@ -67,14 +66,11 @@ class Place(NamedTuple):
         if self.activity:
             return f"{self.activity} of step {self.step}"
         if self.collective:
-            return (
-                f"{COLLECTIVE_CALLS[self.collective - 1]} after step {self.step}, which every rank must call"
-            )
-        return (
-            f"the time between steps, after step {self.step}"
-            if self.step
-            else "the time before its first step"
-        )
+            name = COLLECTIVE_CALLS[self.collective - 1]
+            return f"{name} after step {self.step}, which every rank must call"
+        if self.step:
+            return f"the time between steps, after step {self.step}"
+        return "the time before its first step"
 
 
 class Position:

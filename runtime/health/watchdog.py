@@ -128,8 +128,7 @@ class Watchdog:
             self._resumed = now  # this process was stopped, and the others may have been too
         self._looked = now
         self._beat()
-        found = self._record.read()
-        return found or self._find_ended() or self._find_hanging(now)
+        return self._record.read() or self._find_ended() or self._find_hanging(now)
 
     def _find_ended(self) -> Failure | None:
         """Find a rank whose process ended in a call, before a call of this rank, or within its message."""
@@ -175,10 +174,8 @@ class Watchdog:
         return self._claim(rank, place, reason)
 
     def _claim(self, rank: int, place: Place, reason: str, trace: str = "") -> Failure:
-        slots = self._local.slots
-        places = {
-            str(r): str(read_place(slots(r))) for r in sorted({*self._local.processes, self._local.rank})
-        }
+        ranks = sorted({*self._local.processes, self._local.rank})
+        places = {str(r): str(read_place(self._local.slots(r))) for r in ranks}
         failure = Failure(
             rank,
             f"{place} ({self._stages(rank, place)})",

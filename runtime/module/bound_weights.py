@@ -68,10 +68,8 @@ class BoundWeights:
         Frozen ones too: a parameter that was frozen after its backward has a gradient, by which it is stepped.
         """
         sharded = {name for shard in self.shards for name in shard.names}
-        whole: dict[str | int, nn.Parameter] = {
-            name: p for name, p in self.watch.parameters.items() if name not in sharded
-        }
-        return {**whole, **{index: shard.own for index, shard in enumerate(self.shards)}}
+        parts = {index: shard.own for index, shard in enumerate(self.shards)}
+        return {name: p for name, p in self.watch.parameters.items() if name not in sharded} | parts
 
     def sharded(self) -> dict[int, Mapping[str, nn.Parameter]]:
         """Return the parameters of each shard by its position."""
@@ -213,5 +211,4 @@ class BoundWeights:
 
     def _read_buffers(self) -> list[tuple[int, int]]:
         """Return the identities of the buffers, and the counts of the writes into them."""
-        buffers = self.watch.buffers().values()
-        return [(id(b), 0 if b.is_inference() else b._version) for b in buffers]
+        return [(id(b), 0 if b.is_inference() else b._version) for b in self.watch.buffers().values()]

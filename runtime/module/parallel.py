@@ -80,9 +80,8 @@ class Parallel(BoundModule):
         narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
         }
-        register_slices(
-            self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in narrow.items()}}
-        )
+        wide = {name: x.to(torch.float32) for name, x in narrow.items()}
+        register_slices(self, manifest, {**slices, **wide})
         self.train(manifest.training)
         self._weights = BoundWeights(self, manifest, connection, self._shapes, narrow)
         self._runner = StepRunner(self._weights)

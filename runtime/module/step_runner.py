@@ -67,8 +67,7 @@ class StepRunner:
                 "taken for this one's: begin again in new processes, from the last checkpoint"
             )
         self.weights.check(module)
-        known = any(i.name == ITEMS for i in self._manifest.inputs)
-        given = None if known else kwargs.pop(ITEMS, None)
+        given = None if any(i.name == ITEMS for i in self._manifest.inputs) else kwargs.pop(ITEMS, None)
         number, batch = bind_batch(self._manifests, args, kwargs, self._rank.device)
         manifest = self._manifests[number]
         items = None if given is None else read_items(manifest, given, self._rank.device)

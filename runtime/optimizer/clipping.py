@@ -79,8 +79,7 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Ten
     if gradient is None:
         return
     for name, (inside, part) in shard.ranges().items():
-        parameter = manifest.parameters[name]
-        shape = parameter.local_shape(manifest.mesh.axes)
+        shape = manifest.parameters[name].local_shape(manifest.mesh.axes)
         counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
         for rows in _own_rows(manifest, rank, name, counted):
             rows.fill_(True)

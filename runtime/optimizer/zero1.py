@@ -46,8 +46,7 @@ class FlatShard:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the `tensors` of this shard's parameters in a padded row. ValueError where one is missing."""
-        missing = [name for name in self.names if name not in tensors]
-        if missing:
+        if missing := [name for name in self.names if name not in tensors]:
             raise ValueError(
                 f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
                 "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
@@ -73,10 +72,9 @@ class FlatShard:
 
         Also of those whose storage has moved, with all that shares it: torch.multiprocessing moves it to shared memory.
         """
-        views = self._views.items()
         return [
             name
-            for name, view in views
+            for name, view in self._views.items()
             if not parameters[name].is_set_to(view) or view.data_ptr() != self._addresses[name]
         ]
 
@@ -260,8 +258,7 @@ def lay_out_shards(
         made = []
         for bucket in own:
             shard = FlatShard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
-            found = {name: optimizer.state.get(parameters[name], {}) for name in bucket}
-            states = {name: state for name, state in found.items() if state}
+            states = {name: state for name in bucket if (state := optimizer.state.get(parameters[name]))}
             made.append((shard, join_states(shard, states)))
         layout.append(made)
     names = {parameter: name for name, parameter in parameters.items()}

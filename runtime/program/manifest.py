@@ -143,8 +143,7 @@ class Manifest:
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold parameter `name`, ascending; several when it is tied across stages."""
-        ranks = {s.index % self.mesh.pipeline for s in self.stages if name in s.parameters}
-        return tuple(sorted(ranks))
+        return tuple(sorted({s.index % self.mesh.pipeline for s in self.stages if name in s.parameters}))
 
     def homes(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that keep `name`: its owners, or without any the first, for checkpoints."""

@@ -49,8 +49,7 @@ def from_json(text: str, filename: str = "manifest.json") -> Manifest:
     found = fields.pop("format", None) if isinstance(fields, dict) else None
     if found != FORMAT:
         raise ValueError(f"{filename}: format is {found!r}, expected {FORMAT!r}; save the program again")
-    manifest = decode(Manifest, fields, filename)
-    assert isinstance(manifest, Manifest)
+    manifest: Manifest = decode(Manifest, fields, filename)
     return manifest
 
 
@@ -139,8 +138,7 @@ def _decode_mesh(table: dict[str, Any], place: str) -> Mesh:
 
 
 def _require(names: Iterable[str], table: dict[str, Any], place: str) -> None:
-    missing = [name for name in names if name not in table]
-    if missing:
+    if missing := [name for name in names if name not in table]:
         raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}; save it again")
 
 

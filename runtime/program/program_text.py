@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from traceback import walk_tb
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -52,8 +53,8 @@ def read_program(text: str, filename: str) -> ProgramText:
     try:
         exec(code, namespace)
     except Exception as error:
-        line = line_of(error, filename)
-        raise ValueError(f"{filename}:{line}: {type(error).__name__}: {error}") from error
+        place = f"{filename}:{line_of(error, filename)}"
+        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
     stages = {
         int(match[1]): value
         for name, value in namespace.items()
@@ -86,13 +87,9 @@ def compile_stages(program: ProgramText, backend: str) -> dict[int, Callable[...
 
 def line_of(error: BaseException, filename: str) -> int:
     """Return the line of `filename` that raised `error`, in its innermost frame there; 0 if it has none."""
-    line = 0
-    frame = error.__traceback__
-    while frame is not None:
-        if frame.tb_frame.f_code.co_filename == filename:
-            line = frame.tb_lineno
-        frame = frame.tb_next
-    return line
+    frames = walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == filename]
+    return lines[-1] if lines else 0
 
 
 def _compile(text: str, filename: str) -> CodeType:

@@ -204,12 +204,10 @@ def _add_transfers(orders: list[list[Action]], last: int) -> Schedule:
 
     One compute action ahead, so that it is already posted when the peer sends.
     """
-    p = len(orders)
-    if p == 1:  # every stage hands its value over on the spot
+    if len(orders) == 1:  # every stage hands its value over on the spot
         return (tuple(orders[0]),)
-    posts = _receive_slots(orders, last)
     schedule: list[tuple[Action, ...]] = []
-    for order, receives in zip(orders, posts, strict=True):
+    for order, receives in zip(orders, _receive_slots(orders, last), strict=True):
         actions: list[Action] = []
         for slot, action in enumerate(order):
             actions += receives.get(slot, ())

@@ -75,7 +75,6 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) -> None:
-    """Check one row by itself."""
     stages = range(rank, p * v, p)
     needs = {stage: {kind: _needed(stage, kind, p, p * v - 1) for kind in Kind} for stage in stages}
     done: set[Key] = set()

@@ -73,7 +73,7 @@ def format_schedule(actions: Sequence[Action]) -> str:
     steady = _find_runs(
         [sum(units[i : min(i + 2, stop)], ()) for i in range(start, min(stop, len(units)), 2)]
     )
-    cycle = _find_cycle(steady)
+    cycle = max(_cycles(steady), key=lambda cycle: cycle.covered)
     warm_up, cool_down = _find_runs(units[:start]), _find_runs(units[stop:])
     if cycle.times == 1 or 2 * cycle.covered < sum(run.times for run in steady):
         return _join_lines(("warm-up:", warm_up), ("steady:", steady), ("cool-down:", cool_down))
@@ -182,12 +182,8 @@ def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
     return runs
 
 
-def _find_cycle(runs: Sequence[_Run]) -> _Cycle:
-    """Find what covers most of the runs by coming again: a single run, or several neighbours."""
-    return max(_cycles(runs), key=lambda cycle: cycle.covered)
-
-
 def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
+    """Yield each single run, and each stretch of neighbours that come again, as a cycle."""
     for index, run in enumerate(runs):
         yield _Cycle(index, index + 1, (run._replace(times=1, step=0),), run.times, run.step)
     first = [run.actions[0].microbatch for run in runs]

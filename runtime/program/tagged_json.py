@@ -19,16 +19,8 @@ LONGEST_KEY = 10_000
 DTYPES = {
     name: getattr(torch, name)
     for name in (
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
+        *("float64", "float32", "float16", "bfloat16"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 }
 show = reprlib.repr  # short, whatever a file holds

@@ -39,8 +39,7 @@ def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
 
     Rows of padding are zero.
     """
-    shape = parameter.local_shape(rank.mesh.axes)
-    made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
+    made = torch.empty(parameter.local_shape(rank.mesh.axes), dtype=parameter.dtype, device=rank.device)
     flat, rows = made.view(-1), _find_rows(parameter, rank)
     chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
     for start in range(0, flat.numel(), chunk):

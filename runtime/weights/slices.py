@@ -278,8 +278,7 @@ def load_whole(
 ) -> None:
     """Write this rank's slices of a whole `state` into `slices`. ValueError where it does not fit."""
     names = saved_names(manifest)
-    unknown = sorted(set(state) - set(names) - set(manifest.aliases))
-    if unknown:
+    if unknown := sorted(set(state) - set(names) - set(manifest.aliases)):
         raise ValueError(
             f"{len(unknown)} names of the state are unknown to the compiled model: "
             f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
@@ -300,11 +299,8 @@ def load_whole(
 
 def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
-    gathered: dict[str, Tensor] = {}
-    for name in saved_names(manifest):
-        whole = gather_tensor(manifest, rank, slices, name)
-        if whole is not None:
-            gathered[name] = whole
+    found = {name: gather_tensor(manifest, rank, slices, name) for name in saved_names(manifest)}
+    gathered = {name: whole for name, whole in found.items() if whole is not None}
     if rank.number == 0:
         for alias, stored in manifest.aliases.items():
             gathered[alias] = gathered[stored]

@@ -108,11 +108,8 @@ class SlicedModule(BoundModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as on any module, with a warning unless it is a tensor or module: a layer's eps or p, say."""
         nn.Module.__setattr__(self, name, value)
-        if (
-            name[0] != "_"
-            and name not in ("training", "arrive")
-            and not isinstance(value, Tensor | nn.Module)
-        ):
+        internal = name[0] == "_" or name in ("training", "arrive")
+        if not internal and not isinstance(value, Tensor | nn.Module):
             warn_caller(UNREAD.format(name=name))
 
     def extra_repr(self) -> str:
@@ -132,8 +129,7 @@ def make_sliced_module(layer: str) -> nn.Module:
 def name_layers(model: nn.Module) -> dict[str, str]:
     """Return the names of the torch.nn classes of those modules of `model` that own parameters, by path."""
     modules = model.named_modules(remove_duplicate=False)
-    named = ((path, name_layer(module)) for path, module in modules if module._parameters)
-    return {path: layer for path, layer in named if layer}
+    return {path: layer for path, module in modules if module._parameters and (layer := name_layer(module))}
 
 
 def name_layer(module: nn.Module) -> str:
