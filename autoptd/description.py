@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def describe_program(
         num_model_chunks=len(program.stages) // program.mesh.pipeline,
         microbatch_size=min(sizes, default=1),
         inputs=describe_inputs(program),
-        stages=_interfaces(program),
+        stages=tuple(_interfaces(program)),
         parameters=parameters,
         aliases=program.aliases,
         output=program.output,
@@ -55,15 +55,13 @@ def describe_program(
     )
 
 
-def _interfaces(program: Program) -> tuple[StageInterface, ...]:
+def _interfaces(program: Program) -> Iterator[StageInterface]:
     """Read from the graphs what each stage receives; it sends what the next one receives."""
     received = boundaries(program)
     rows = zip(program.stages, received, (*received[1:], ()), strict=True)
-    interfaces = []
     for index, (stage, takes, gives) in enumerate(rows):
         inputs = tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input")
-        interfaces.append(StageInterface(index, takes, gives, inputs, tuple(stage.parameters)))
-    return tuple(interfaces)
+        yield StageInterface(index, takes, gives, inputs, tuple(stage.parameters))
 
 
 def write_title(name: str, parameters: Mapping[str, Parameter]) -> str:

@@ -17,9 +17,8 @@ from autoptd.runtime.program.manifest import Input, Manifest
 
 # Fields of the manifest that are equal for all shapes, besides inputs and parameters.
 COMMON = (
-    *("mesh", "schedule", "num_model_chunks", "num_microbatches", "scatter_gather"),
-    *("seed", "aliases", "output"),
-    *("arguments", "uninitialized", "scales_loss", "autocast"),
+    *("mesh", "schedule", "num_model_chunks", "num_microbatches", "scatter_gather", "seed"),
+    *("aliases", "output", "arguments", "uninitialized", "scales_loss", "autocast"),
 )
 
 
@@ -134,10 +133,9 @@ def rename_own(program: Program, number: int) -> Program:
     for node in (*graph.nodes, *constants.nodes):
         if node.op == "get_attr":
             node.target = names.get(str(node.target), node.target)
-    for node in constants.nodes:
-        if node.op == "output":
-            table: Any = node.args[0]
-            node.args = ({names.get(name, name): value for name, value in table.items()},)
+    for node in constants.find_nodes(op="output"):
+        table: Any = node.args[0]
+        node.args = ({names.get(name, name): value for name, value in table.items()},)
     parameters = {names.get(n, n): replace(p, name=names.get(n, n)) for n, p in stage.parameters.items()}
     buffers = {names.get(name, name): value for name, value in program.buffers.items()}
     renamed = replace(stage, graph=graph, parameters=parameters, constants=constants)

@@ -20,14 +20,12 @@ DROPPING = frozenset(
     ]
 )
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+MULTI_HEAD = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 # Attention: the names of its arguments, and the options that switch its dropout off.
 ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
     F.scaled_dot_product_attention: (SDPA, {"dropout_p": 0.0}),
     aten.scaled_dot_product_attention.default: (SDPA, {"dropout_p": 0.0}),
-    F.multi_head_attention_forward: (
-        tuple(inspect.signature(F.multi_head_attention_forward).parameters),
-        {"training": False},
-    ),
+    F.multi_head_attention_forward: (MULTI_HEAD, {"training": False}),
 }
 
 

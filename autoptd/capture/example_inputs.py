@@ -37,10 +37,7 @@ class Examples:
     @property
     def fixed(self) -> tuple[Fixed, ...]:
         """Return the arguments that are not tensors, for the manifest. Raises TypeError if it cannot hold one."""
-        return tuple(
-            Fixed(name, encode_value(value, f"example input {name!r}"))
-            for name, value in self.constants.items()
-        )
+        return tuple(Fixed(n, encode_value(v, f"example input {n!r}")) for n, v in self.constants.items())
 
 
 def read_examples(

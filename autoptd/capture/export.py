@@ -117,12 +117,11 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
     except DataDependentError as error:
         place, found = _describe(error.__cause__ or error, objective.captured)
         grouped = hasattr(objective.captured, "set_experts_implementation")
+        way = "; for a loop over experts, model.set_experts_implementation('batched_mm')" * grouped
         raise ValueError(
             f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
             f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
-            "instead of the branch; pass a module without that branch"
-            + "; for a loop over experts, model.set_experts_implementation('batched_mm')"
-            * grouped
+            f"instead of the branch; pass a module without that branch{way}"
         ) from error
     except Exception as error:
         place, found = _describe(error, objective.captured)
@@ -249,8 +248,7 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
 
 def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
-    specs = exported.graph_signature
-    inputs = [s.arg.name for s in specs.input_specs if s.kind is InputKind.USER_INPUT]
+    inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}

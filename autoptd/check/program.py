@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +97,6 @@ def check_program(
         raise ProgramError(str(error)) from None
 
 
-# The schedule
-
-
 def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]) -> None:
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     if len(manifest.stages) != p * v:
@@ -117,15 +114,11 @@ def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]
     for rank, actions in enumerate(schedule):
         found = peak_in_flight(actions)
         expected = peak_in_flight(compute_order(manifest.schedule, rank, p, m, v))
-        if found == expected:
-            continue
-        warn_caller(
-            f"the edited schedule of pipeline rank {rank} has up to {found} microbatches in flight, where "
-            f"{manifest.schedule} has {expected}: its memory grows with them"
-        )
-
-
-# Parameters
+        if found != expected:
+            warn_caller(
+                f"the edited schedule of pipeline rank {rank} has up to {found} microbatches in flight, where "
+                f"{manifest.schedule} has {expected}: its memory grows with them"
+            )
 
 
 def _check_axes(what: str, placement: Placement, mesh: Mesh) -> None:
@@ -174,9 +167,7 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
         if parameter != manifest.parameters[name]:
             difference = _describe_difference(parameter, manifest.parameters[name])
             raise ProgramError(f"{at}: {name} has {difference}; all owners of a parameter must agree")
-    for node in stage.graph.nodes:
-        if node.op != "get_attr":
-            continue
+    for node in stage.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name not in stage.parameters or name not in interface.parameters:
             reader = place(next(iter(node.users), node))
@@ -184,15 +175,9 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
                 f'{at}: {reader} reads p["{name}"], which the manifest does not list for this stage; add it there, or '
                 "compile again"
             )
-        parameter = stage.parameters[name]
+        parameter, source = stage.parameters[name], "its placement in the manifest says"
         expected = parameter.local_shape(manifest.mesh.axes)
-        _compare(
-            f'{at}: p["{name}"]',
-            node.meta["val"],
-            expected,
-            parameter.dtype,
-            "its placement in the manifest says",
-        )
+        _compare(f'{at}: p["{name}"]', node.meta["val"], expected, parameter.dtype, source)
     made = _constants(stage.constants)
     for name in interface.parameters:
         if manifest.parameters[name].kind == "constant" and name not in made:
@@ -202,8 +187,7 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
 
 def _constants(graph: fx.Graph) -> Mapping[str, Any]:
     """Return the values that ``constants(p)`` makes."""
-    outputs = [node for node in graph.nodes if node.op == "output"]
-    table: Any = outputs[0].args[0] if outputs else {}
+    table: Any = next((node.args[0] for node in graph.find_nodes(op="output")), {})
     return table if isinstance(table, Mapping) else {}
 
 
@@ -211,9 +195,6 @@ def _describe_difference(found: Parameter, expected: Parameter) -> str:
     names = ("shape", "dtype", "kind", "requires_grad", "placement", "name")
     name = next(name for name in names if getattr(found, name) != getattr(expected, name))
     return f"{name} {getattr(found, name)}, the manifest's {getattr(expected, name)}"
-
-
-# What a stage takes and gives
 
 
 def _check_arguments(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
@@ -260,9 +241,9 @@ def _names(boundaries: Sequence[Boundary]) -> str:
 
 def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
     at = f"stage {interface.index}"
-    last = interface.index == len(manifest.stages) - 1
-    results = list(_results(stage.graph))
-    if last:
+    output: Any = stage.graph.output_node().args[0]
+    results = list(output) if isinstance(output, (tuple, list)) else [output]
+    if interface.index == len(manifest.stages) - 1:
         if interface.sends:
             raise ProgramError(f"{at} is the last and sends {_names(interface.sends)} to nowhere")
         value = results[0].meta["val"] if len(results) == 1 else None
@@ -280,11 +261,6 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
     for node, boundary in zip(results, interface.sends, strict=True):
         wanted = f"stage {interface.index + 1} takes {boundary.name} as"
         _compare(f"{at}: {place(node)}", node.meta["val"], boundary.shape, boundary.dtype, wanted)
-
-
-def _results(graph: fx.Graph) -> Iterator[fx.Node]:
-    (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
-    yield from output if isinstance(output, (tuple, list)) else (output,)
 
 
 def _compare(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype, source: str) -> None:

@@ -42,11 +42,11 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
         return ()
     rules = read_rules(dict(manifest.rules))
     walks: list[StageWalk] = []
-    arriving: list[Arriving] = []
+    arriving: list[tuple[Found, bool]] = []  # whether the sender can use the gradient
     for index, stage in enumerate(stages):
         walk = StageWalk(index, stage, rules)
         walk.forward(arriving, manifest.stages[index].sends, tensor)
-        arriving = [Arriving(walk.placements[n], n in walk.differentiable) for n in walk.outputs]
+        arriving = [(walk.placements[n], n in walk.differentiable) for n in walk.outputs]
         walks.append(walk)
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
@@ -78,18 +78,7 @@ def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
 def _is_lost(found: Found) -> bool:
     """Whether a placement says too little to prove more from it."""
     several = found if isinstance(found, tuple) else (found,)
-    return any(
-        placement == UNKNOWN or (isinstance(placement, Shard) and placement.dim is None)
-        for placement in several
-    )
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """A value that a stage receives: its placement, and whether the sender can use its gradient."""
-
-    placement: Found
-    differentiable: bool
+    return any(p == UNKNOWN or (isinstance(p, Shard) and p.dim is None) for p in several)
 
 
 @dataclass
@@ -107,7 +96,7 @@ class StageWalk:
     # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
     terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
-    def forward(self, arriving: Sequence[Arriving], sends: Sequence[Boundary], tensor: int) -> None:
+    def forward(self, arriving: Sequence[tuple[Found, bool]], sends: Sequence[Boundary], tensor: int) -> None:
         received = iter(arriving)
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
@@ -126,9 +115,8 @@ class StageWalk:
             elif node.op == "placeholder":
                 self.placements[node] = WHOLE
                 if info(node).role == "boundary":
-                    value = next(received)
-                    self.placements[node] = value.placement
-                    if value.differentiable:
+                    self.placements[node], differentiable = next(received)
+                    if differentiable:
                         self.differentiable.add(node)
             else:
                 results: Any = node.args[0]
@@ -157,25 +145,18 @@ class StageWalk:
     def _check_outputs(self, sends: Sequence[Boundary]) -> None:
         if not sends:
             (loss,) = self.outputs
-            self._require(
-                loss,
-                self.placements[loss] in (WHOLE, UNKNOWN),
-                "is the loss",
-                "a whole one, equal on all ranks",
-            )
-        for value, boundary in zip(self.outputs, sends, strict=True) if sends else ():
+            whole = self.placements[loss] in (WHOLE, UNKNOWN)
+            self._require(loss, whole, "is the loss", "a whole one, equal on all ranks")
+            return
+        for value, boundary in zip(self.outputs, sends, strict=True):
             placement = self.placements[value]
             right: tuple[type, ...] = (Replicate, Unknown)
             right += (Shard,) * boundary.placement.is_divided
             expected = "a whole value, or a placement in the manifest's boundary that divides it"
             if isinstance(placement, Partial):
                 expected = f"collectives.reduce_from_tensor(rank, {value}) before it is sent"
-            self._require(
-                value,
-                isinstance(placement, right),
-                f"is sent to stage {self.index + 1} as {boundary.name}",
-                expected,
-            )
+            use = f"is sent to stage {self.index + 1} as {boundary.name}"
+            self._require(value, isinstance(placement, right), use, expected)
 
     def _require(self, node: fx.Node, right: bool, use: str, expected: str) -> None:
         if not right:
@@ -184,8 +165,6 @@ class StageWalk:
             raise PlacementError(
                 f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}"
             )
-
-    # Gradients
 
     def backward(
         self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]

@@ -68,9 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return found.code
 
 
-# Commands
-
-
 class Outcome(NamedTuple):
     """The result of a command: as JSON, as a function that prints it, and the exit code."""
 
@@ -123,10 +120,8 @@ def _verify(args: argparse.Namespace) -> Outcome:
         check_memory(program.manifest)  # before the whole model takes some of it
         model = make_model(args.model, "cpu")
     report = program.verify(model=model, weights="random", seed=args.seed or 0)
-    lines = str(report).splitlines()
-    return Outcome(
-        _describe_verified(report), lambda console: print_lines(console, lines), int(not report.passed)
-    )
+    found, lines = _describe_verified(report), str(report).splitlines()
+    return Outcome(found, lambda console: print_lines(console, lines), int(not report.passed))
 
 
 def _describe_verified(report: Report) -> dict[str, Any]:
@@ -200,9 +195,6 @@ def _describe_simulation(simulation: Simulation) -> dict[str, object]:
 def _finite(number: float) -> float | None:
     """Return None for nan and infinity, which JSON does not have."""
     return number if math.isfinite(number) else None
-
-
-# Arguments
 
 
 def _read_mesh(text: str) -> str | tuple[int, ...]:

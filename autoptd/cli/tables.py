@@ -58,10 +58,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     _print_table(console, ("", ""), numbers)
     console.print(f"pipeline rank {simulation.critical_rank}, which works most")
     step = simulation.step_seconds
-    spent = [
-        (name, format_seconds(seconds), f"{seconds / step:.1%}")
-        for name, seconds in simulation.breakdown.items()
-    ]
+    spent = [(n, format_seconds(s), f"{s / step:.1%}") for n, s in simulation.breakdown.items()]
     _print_table(console, ("kind", "time", "of the step"), spent)
     _print_memory(console, simulation)
 

@@ -50,8 +50,7 @@ def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if known is None or len(args) > len(known):
         return tuple(args), dict(kwargs)
     rest = dict(kwargs)
-    names = [name for name, _ in known]
-    last = max((index for index, name in enumerate(names) if name in rest), default=-1)
+    last = max((index for index, (name, _) in enumerate(known) if name in rest), default=-1)
     spread = list(args)
     for name, default in known[len(args) : last + 1]:
         if name not in rest and default is _REQUIRED:

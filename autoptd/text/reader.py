@@ -123,9 +123,11 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
 
 def _trace_constants(
     program: ProgramText, manifest: Manifest, propagation: Propagation, buffers: Mapping[str, Tensor]
-) -> fx.Graph | None:
+) -> fx.Graph:
     if program.constants is None:
-        return None
+        graph = fx.Graph()
+        graph.output({})
+        return graph
     tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
     tensors |= {n: _meta(p.shape, p.dtype) for n, p in manifest.parameters.items() if p.kind != "constant"}
     recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
@@ -136,15 +138,12 @@ def _trace_constants(
     return graph
 
 
-def _select(constants: fx.Graph | None, parameters: Mapping[str, Parameter]) -> fx.Graph:
+def _select(constants: fx.Graph, parameters: Mapping[str, Parameter]) -> fx.Graph:
     """Return the part of a rank's constants that one stage uses."""
-    graph = fx.Graph() if constants is None else copy_graph(constants)
-    if constants is None:
-        graph.output({})
-    else:
-        table: Any = graph.output_node().args[0]
-        graph.output_node().args = ({n: value for n, value in table.items() if n in parameters},)
-        graph.eliminate_dead_code()
+    graph = copy_graph(constants)
+    table: Any = graph.output_node().args[0]
+    graph.output_node().args = ({n: value for n, value in table.items() if n in parameters},)
+    graph.eliminate_dead_code()
     return graph
 
 

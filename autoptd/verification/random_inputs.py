@@ -55,9 +55,8 @@ def draw_weights(
             found[name] = whole.detach().to("cpu", promote(whole.dtype))
     if missing:
         way = "weights= with them" if weights == "random" else "weights='random', or weights= with them"
-        named = ", ".join(missing[:5])
         raise ValueError(
-            f"{len(missing)} tensors are on the meta device and have no values ({named}): pass {way}"
+            f"{len(missing)} tensors are on the meta device and have no values ({', '.join(missing[:5])}): pass {way}"
         )
     return found
 

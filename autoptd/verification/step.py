@@ -25,9 +25,8 @@ from autoptd.runtime.engine.batch import find_loss
 from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.weights.slices import check_proved
-from autoptd.text.reader import text_filename, trace_program
+from autoptd.text.reader import read_texts, trace_program
 from autoptd.verification.float64 import Promotion, promote
 from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
@@ -112,9 +111,6 @@ def available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-# The program
-
-
 def widen(manifest: Manifest) -> Manifest:
     """Return the manifest with float64 for every floating dtype."""
 
@@ -134,7 +130,7 @@ def _run_ranks(
     texts: Sequence[str], manifest: Manifest, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor]
 ) -> list[StepResult]:
     """Return every rank's step by global rank, run from the functions and the schedule of the texts."""
-    programs = [read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts)]
+    programs = read_texts(texts, manifest)
     schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
@@ -143,9 +139,8 @@ def _run_ranks(
         with Promotion() as promotion:
             program = programs[at.pipeline]
             constants = program.constants or (lambda p: {})
-            parallel = Parallel(
-                connection, ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
-            )
+            functions = ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
+            parallel = Parallel(connection, functions)
             parallel.eval()
             replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
             loss = find_loss(manifest.output, parallel(**replica))
@@ -159,9 +154,6 @@ def _run_ranks(
             return run_threads(manifest, step)
     finally:
         torch.set_num_threads(cores)
-
-
-# The plain model
 
 
 @contextmanager
@@ -208,8 +200,7 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
             "without autocast, which does not cast float64"
         )
-    nodes = [node for stage in program.stages for node in stage.graph.nodes]
-    if any(_drops(node) for node in nodes):
+    if any(_drops(node) for stage in program.stages for node in stage.graph.nodes):
         yield "dropout was off in both; its masks have their own tests"
 
 

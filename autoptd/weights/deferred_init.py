@@ -179,8 +179,7 @@ def _compare(model: nn.Module, twin: nn.Module, arguments: Mapping[str, object])
         kept = vars(twin).get(name)
         if kept is not value and (not isinstance(value, _PLAIN) or kept != value):
             raise UnknownError(f"{kind}.__init__ does not keep its argument {name} in self.{name} as it is")
-    pairs = itertools.zip_longest(_list_structure(model), _list_structure(twin))
-    for own, other in pairs:
+    for own, other in itertools.zip_longest(_list_structure(model), _list_structure(twin)):
         if own != other:
             raise UnknownError(f"{kind}({', '.join(arguments)}) builds another model: {other}, not {own}")
     _compare_versions(model, twin)
@@ -223,10 +222,8 @@ def _check_constructors(model: nn.Module, why: str) -> None:
         kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
     )
     for kind in kinds:
-        if not _is_torchs(kind) and "__init__" in vars(kind):
-            line = _find_more(kind)
-            if line:
-                raise UnknownError(f"{why}, and {kind.__qualname__}.__init__ may write parameters: {line}")
+        if not _is_torchs(kind) and "__init__" in vars(kind) and (line := _find_more(kind)):
+            raise UnknownError(f"{why}, and {kind.__qualname__}.__init__ may write parameters: {line}")
 
 
 def _find_more(kind: type) -> str:
