@@ -190,8 +190,7 @@ def _check_names(
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"example_inputs names {name!r}, forward takes {', '.join(forward)}{hint}")
     required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    both = [name for name in targets if name in required]
-    if both:
+    if both := [name for name in targets if name in required]:
         raise ValueError(f"loss_fn and forward both take {both[0]}: rename the argument of loss_fn")
     missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
     if missing:

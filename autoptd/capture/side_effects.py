@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -22,7 +23,6 @@ from autoptd.runtime.user_warnings import warn_caller
 MOST = 256  # entries of what is looked into: data sets have more
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, tuple)
 _TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
-_REGISTERING = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class SideEffectError(ValueError):
@@ -107,13 +107,8 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
 @contextmanager
 def refuse_new_hooks() -> Iterator[None]:
     """Raise SideEffectError if a forward in this block registers a hook on a gradient."""
-    for register in _REGISTERING:
-        setattr(Tensor, register.__name__, _refuse_hook)
-    try:
+    with patch.multiple(Tensor, register_hook=_refuse_hook, register_post_accumulate_grad_hook=_refuse_hook):
         yield
-    finally:
-        for register in _REGISTERING:
-            setattr(Tensor, register.__name__, register)
 
 
 def _refuse_hook(*_: object, **__: object) -> NoReturn:
@@ -133,8 +128,7 @@ def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of Python's generator, numpy's if in use, and those in `held`."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
     kinds: tuple[Any, ...] = (random.Random,)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy.random"] = pickle.dumps(numpy.random.get_state(legacy=False))
         kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
     return states | {f"the model's {place}": pickle.dumps(x) for place, x in held.items() if type(x) in kinds}

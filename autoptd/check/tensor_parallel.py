@@ -125,9 +125,7 @@ class StageWalk:
 
     def _note_uncovered(self, node: fx.Node) -> None:
         """Say where a divided value's dimension gets lost: behind it the proof knows less, or nothing."""
-        if not _is_lost(self.placements[node]) or any(
-            _is_lost(self.placements[n]) for n in node.all_input_nodes
-        ):
+        if [n for n in (node, *node.all_input_nodes) if _is_lost(self.placements[n])] != [node]:
             return
         what = (
             "makes of a divided value what the proof has no rule for"

@@ -190,8 +190,7 @@ def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[N
 
 
 def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> Iterator[str]:
-    whole = [i.name for i in manifest.inputs if i.batch_dim is None]
-    if whole:
+    if whole := [i.name for i in manifest.inputs if i.batch_dim is None]:
         yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
     if plain or promoted:
         yield f"casts to fewer bits were promoted to float64: {plain} in the plain model, {promoted} in all ranks"

@@ -197,8 +197,7 @@ def _list_structure(model: nn.Module) -> Iterator[str]:
 def _compare_versions(model: nn.Module, twin: nn.Module) -> None:
     """Raise UnknownError if a parameter of `model` was written more often than its initialisation writes it."""
     for name, parameter in twin.named_parameters():
-        extra = model.get_parameter(name)._version - parameter._version
-        if extra > 0:
+        if (extra := model.get_parameter(name)._version - parameter._version) > 0:
             raise UnknownError(f"{name} was written {extra} times more, after the model was built")
 
 

@@ -14,7 +14,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import erf, prod, sqrt
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -60,7 +60,7 @@ class Content:
     stride: tuple[int, ...]
     offset: int
     storage: StorageWeakRef  # keeps its number from being used again
-    written: list[Written] = field(default_factory=list)
+    written: list[Written]
     problem: str = ""
 
 
@@ -197,9 +197,8 @@ class Writes(TorchDispatchMode):
 
     def _hold(self, tensor: Tensor, written: list[Written]) -> None:
         storage = StorageWeakRef(tensor.untyped_storage())
-        self._contents[storage.cdata] = Content(
-            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage, written
-        )
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        self._contents[storage.cdata] = Content(*place, storage, written)
 
     def _find(self, tensor: Tensor) -> Content | None:
         if tensor.layout is not torch.strided:

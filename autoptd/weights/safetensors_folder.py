@@ -45,8 +45,7 @@ class SafetensorsFolder(Stored):
                     )
                 self._places[own], self._shapes[own], self._dtypes[own] = (file, name), shape, dtype
         found = {name for _, name in self._places.values()}
-        lost = [name for name in index or {} if name not in found]
-        if lost:
+        if lost := [name for name in index or {} if name not in found]:
             raise ValueError(
                 f"{path / INDEX} says that {len(lost)} tensors are in files that do not have them ({lost[0]} in "
                 f"{(index or {})[lost[0]]}): the folder is damaged, or half of another model's; write it again"
@@ -117,8 +116,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
     if index is not None:
         files = [path / file for file in sorted(set(index.values()))]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
+        if missing := [file.name for file in files if not file.exists()]:
             raise ValueError(
                 f"{path} lacks {len(missing)} of the {len(files)} files of its {INDEX}: {', '.join(missing[:5])}; "
                 "fetch them, or write the folder again"
