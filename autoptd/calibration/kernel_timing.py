@@ -186,15 +186,12 @@ def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) 
     """
     m, n, k = shape
     size = dtype.itemsize * (m * k + n * k + m * n)
-    turns = itertools.cycle(
-        [
-            [
-                torch.randn(rows, columns, device=timer.device).to(dtype)
-                for rows, columns in 2 * ((m, k), (n, k), (m, n))
-            ]
-            for _ in range(ceil(STEP_BYTES / size / 2))
-        ]
-    )
+
+    def make() -> list[Tensor]:
+        sizes = 2 * ((m, k), (n, k), (m, n))
+        return [torch.randn(*own, device=timer.device).to(dtype) for own in sizes]
+
+    turns = itertools.cycle([make() for _ in range(ceil(STEP_BYTES / size / 2))])
 
     kinds: tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], ...] = (
         lambda x, w, g, dx, dw, y: (x, w.t(), y),

@@ -233,10 +233,8 @@ class Estimator:
         with Watch("plan") as watch:
             watch.say("finish uncut")
             fused_order = FusedOrder(divided, finishing)
-        precision, mesh = (
-            Precision.of(divided.stages, self._dtype),
-            Mesh(tensor, 1, self._world_size // tensor),
-        )
+        precision = Precision.of(divided.stages, self._dtype)
+        mesh = Mesh(tensor, 1, self._world_size // tensor)
         durations = Durations(self.cluster, mesh, precision, self.training.overlap_tensor)
         return LayerCosts(fused_order, self._short[1], durations)
 

@@ -22,14 +22,7 @@ from autoptd.planning.plan import Candidate
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.schedule import Schedule
-from autoptd.simulate.stage_times import (
-    StageTimes,
-    WorkTimes,
-    add_up,
-    divide_work,
-    time_stage,
-    time_stages,
-)
+from autoptd.simulate.stage_times import StageTimes, WorkTimes, add_up, divide_work, time_stage, time_stages
 from autoptd.simulate.step import Simulation, Training, action_times
 
 UNKNOWN = "the estimate needs the model, which a loaded program does not have"

@@ -50,8 +50,7 @@ def write_page(
         "data": _pack(_drawing(program, simulation)),
         "texts": _pack(list(texts)),
     }
-    template = TEMPLATE.read_text(encoding="utf-8")
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], TEMPLATE.read_text(encoding="utf-8"))
     Path(path).write_text(page, encoding="utf-8", newline="\n")
 
 
@@ -111,9 +110,8 @@ def _communication(program: Overview) -> Iterator[str]:
 
 def _stage_row(stage: StageOverview) -> str:
     names = "".join(f"<td>{escape(path)}</td>" for path in (stage.first, stage.last))
-    sends = [
-        format_bytes(size) if stage.sent_bytes else "" for size in (stage.sent_bytes, stage.unscattered_bytes)
-    ]
+    sizes = (stage.sent_bytes, stage.unscattered_bytes)
+    sends = [format_bytes(size) if stage.sent_bytes else "" for size in sizes]
     numbers = [f"{stage.parameters:,}", f"{stage.flops / 1e9:,.4g}", *sends]
     return f"<tr>{_numbers([stage.index, stage.pipeline_rank])}{names}{_numbers(numbers)}</tr>\n"
 
@@ -146,9 +144,7 @@ def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
 def _row(row: Sequence[TimelineEntry], num_ranks: int, tick: float) -> dict[str, list[int]]:
     """Return one rank's forwards and backwards in columns: `box_code`, microbatch, gap, length."""
     boxes = [entry for entry in row if entry.action.kind.computes]
-    begins, ends = (
-        [round(at / tick) for at in times] for times in zip(*(box[2:] for box in boxes), strict=True)
-    )
+    begins, ends = [round(box.start / tick) for box in boxes], [round(box.end / tick) for box in boxes]
     return {
         "code": [box_code(box.action, num_ranks) for box in boxes],
         "microbatch": [box.action.microbatch for box in boxes],

@@ -154,8 +154,7 @@ def trace_memory(
     """
     ends = last_gradients(actions)
     computed = (entry for entry in entries if entry.action.kind.computes)
-    activations = buffers = 0.0
-    now = 0.0
+    activations = buffers = now = 0.0
     for position, (stage, kind, _) in enumerate(actions):
         own = times[stage]
         if kind.receives:

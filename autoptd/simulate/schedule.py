@@ -56,11 +56,9 @@ def simulate_schedule(
             raise ValueError(f"{keyword}={seconds!r}: expected a finite time of 0 seconds or more")
     if forward_seconds == backward_seconds == 0:
         raise ValueError("forward_seconds and backward_seconds are both 0: expected some computation")
-    exact = [Fraction(seconds) for seconds in given.values()]
-    second = v * math.lcm(*(seconds.denominator for seconds in exact))  # in whole ticks
-    forward, backward, transfer = (
-        int(seconds * second) for seconds in (exact[0] / v, exact[1] / v, exact[2])
-    )
+    exact = [Fraction(forward_seconds) / v, Fraction(backward_seconds) / v, Fraction(transfer_seconds)]
+    second = math.lcm(*(seconds.denominator for seconds in exact))  # in whole ticks
+    forward, backward, transfer = (int(seconds * second) for seconds in exact)
     kinds = (*COMPUTING, *(kind.send for kind in COMPUTING))
     taken = dict(zip(kinds, (forward, backward, transfer, transfer), strict=True))
     times = ActionTimes({kind: [time] * (p * v) for kind, time in taken.items()})

@@ -93,12 +93,7 @@ class Training:
     wide_gradients: bool = True
 
     def __post_init__(self) -> None:
-        check_flags(
-            overlap_transfers=self.overlap_transfers,
-            overlap_data=self.overlap_data,
-            overlap_tensor=self.overlap_tensor,
-            wide_gradients=self.wide_gradients,
-        )
+        check_flags(**{name: value for name, value in vars(self).items() if name != "zero"})
         if type(self.zero) is not int or self.zero not in (0, 1):
             raise ValueError(f"zero={self.zero!r}: expected 0 or 1 (ZeRO's first stage)")
 
@@ -120,8 +115,7 @@ def simulate_program(
     precision = Precision.of(stages, dtype)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
     manifest = freeze_idle(manifest, stages)
-    order = walking_order(schedule)
-    return simulate_times(manifest, times, schedule, order, cluster, precision, training)
+    return simulate_times(manifest, times, schedule, walking_order(schedule), cluster, precision, training)
 
 
 def simulate_times(

@@ -74,7 +74,7 @@ class Cost:
         works: dict[Hashable, tuple[Line, ...]] = {}
         named: set[str] = set()
         self._bills = [_Bill(stage, manifest, works, named, symbols) for stage in stages]
-        self.stages = tuple(_total([bill.lines]) for bill in self._bills)
+        self.stages = tuple(_total(bill.lines) for bill in self._bills)
         self.layers: dict[sympy.Symbol, Amounts] = {}
         self._functions: dict[sympy.Expr, tuple[Callable[..., int], ...]] = {}
         self._find_layers()
@@ -89,17 +89,15 @@ class Cost:
             name = symbol(f"l{stack + 1}" if stack else "l")
             self.values[name] = len(own)
             once = {frozenset(counted.items()): counted for counted in own}
-            known = {key: _total([counted]) for key, counted in once.items()}
+            known = {key: _total(counted) for key, counted in once.items()}
             totals = [known[frozenset(counted.items())] for counted in own]
-            names = (field.name for field in fields(Amounts))
-            self.layers[name] = Amounts(
-                **{n: _typical([getattr(layer, n) for layer in totals]) for n in names}
-            )
+            rows = {f.name: [getattr(layer, f.name) for layer in totals] for f in fields(Amounts)}
+            self.layers[name] = Amounts(**{n: _typical(amounts) for n, amounts in rows.items()})
 
     @cached_property
     def model(self) -> Amounts:
         """Sum over all stages, with the number of layers as a symbol."""
-        whole = _total([bill.lines for bill in self._bills])
+        whole = _total(sum((bill.lines for bill in self._bills), Counter()))
         sums = {field.name: getattr(whole, field.name) for field in fields(whole)}
         for count, layer in self.layers.items():
             for name in sums:
@@ -114,20 +112,17 @@ class Cost:
     @cached_property
     def flops(self) -> sympy.Expr:
         """FLOPs of the products of one step on all ranks (SC21 equation 3)."""
-        return sympy.expand(self._everywhere(self.model.flops))
+        return self._everywhere(self.model.flops)
 
     @cached_property
     def dropped(self) -> Mapping[str, sympy.Expr]:
         """FLOPs of one step on all ranks that equation 3 leaves out."""
-        return {
-            name: sympy.expand(self._everywhere(getattr(self.model, name)))
-            for name in ("elementwise", "scores_again")
-        }
+        return {n: self._everywhere(getattr(self.model, n)) for n in ("elementwise", "scores_again")}
 
-    def _everywhere(self, amount: Number) -> Number:
+    def _everywhere(self, amount: Number) -> sympy.Expr:
         size = self.manifest.mesh.tensor  # of a loaded program, whose sizes no other t would divide
         tensor = symbol("t") if self._symbols and size > 1 else size
-        return amount * tensor * symbol("m") * symbol("d")
+        return sympy.expand(amount * tensor * symbol("m") * symbol("d"))
 
     def evaluate(self, expression: sympy.Expr, **sizes: int) -> int | float:
         """Evaluate an expression at the program's own sizes, or at `sizes` given by their symbols.
@@ -143,9 +138,7 @@ class Cost:
         if expression not in self._functions:
             halves = sympy.fraction(sympy.together(expression))  # whole numbers: nothing is rounded
             self._functions[expression] = tuple(sympy.lambdify(tuple(self.values), half) for half in halves)
-        above, below = (
-            function(*map(values.__getitem__, self.values)) for function in self._functions[expression]
-        )
+        above, below = (function(*values.values()) for function in self._functions[expression])
         found = Fraction(above, below)
         return int(found) if found.denominator == 1 else float(found)
 
@@ -240,11 +233,10 @@ def _typical(amounts: Sequence[Number]) -> Number:
     return common if times * 2 > len(amounts) else sympy.expand(sympy.Add(*amounts) / len(amounts))
 
 
-def _total(counted: Iterable[Counter[Line]]) -> Amounts:
+def _total(counted: Counter[Line]) -> Amounts:
     sums: dict[str, list[Number]] = {}
-    for counter in counted:
-        for (name, amount), times in counter.items():
-            sums.setdefault(name, []).append(times * amount)
+    for (name, amount), times in counted.items():
+        sums.setdefault(name, []).append(times * amount)
     return Amounts(**{name: sympy.expand(sympy.Add(*terms)) for name, terms in sums.items()})
 
 
@@ -264,18 +256,15 @@ ROWS = {
 
 
 def _write_table(cost: Cost) -> Iterator[str]:
-    sizes = ", ".join(f"{name} {size:,}" for name, size in sorted(cost.values.items(), key=str))
-    yield f"sizes: {sizes}"
+    yield "sizes: " + ", ".join(f"{name} {size:,}" for name, size in sorted(cost.values.items(), key=str))
     yield f"parameters of the model: {_write(cost, cost.parameters)}"
     yield f"FLOPs of a step, products on all ranks: {_write(cost, cost.flops)}"
     for name, amount in cost.dropped.items():
         yield f"besides, {ROWS[name].removeprefix('FLOPs ')}: {_write(cost, amount)}"
     yield ""
     yield "of one tensor rank and one microbatch:"
-    columns = {
-        **{f"one of {count} layers": layer for count, layer in cost.layers.items()},
-        "model": cost.model,
-    }
+    columns = {f"one of {count} layers": layer for count, layer in cost.layers.items()}
+    columns["model"] = cost.model
     width = max(map(len, ROWS.values()))
     for title, amounts in columns.items():
         yield f"  {title}"

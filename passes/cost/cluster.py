@@ -168,10 +168,9 @@ class Cluster:
         file = Path(path)
         if file.suffix != ".toml":
             raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
+        text = "".join(f"{line}\n" for line in write_tables(self, source, others or {}))
         try:
-            file.write_text(
-                "".join(f"{line}\n" for line in write_tables(self, source, others or {})), "utf-8"
-            )
+            file.write_text(text, "utf-8")
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
 

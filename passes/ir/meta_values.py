@@ -41,8 +41,7 @@ class Propagation:
         arguments = shaping_arguments(node), tuple(sorted(node.kwargs.items()))
         key = (node.target, self._key(arguments))
         if key not in self.known:
-            args = fx.node.map_arg(node.args, self._value)
-            kwargs = fx.node.map_arg(node.kwargs, self._value)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
             with torch.no_grad():
                 self.known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self.known[key]

@@ -33,10 +33,9 @@ def find_copies(graph: fx.Graph, strides: Strides) -> dict[fx.Node, int]:
             continue
         value = strides.visit(node)
         rule = rules_of(node).copies
-        if rule is not None:
-            copied = rule([strides.values.get(n) for n in node.args if isinstance(n, fx.Node)], value)
-            if copied:
-                found[node] = copied
+        given = [strides.values.get(n) for n in node.args if isinstance(n, fx.Node)]
+        if rule is not None and (copied := rule(given, value)):
+            found[node] = copied
     return found
 
 

@@ -63,10 +63,8 @@ def _chain(split: fx.Node) -> list[fx.Node]:
     last = cut.dim == len(shape_of(split.args[0])) - 1  # type: ignore[arg-type]
     if not chain or not last or len(set(cut.lengths)) > 1 or len(cut.lengths) < 2:
         return []
-    plain = not source.kwargs and (
-        source.target is aten.linear.default
-        or (source.target is aten.addmm.default and len(shape_of(source.args[0])) == 1)
-    )
+    adds = source.target is aten.addmm.default and len(shape_of(source.args[0])) == 1
+    plain = not source.kwargs and (source.target is aten.linear.default or adds)
     heads = all(any(_is_heads(user) for user in piece.users) for piece in split.users)
     return chain if plain and heads else []
 
@@ -101,7 +99,6 @@ def _unpack(
     arguments: Any = (product.x, product.weight, product.bias, sections, *options)
     made = write(kernels.split_linear, fx.map_arg(arguments, values.__getitem__), linear)
     for view in reshaped:
-        made = write(
-            view.target, (made, [sections, *shape_of(view)[:-1], shape_of(view)[-1] // sections]), view
-        )
+        *rows, width = shape_of(view)
+        made = write(view.target, (made, [sections, *rows, width // sections]), view)
     return write(aten.unbind.int, (made, 0), split)

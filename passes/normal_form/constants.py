@@ -47,9 +47,7 @@ def fold_constants(program: Program) -> Program:
     constants = folder.split()
     graph, made = folder.graph, folder.made
     used = {str(n.target) for g in (graph, constants) for n in g.nodes if n.op == "get_attr"}
-    kept = {
-        name: parameter for name, parameter in stage.parameters.items() if name in used or not is_lifted(name)
-    }
+    kept = {n: p for n, p in stage.parameters.items() if n in used or not is_lifted(n)}
     size = sum(p.bytes for p in made.values())
     before, after = len(stage.graph.nodes), len(graph.nodes)
     entry = f"fold_constants {before} -> {after} nodes, {len(made)} constants of {size} bytes"

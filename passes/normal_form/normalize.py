@@ -130,10 +130,9 @@ class Normalizer(Writer):
                 "operators on the whole batch"
             )
         read = self.storage.read if scope.grad else self._read_detached
+        options = {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}
         args = fx.map_arg(node.args, lambda n: read(values[n]))
-        kwargs: Any = fx.map_arg(
-            {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}, lambda n: read(values[n])
-        )
+        kwargs: Any = fx.map_arg(options, lambda n: read(values[n]))
         if is_mutation(target):
             written = node.kwargs.get("out", node.args[0])
             values[node] = self._write(node, values[written], args, kwargs, scope)

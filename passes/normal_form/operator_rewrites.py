@@ -60,15 +60,13 @@ def _same(call: Call) -> fx.Node | None:
 
 
 def _cast(call: Call) -> fx.Node | None:
-    if call.given.dtype == call.val.dtype:
-        return call.source
-    return call.emit(aten.to.dtype, call.source, call.val.dtype)
+    same = call.given.dtype == call.val.dtype
+    return call.source if same else call.emit(aten.to.dtype, call.source, call.val.dtype)
 
 
 def _contiguous(call: Call) -> fx.Node | None:
-    if call.given.stride() == call.val.stride():
-        return call.source
-    return call.emit(aten.contiguous.default, call.source)
+    same = call.given.stride() == call.val.stride()
+    return call.source if same else call.emit(aten.contiguous.default, call.source)
 
 
 def _shaped(target: OpOverload) -> Rule:
@@ -94,11 +92,8 @@ def _repeat(call: Call) -> fx.Node | None:
     tiled = [[size * n] if 1 in (size, n) else [n, size] for size, n in zip(sizes, times, strict=True)]
     whole = [[size * n] for size, n in zip(sizes, times, strict=True)]
     x = call.source
-    for target, groups in (
-        (aten.reshape.default, opened),
-        (aten.expand.default, tiled),
-        (aten.reshape.default, whole),
-    ):
+    steps = ((aten.reshape.default, opened), (aten.expand.default, tiled), (aten.reshape.default, whole))
+    for target, groups in steps:
         shape = [size for group in groups for size in group]
         x = _derive(call, target, x, shape) if shape != list(x.meta["val"].shape) else x
     return x
@@ -154,9 +149,8 @@ def _neutral(value: int) -> Rule:
 def _matmul(call: Call) -> fx.Node | None:
     """Write x @ w.t() of a matrix as ``linear``, as torch computes it."""
     other = call.args[1]
-    if other.target is not aten.transpose.int or other.args[0].op != "get_attr" or call.given.dim() < 2:
-        return None
-    if other.meta["val"].dim() != 2:
+    turned = other.target is aten.transpose.int and other.args[0].op == "get_attr"
+    if not turned or call.given.dim() < 2 or other.meta["val"].dim() != 2:
         return None
     return call.emit(aten.linear.default, call.source, other.args[0])
 
@@ -240,12 +234,8 @@ def _attention(call: Call) -> fx.Node | None:
         scores = _derive(call, aten.add.Tensor, _derive(call, aten.mul.Tensor, scores, scale), mask)
         mask, options["scale"] = _derive(call, aten.ne.Scalar, mask, -math.inf), 1.0
     masks = () if mask is None else (mask,)
-    weights = call.writer.emit(
-        kernels.scaled_softmax,
-        (call.writer.rank, scores, *masks),
-        {**call.meta, "val": scores.meta["val"]},
-        options,
-    )
+    meta = {**call.meta, "val": scores.meta["val"]}
+    weights = call.writer.emit(kernels.scaled_softmax, (call.writer.rank, scores, *masks), meta, options)
     return call.emit(aten.matmul.default, weights, v)
 
 

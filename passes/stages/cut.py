@@ -184,12 +184,10 @@ def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
     """Return the part that makes the constants among `names`; no nodes where there are none."""
     outputs: list[Any] = [node.args[0] for node in constants.nodes if node.op == "output"]
     roots = {name: node for table in outputs for name, node in table.items() if name in names}
-    needed = set(walk(roots.values()))
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    for node in constants.nodes:
-        if node in needed:
-            values[node] = graph.node_copy(node, values.__getitem__)
+    for node in sorted(walk(roots.values())):
+        values[node] = graph.node_copy(node, values.__getitem__)
     if roots:
         graph.output({name: values[node] for name, node in roots.items()})
     return graph

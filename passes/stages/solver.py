@@ -119,8 +119,7 @@ def cut_sequence(
             effort=effort,
         )
         return replace(unlimited, overflow=_describe_overflow(sequence, cut))
-    cut = _even(sequence, cut)
-    return Cut.of(sequence, cut, bound, method)
+    return Cut.of(sequence, _even(sequence, cut), bound, method)
 
 
 def _first_cut(sequence: CostSequence) -> Ints:
@@ -144,10 +143,8 @@ def _first_cut(sequence: CostSequence) -> Ints:
 
 def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
     """Return each stage's part of its rank's memory, in proportion to its `share`."""
-    whole, left = (
-        sequence.others(share) + share,
-        limit - sequence.others(sequence.reserved) - sequence.reserved,
-    )
+    whole = sequence.others(share) + share
+    left = limit - sequence.others(sequence.reserved) - sequence.reserved
     rows = zip(left.tolist(), share.tolist(), whole.tolist(), strict=True)
     return np.array([most * part // rank for most, part, rank in rows])
 
@@ -259,17 +256,14 @@ class _Search:
         self.low = np.maximum(hint - window, 1)
         self.high = np.minimum(hint + window, last - 1)
         self.low[[0, -1]] = self.high[[0, -1]] = 0, last
-        self.index = [
-            self.model.new_int_var(a, b, "")
-            for a, b in zip(self.low.tolist(), self.high.tolist(), strict=True)
-        ]
+        bounds = zip(self.low.tolist(), self.high.tolist(), strict=True)
+        self.index = [self.model.new_int_var(low, high, "") for low, high in bounds]
         for variable, place in zip(self.index, hint.tolist(), strict=True):
             self.model.add_hint(variable, place)
         shift = max(0, int(sequence.end.max()).bit_length() - PRECISION)
         self.exact = shift == 0
-        self._minimize(
-            sequence.start >> shift, -(-sequence.end >> shift), -(-ceiling >> shift), bound >> shift
-        )
+        start, end = sequence.start >> shift, -(-sequence.end >> shift)
+        self._minimize(start, end, -(-ceiling >> shift), bound >> shift)
 
     def _minimize(self, start: Ints, end: Ints, ceiling: int, bound: int) -> None:
         sequence, model = self.sequence, self.model
@@ -323,6 +317,5 @@ class _Search:
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, False
-        return np.array(
-            [solver.value(variable) for variable in self.index], np.int64
-        ), status == cp_model.OPTIMAL
+        cut = np.array([solver.value(variable) for variable in self.index], np.int64)
+        return cut, status == cp_model.OPTIMAL

@@ -86,9 +86,8 @@ class _Search:
         known: dict[Any, int] = {}
         signatures = ((_sign(node), node in row.trained) for node in row.items)
         self._codes: Codes = np.array([known.setdefault(s, len(known)) for s in signatures], dtype=np.int64)
-        self._reads_parameter = np.array(
-            [any(source.op == "get_attr" for source in node.all_input_nodes) for node in row.items]
-        )
+        reading = [any(source.op == "get_attr" for source in node.all_input_nodes) for node in row.items]
+        self._reads_parameter = np.array(reading)
         trained = [i for i, node in enumerate(row.items) if node in row.trained]
         self._defined: Codes = np.array(trained, dtype=np.int64)
         self._trained = np.searchsorted(trained, np.arange(len(row.items) + 1))  # before each position

@@ -47,26 +47,16 @@ class Row:
         self.position: dict[fx.Node, int] = {}
         self.replicable: set[fx.Node] = set()
         for node in self.order:
-            if self._is_replicable(node):
+            bare = (s in self.replicable and not self._is_parameter(s) for s in node.all_input_nodes)
+            if node.op != "call_function" or all(bare):  # every stage can have it for itself
                 self.replicable.add(node)
             else:
                 self.position[node] = len(self.items)
                 self.items.append(node)
         self.last_use = {node: i for i, node in enumerate(self.items)}
-        for i, node in enumerate(self.items):
+        for i, node in enumerate((*self.items, self.loss)):
             self.last_use.update((source, i) for source in node.all_input_nodes if source in self.position)
-        self.last_use.update(
-            (node, len(self.items)) for node in self.loss.all_input_nodes if node in self.position
-        )
         self.trained = find_reached(self.loss.all_input_nodes, find_trained(stage))
-
-    def _is_replicable(self, node: fx.Node) -> bool:
-        """Return whether every stage can have the node for itself: no call on parameters."""
-        if node.op != "call_function":
-            return True
-        return all(
-            source in self.replicable and not self._is_parameter(source) for source in node.all_input_nodes
-        )
 
     def _is_parameter(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
