@@ -86,10 +86,9 @@ def plan(
     fits: then the one that needs least, its fullest rank and the bytes that it is over.
     """
     check_known(plan, unknown)
-    how = RECOMPUTE[0] if recompute is None else recompute
     check_modes(schedule="1f1b" if schedule is None else schedule, layout=layout)
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
-    if how not in RECOMPUTE:
+    if recompute not in (None, *RECOMPUTE):
         raise ValueError(
             f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any of these"
         )

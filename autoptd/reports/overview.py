@@ -123,9 +123,7 @@ class Overview:
     ) -> Overview:
         """Count a program's `stages`."""
         mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
-        tied = (
-            n for n, p in manifest.parameters.items() if p.kind == "parameter" and len(manifest.owners(n)) > 1
-        )
+        owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         aliases = manifest.aliases.items()
         return cls(
             title=title,
@@ -140,8 +138,9 @@ class Overview:
             stages=tuple(_count_stage(manifest, *pair) for pair in zip(stages, manifest.stages, strict=True)),
             communication=_count_communication(manifest, stages),
             tied=tuple(
-                Tied(name, tuple(a for a, stored in aliases if stored == name), manifest.owners(name))
-                for name in tied
+                Tied(name, tuple(a for a, stored in aliases if stored == name), ranks)
+                for name, ranks in owners.items()
+                if len(ranks) > 1
             ),
             recomputation=_count_recomputation(manifest, stages),
             log=tuple(log),

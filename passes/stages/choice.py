@@ -130,17 +130,11 @@ def choose_cut(
     the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and the best is taken. Raises
     ValueError for more stages than units (see `cut_sequence`).
     """
+    rows = times.costs, times.boundary_costs
+    size: Any = {"num_stages": num_stages, "num_pipeline_ranks": num_pipeline_ranks}
     found: dict[tuple[int, ...], Cut] = {}
     for ceiling, effort in SEARCHES if num_stages > num_pipeline_ranks else SEARCHES[:1]:
-        cut = cut_sequence(
-            times.costs,
-            times.boundary_costs,
-            memory,
-            num_stages=num_stages,
-            num_pipeline_ranks=num_pipeline_ranks,
-            stage_ceiling=ceiling,
-            effort=effort,
-        )
+        cut = cut_sequence(*rows, memory, **size, stage_ceiling=ceiling, effort=effort)
         found.setdefault(cut.positions, cut)
     fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
     if num_stages == num_pipeline_ranks or num_pipeline_ranks == 1:
@@ -150,7 +144,7 @@ def choose_cut(
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
     fits = None if fitting[0].overflow else memory
-    sequence = fold(times.costs, times.boundary_costs, fits, num_stages, num_pipeline_ranks)
+    sequence = fold(*rows, fits, num_stages, num_pipeline_ranks)
     moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
     cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
     return Choice(cut, step, fitting[lightest], steps[lightest])
