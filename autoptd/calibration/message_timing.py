@@ -61,9 +61,8 @@ def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
         yield "sent", [size, time_together(timer, exchange)]
     counts = [count_calls(timer, step, 4) for step in steps]
     for _ in range(ROUNDS):
-        (wall, core), (divided, _) = (
-            run_together(timer, *calls) for calls in zip(steps, counts, strict=True)
-        )
+        rounds = zip(steps, counts, strict=True)
+        (wall, core), (divided, _) = (run_together(timer, *calls) for calls in rounds)
         yield "divided", [wall if timer.device.type == "cuda" else core, divided]
 
 

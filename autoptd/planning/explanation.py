@@ -91,15 +91,13 @@ class Explanation:
         sim, work = self.simulation, self.work_seconds
         mean = sum(work) / len(work)
         bubble = sim.breakdown["bubble"]
-        exposed = ", ".join(
-            f"{name} {s:.3g} s ({s / sim.step_seconds:.1%})" for name, s in self.exposed.items()
-        )
+        exposed = [f"{name} {s:.3g} s ({s / sim.step_seconds:.1%})" for name, s in self.exposed.items()]
         return (
             f"critical is pipeline rank {sim.critical_rank} ({self.modules}): {max(work):.4g} s of work, "
             f"{max(work) / mean - 1:.1%} more than the mean rank",
             f"its bubble costs {bubble:.3g} s, {bubble / sim.step_seconds:.1%} of the step; idle over work is "
             f"{sim.bubble_fraction:.1%}, and (p - 1)/(v m) is {self.bubble_ideal:.1%}",
-            f"communication that nothing hides: {exposed}",
+            f"communication that nothing hides: {', '.join(exposed)}",
             *(f"cut: {move}" for move in self.moves),
             *(f"with {change}" for change in self.changes),
         )

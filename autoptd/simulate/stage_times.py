@@ -96,15 +96,14 @@ class CallWork:
 
 def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
     """Return the work of each call of a stage; a storage is kept by the first call, or group, that needs it."""
-    first = {group[0]: group for group in ledger.groups}
+    taken = {group[0]: values_taken(group) for group in ledger.groups}
     inside = {node: group for group in ledger.groups for node in group}
     again = {group[0]: count_bytes(ledger.saved(group)) for group in ledger.groups}
     repeated, trained = ledger.repeated_nodes, find_trained(stage)
     seen: set[torch.UntypedStorage] = set()
     found = {}
     for node in ledger.nodes:
-        kept = ledger.storages(values_taken(first[node])) if node in first else set()
-        kept = (kept if node in inside else ledger.saved([node])) - seen
+        kept = (ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])) - seen
         seen |= kept
         forward, backward = forward_work(node), backward_work(node, trained)
         once = _product_flops(forward)

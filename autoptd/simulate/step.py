@@ -62,14 +62,12 @@ class Simulation:
         write_svg(path, self.timeline, self.phases)
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()
-        )
+        parts = [f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()]
         fullest = max(self.memory_bytes)
         return (
             f"{self.cluster.name}, {self.dtype}: {self.step_seconds:.4g} s a step, {self.tflops_per_device:.1f} "
             f"TFLOP/s per device, {self.mfu:.1%} of its peak without recomputation\n"
-            f"rank {self.critical_rank}: {parts}\n"
+            f"rank {self.critical_rank}: {', '.join(parts)}\n"
             f"memory: at most {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
             f"{'within' if self.fits else 'more than'} {self.cluster.device.memory_bytes / 1e9:.3g} GB"
         )

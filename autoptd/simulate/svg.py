@@ -90,9 +90,8 @@ def _draw_columns(
         left, right = start * scale, end * scale
         for column in range(int(left), min(math.ceil(right), len(columns))):
             share = min(right, column + 1) - max(left, column)
-            columns[column] = [
-                old + share * (new - 255) for old, new in zip(columns[column], fill, strict=True)
-            ]
+            parts = zip(columns[column], fill, strict=True)
+            columns[column] = [old + share * (new - 255) for old, new in parts]
     paths: dict[bytes, list[str]] = {}
     at = 0
     for colour, run in groupby(bytes(min(255, 8 * round(part / 8)) for part in column) for column in columns):
@@ -106,9 +105,8 @@ def _draw_columns(
 
 def _draw_phase(phase: Phase, top: float, scale: float) -> str:
     left, width = MARGIN + phase.start * scale, (phase.end - phase.start) * scale
-    return (
-        f'<rect x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{ROW:g}" fill="{PHASES[phase.name]}"/>'
-    )
+    fill = PHASES[phase.name]
+    return f'<rect x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{ROW:g}" fill="{fill}"/>'
 
 
 def _draw_legend(colours: Sequence[tuple[str, str]], top: float, last: float) -> Iterator[str]:

@@ -78,9 +78,8 @@ def find_cut(
     counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}
     choice = choose_cut(fused_order.times(described), memory, **counts, schedule=schedule)
     held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
-    return Found(
-        choice.cut.positions, _describe(choice, pipeline, described.name), not choice.cut.overflow, held
-    )
+    entry = _describe(choice, pipeline, described.name)
+    return Found(choice.cut.positions, entry, not choice.cut.overflow, held)
 
 
 def fit_cut(
