@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
-from autoptd.runtime.module.parallel import Parallel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Rows, columns, inner dimension; those that no power of two divides show what tiles waste.
@@ -156,13 +155,15 @@ def compile_block(sizes: Sizes, dtype: str, tensor: int = 1) -> CompiledProgram:
     return compile(model, (tensor, 1, 1), example_inputs=inputs, num_microbatches=MICROBATCHES)
 
 
-def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callable[[], None]:
-    """Return a function that runs a step of such a program, without an optimizer."""
-    tokens = torch.zeros(sizes.b * MICROBATCHES, sizes.s, dtype=torch.long, device=device)
+def block_step(
+    model: nn.Module, sizes: Sizes, device: torch.device, microbatches: int = MICROBATCHES
+) -> Callable[[], None]:
+    """Return a function that runs forward and backward of such a transformer, compiled or not."""
+    tokens = torch.zeros(sizes.b * microbatches, sizes.s, dtype=torch.long, device=device)
 
     def step() -> None:
-        parallel(tokens, tokens).backward()
-        parallel.zero_grad()
+        model(tokens, tokens).backward()
+        model.zero_grad()
 
     return step
 
@@ -170,13 +171,7 @@ def block_step(parallel: Parallel, sizes: Sizes, device: torch.device) -> Callab
 def plain_step(device: torch.device) -> Callable[[], None]:
     """Return a function that runs forward and backward of the uncompiled transformer on one device."""
     model = Transformer(DIVIDED).to(device, DTYPES[main_dtype(device)])
-    tokens = torch.zeros(DIVIDED.b, DIVIDED.s, dtype=torch.long, device=device)
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        model.zero_grad()
-
-    return step
+    return block_step(model, DIVIDED, device, microbatches=1)
 
 
 def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
