@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -81,8 +81,8 @@ class Localizer:
             name = f"{value.name}_g"
             value = self.add(collectives.reduce_from_tensor, (self.rank, value), value, name=name)
             for linear, bias in biases:
-                args = (value, self.whole(bias))
-                value = self.add(aten.add.Tensor, args, linear, name=f"{linear.name}_biased")
+                name = f"{linear.name}_biased"
+                value = self.add(aten.add.Tensor, (value, self.whole(bias)), linear, name=name)
             self.values[node] = value
         return value
 
@@ -103,11 +103,8 @@ class Localizer:
         changed = self.tensor > 1 and (not plain or any(ax.is_divided(a, self.divided) for a in axes))
         if not changed:
             change_info(new, placement=REPLICATED)
-        elif node.op == "call_function":
-            new.meta["val"] = self.propagation.run(new)
-            self._mark(new, node, axes)
         else:
-            new.meta["val"] = self._empty(node)
+            new.meta["val"] = self.propagation.run(new) if node.op == "call_function" else self._empty(node)
             self._mark(new, node, axes)
         return new
 
@@ -116,12 +113,8 @@ class Localizer:
     ) -> fx.Node:
         """Add a further node, at the place of `like` in the user's model."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
-        describe(
-            new,
-            self.propagation.run(new),
-            info(like).place,
-            placement=PARTIAL_SUM if partial else REPLICATED,
-        )
+        placement = PARTIAL_SUM if partial else REPLICATED
+        describe(new, self.propagation.run(new), info(like).place, placement=placement)
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
         return new
 
@@ -136,7 +129,7 @@ class Localizer:
 
     def _empty(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]
-        return value.new_empty([self.extent(a) for a in self.axis_map.of(node)])
+        return value.new_empty(self.sizes(self.axis_map.of(node)))
 
     # Sizes
 
@@ -175,7 +168,7 @@ class Localizer:
     def sizes(self, axes: Axes) -> list[int]:
         return [self.extent(a) for a in axes]
 
-    def is_divided(self, axes: Axes) -> bool:
+    def is_divided(self, axes: Sequence[Axis]) -> bool:
         return ax.is_divided(axes, self.divided)
 
     # Parameters
@@ -224,16 +217,13 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
     flat: list[Axis] = []
     for axis in axes:
         parts = ax.factors(axis)
-        inside = any(f in localizer.batch for f in parts) or any(
-            localizer.is_divided((f,)) for f in parts[1:]
-        )
+        inside = any(f in localizer.batch for f in parts) or localizer.is_divided(parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
     shape = [localizer.extent(f) for f in flat]
     reads_batch = localizer.axis_map.reads_batch(node)
     ones = str(arguments_of(node)[-1].target) in localizer.filled
-    if localizer.single and (
-        reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
-    ):
+    sampled = reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
+    if localizer.single and sampled:
         # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.
         if all(f.size != 1 for f in flat):
             flat, shape = [Axis(1), *flat], [1, *shape]

@@ -19,8 +19,9 @@ from torch import fx
 
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.nodes import aten_name, called, operator_name, shape_of, where
+from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.operators import axes as ax
-from autoptd.passes.operators.axes import Axes, Axis
+from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
@@ -60,12 +61,9 @@ def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], li
 
 def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
     """Choose among the axes that are not blocked."""
-    padded = _paddable(graph, axis_map)
-    leaves = {
-        leaf.axis.serial: leaf for leaf in _measure(graph, axis_map, padded) if not leaf.unfit and leaf.saved
-    }
-    chosen = _solve_components(leaves)
-    divided = {leaves[s].axis: -leaves[s].axis.size % axis_map.tensor for s in chosen}
+    leaves = {leaf.axis.serial: leaf for leaf in _measure(graph, axis_map) if leaf.saved and not leaf.unfit}
+    chosen = [leaves[serial].axis for serial in _solve_components(leaves)]
+    divided = {axis: -axis.size % axis_map.tensor for axis in chosen}
     for leaf in _unread_segments(graph, axis_map, divided):
         del divided[leaf]
     return divided
@@ -89,14 +87,11 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     for node in graph.nodes:
         touched = {leaf for axes in axis_map.all_of(node) for axis in axes for leaf in ax.leaves(axis)}
         touched.update(ax.find(a) for a in [axis_map.contractions.get(node)] if a is not None)
-        unsafe = node.op == "call_function" and not has_trait(node, Trait.PADDING_SAFE)
-        summed = node in axis_map.contractions and not has_trait(node, Trait.KNOWS_SIZE)
-        if summed:
+        if node in axis_map.contractions and not has_trait(node, Trait.KNOWS_SIZE):
             wanted.discard(ax.find(axis_map.contractions[node]))
         for axes in axis_map.all_of(node):
-            merged = {leaf for a in axes if len(ax.factors(a)) > 1 for leaf in ax.leaves(a)}
-            wanted -= merged
-        if unsafe:
+            wanted -= {leaf for a in axes if len(ax.factors(a)) > 1 for leaf in ax.leaves(a)}
+        if node.op == "call_function" and not has_trait(node, Trait.PADDING_SAFE):
             wanted -= touched
         if node.op == "call_function" and aten_name(node.target) == "div":
             divisor = [n for n in node.args[1:] if isinstance(n, fx.Node)]
@@ -104,23 +99,19 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     return wanted
 
 
-def _measure(graph: fx.Graph, axis_map: AxisMap, padded: set[Axis]) -> list[_Leaf]:
+def _measure(graph: fx.Graph, axis_map: AxisMap) -> list[_Leaf]:
     """Walk the graph once and add up the savings, the moved bytes and the rivals of each candidate leaf."""
     found: dict[int, _Leaf] = {}
-    tensor = axis_map.tensor
+    tensor, padded = axis_map.tensor, _paddable(graph, axis_map)
     for node in graph.nodes:
         for axes, value in zip(axis_map.all_of(node), _values(node), strict=False):
-            groups = list(_exclusive(axes))
-            size = prod(value.shape) * value.element_size()
+            # Leaves of different groups exclude each other.
+            groups = [list(dict.fromkeys(ax.leaves(f))) for axis in axes for f in ax.factors(axis)]
+            size = tensor_bytes(value)
             if node.op == "get_attr":
                 size *= STATE_BYTES if axis_map.is_weight(node) else 1
-            inner = {
-                leaf
-                for axis in axes
-                for f in ax.factors(axis)[1:]
-                if f.kind == "sum"
-                for leaf in ax.leaves(f)
-            }
+            repeated = (f for axis in axes for f in ax.factors(axis)[1:] if f.kind == "sum")
+            inner = {leaf for f in repeated for leaf in ax.leaves(f)}
             for position, group in enumerate(groups):
                 for leaf in group:
                     if not _candidate(leaf, tensor, padded):
@@ -183,21 +174,13 @@ def _values(node: fx.Node) -> Iterator[torch.Tensor]:
         yield from [value] if isinstance(value, torch.Tensor) else value
 
 
-def _exclusive(axes: Axes) -> Iterator[list[Axis]]:
-    """Yield the factors of a tensor as groups of leaves; leaves of different groups exclude each other."""
-    for axis in axes:
-        for factor in ax.factors(axis):
-            yield list(dict.fromkeys(ax.leaves(factor)))
-
-
 def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> None:
     """Add the bytes all-reduced for each leaf that `node` contracts, or has although an argument lacks it."""
     axis = axis_map.contractions.get(node)
     if axis is not None:
-        for value in _values(node):
-            for leaf in ax.leaves(axis):
-                if leaf.serial in found:
-                    found[leaf.serial].moved += prod(value.shape) * value.element_size()
+        for leaf in ax.leaves(axis):
+            if leaf.serial in found:
+                found[leaf.serial].moved += sum(map(tensor_bytes, _values(node)))
     if node.op != "call_function" or not axis_map.all_of(node):
         return
     own = {
@@ -207,8 +190,7 @@ def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> N
         if own and source.op == "call_function":
             has = {leaf.serial for axes in axis_map.all_of(source) for a in axes for leaf in ax.leaves(a)}
             for serial in own - has:
-                for value in _values(source):
-                    found[serial].moved += prod(value.shape) * value.element_size()
+                found[serial].moved += sum(map(tensor_bytes, _values(source)))
 
 
 def _solve_components(leaves: dict[int, _Leaf]) -> set[int]:
@@ -257,12 +239,9 @@ def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
     result = set()
     for node, axis in axis_map.heads:
         sizes = [f.size for f in ax.factors(axis) if f not in batch]
-        if (
-            len(sizes) < 2
-            or any(size % tensor == 0 for size in sizes)
-            or prod(sizes) % tensor
-            or axis.blocked
-        ):
+        if axis.blocked or len(sizes) < 2 or prod(sizes) % tensor:
+            continue
+        if any(size % tensor == 0 for size in sizes):
             continue
         if tensor % sizes[0]:
             raise ax.IndivisibleError(
@@ -333,13 +312,11 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
         if not ax.is_divided([axis, *axis_map.of(node)], divided):
             # Every attention has a batch dimension, which is no reason.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
+            why = (
+                "a tensor has its heads twice, or among other rows" if own else "it has no dimension of heads"
+            )
             reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
-                _find_rival(graph, axis_map, divided, own)
-                or (
-                    "a tensor has its heads twice, or among other rows"
-                    if own
-                    else "it has no dimension of heads"
-                )
+                _find_rival(graph, axis_map, divided, own) or why
             }
             cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {axis_map.tensor} ranks"
             name = operator_name(node.target)
@@ -350,9 +327,8 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     for node in graph.nodes:
         matrix = node.op == "get_attr" and axis_map.is_weight(node) and len(axis_map.of(node)) > 1
         if matrix and not ax.is_divided(axis_map.of(node), divided):
-            value = node.meta["val"]
-            size = prod(value.shape) * value.element_size()
-            lines[f"weight of shape {list(value.shape)} ({size:,} bytes) replicated"].append(str(node.target))
+            shape, size = list(shape_of(node)), tensor_bytes(node.meta["val"])
+            lines[f"weight of shape {shape} ({size:,} bytes) replicated"].append(str(node.target))
     for axis, padding in divided.items():
         if padding:
             lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={axis_map.tensor}")

@@ -60,14 +60,11 @@ def place_copies(
             cut, before = region.cut(component, solved, stream)
         for node in component:
             if node not in before:
-                marks = tuple(
-                    placement.with_partial_gradient("tensor") for placement in info(node).placements
-                )
+                marks = tuple(p.with_partial_gradient("tensor") for p in info(node).placements)
                 change_info(node, placement=marks if len(marks) > 1 else marks[0])
         for node in cut:
             partial = [n for n in region.partial_readers(node) if n not in before]
-            whole = len(partial) < sum(n.op == "output" or n in region.differentiable for n in node.users)
-            if node.op == "get_attr" and not whole:
+            if node.op == "get_attr" and len(partial) == len(region.readers(node)):
                 mark(str(node.target))
             else:
                 region.insert_copy(node, partial)
@@ -111,7 +108,7 @@ class _Region:
             candidate = node in self.forced or (node not in self.divided and node.op == "call_function")
             if not candidate or node not in self.differentiable:
                 continue
-            readers = [n for n in node.users if n.op == "output" or n in self.differentiable]
+            readers = self.readers(node)
             if readers and all(n in self.divided or n in found for n in readers):
                 found.add(node)
             elif node in self.forced:
@@ -121,19 +118,13 @@ class _Region:
                 )
         return found
 
+    def readers(self, node: fx.Node) -> list[fx.Node]:
+        """Readers that give `node` a gradient."""
+        return [n for n in node.users if n.op == "output" or n in self.differentiable]
+
     def partial_readers(self, node: fx.Node) -> list[fx.Node]:
         """Readers that give `node` a partial gradient, if partial gradients go as far back as they may."""
-        return [
-            n for n in node.users if n in self.differentiable and (n in self.divided or n in self.partial)
-        ]
-
-    def whole_readers(self, node: fx.Node) -> list[fx.Node]:
-        return [
-            n
-            for n in node.users
-            if n.op == "output"
-            or (n in self.differentiable and n not in self.divided and n not in self.partial)
-        ]
+        return [n for n in self.readers(node) if n in self.divided or n in self.partial]
 
     def components(self) -> list[Component]:
         """Replicated values with a partial reader, grouped by what they flow through."""
@@ -194,7 +185,7 @@ class _Region:
         if node in self.forced or not isinstance(value, torch.Tensor):
             return 0
         size = tensor_bytes(value)
-        if node.op == "get_attr" and not self.whole_readers(node):
+        if node.op == "get_attr" and len(self.partial_readers(node)) == len(self.readers(node)):
             return size // PARAMETER_DISCOUNT + 1
         return size
 
@@ -225,10 +216,7 @@ def _minimum_cut(shape: Shape) -> Sides:
         return frozenset([0]), frozenset([0])
     network = nx.DiGraph()
     for i, (price, source, forced, sink, inner) in enumerate(shape):
-        if price:
-            network.add_edge((i, "in"), (i, "out"), capacity=price)
-        else:
-            network.add_edge((i, "in"), (i, "out"))
+        network.add_edge((i, "in"), (i, "out"), capacity=price or float("inf"))
         if source:
             network.add_edge("source", (i, "in"))
         if forced:

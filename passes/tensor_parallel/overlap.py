@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +42,8 @@ def overlap_reductions(program: Program) -> Program:
         made = _Rewriting(stage, propagation)
         hidden += made.rewrite(left)
         stages.append(replace(stage, graph=rename_nodes(made.graph)))
-    entry = (
-        f"overlap_reductions {hidden} of {hidden + left.total()} all-reduces backward beside weight gradients"
-    )
+    total = hidden + left.total()
+    entry = f"overlap_reductions {hidden} of {total} all-reduces backward beside weight gradients"
     reasons = "; ".join(f"{count} {reason}" for reason, count in left.items())
     return program.replace_stages(tuple(stages), entry + (f", not: {reasons}" if reasons else ""))
 
@@ -88,9 +87,8 @@ class _Rewriting:
             found.append(reader)
         if not any(reader.weight in self._trained for reader in found):
             return [], "with weights that are frozen"
-        if len(found) > 1 and (
-            len({r.transposed for r in found}) > 1 or any(r.sections is not None for r in found)
-        ):
+        mixed = len({r.transposed for r in found}) > 1 or any(r.sections is not None for r in found)
+        if len(found) > 1 and mixed:
             return [], f"read by linears of several kinds, {called(found[0].node)}"
         if len({info(reader.node).recompute for reader in found}) > 1:
             return [], "read inside and outside of what is recomputed"
@@ -99,15 +97,14 @@ class _Rewriting:
     def _join(self, f: fx.Node, readers: Sequence[MatrixProduct]) -> None:
         """Write the operator where the first reader is, behind what its arguments need."""
         x: Any = f.args[1]
-        first = readers[0].node
-        source = readers[0].x
+        first, source = readers[0].node, readers[0].x
         if source is not f:  # a view, whose like the other readers have too
             source.update_arg(0, x)
             x = source
         self._bring_before(first, (p for reader in readers for p in reader.parameters))
         rank = f.args[0]
         if len(readers) == 1:
-            self._replace(readers[0].node, self._write(first, *_single(rank, x, readers[0]), info(first)))
+            self._replace(first, self._write(first, *_single(rank, x, readers[0]), info(first)))
         else:
             self._join_several(rank, x, readers)
         for node in (*f.users, f):
@@ -119,11 +116,8 @@ class _Rewriting:
         weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
         options: dict[str, Any] = {"transposed": True} if readers[0].transposed else {}
         given = [biases] if any(bias is not None for bias in biases) else []
-        about = replace(
-            info(first),
-            name=f"{first.name}_together",
-            placement=tuple(placement for reader in readers for placement in info(reader.node).placements),
-        )
+        placements = tuple(placement for reader in readers for placement in info(reader.node).placements)
+        about = replace(info(first), name=f"{first.name}_together", placement=placements)
         together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, about)
         parts = [
             self._write(first, operator.getitem, (together, i), {}, info(r.node).at(about))
@@ -132,25 +126,17 @@ class _Rewriting:
         for reader, part in zip(readers, parts, strict=True):
             if reader.node.target is kernels.linear_gelu:
                 change_info(part, name=f"{reader.node.name}_linear")
-                part = self._write(
-                    reader.node, aten.gelu.default, (part,), _approximation(reader), info(reader.node)
-                )
+                chosen = _approximation(reader)
+                part = self._write(reader.node, aten.gelu.default, (part,), chosen, info(reader.node))
             self._replace(reader.node, part)
 
     def _write(
-        self,
-        place: fx.Node,
-        target: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        about: NodeInfo,
+        self, place: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], about: NodeInfo
     ) -> fx.Node:
         with self.graph.inserting_before(place):
             made = self.graph.call_function(target, args, kwargs)
-        value = (
-            self._propagation.run(made) if target is not operator.getitem else args[0].meta["val"][args[1]]
-        )
-        describe(made, value, about)
+        is_item = target is operator.getitem
+        describe(made, args[0].meta["val"][args[1]] if is_item else self._propagation.run(made), about)
         return made
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -169,9 +155,7 @@ class _Rewriting:
                 place.prepend(node)
 
 
-def _single(
-    rank: Any, x: fx.Node, reader: MatrixProduct
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def _single(rank: Any, x: fx.Node, reader: MatrixProduct) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The operator for one reader, and its arguments."""
     options: dict[str, Any] = {"transposed": True} if reader.transposed else {}
     if reader.sections is not None:
@@ -193,9 +177,7 @@ def _approximation(reader: MatrixProduct) -> dict[str, Any]:
 def _is_of_parameters(node: fx.Node) -> bool:
     """Whether a value is computed from parameters alone."""
     inputs = node.all_input_nodes
-    return node.op == "get_attr" or (
-        node.op == "call_function" and bool(inputs) and all(map(_is_of_parameters, inputs))
-    )
+    return node.op == "get_attr" or (bool(inputs) and all(map(_is_of_parameters, inputs)))
 
 
 def _read_linear(node: fx.Node) -> MatrixProduct | None:

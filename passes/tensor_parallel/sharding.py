@@ -59,9 +59,8 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
         f"{reductions} all-reduces forward, {copies} backward"
     )
     if axis_map.repeated:
-        entry += (
-            f"; no rule divides {', '.join(sorted(axis_map.repeated))}: every tensor rank does them whole"
-        )
+        names = ", ".join(sorted(axis_map.repeated))
+        entry += f"; no rule divides {names}: every tensor rank does them whole"
     whole = replace(stage, graph=graph, parameters=parameters)
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
     named, log = tuple(name_rules(rules or {}).items()), (*program.log, entry, *notes)

@@ -28,10 +28,8 @@ from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 
-PACKED = (
-    "takes it apart",
-    "selects from it",
-)  # reasons not to divide an index of equal blocks (`shape_rules`)
+# Reasons not to divide an index of equal blocks (`shape_rules`).
+PACKED = ("takes it apart", "selects from it")
 EMBEDDING = "aten.embedding"
 
 
@@ -73,11 +71,8 @@ class DimensionSymbols:
         """Return the shape of `value` by the axes of the first candidate that has its shape."""
         for like in candidates:
             own, axes = like.meta.get("val"), self.axes.get(_name(like), ())
-            if (
-                isinstance(own, torch.Tensor)
-                and own.shape == value.shape
-                and [*map(len, axes)] == [own.dim()]
-            ):
+            same = isinstance(own, torch.Tensor) and own.shape == value.shape
+            if same and [*map(len, axes)] == [value.dim()]:
                 return self._express(axes[0], value.shape)
         return tuple(value.shape)
 
@@ -151,9 +146,8 @@ class _Roles:
         """Name an axis after its role if it has no name yet."""
         axis = ax.find(axis)
         # Two indices that were cut apart are one index each, although no part of them is free.
-        if self._is_free(axis) or (
-            axis.kind == "sum" and self._symbols.sizes.keys().isdisjoint(ax.leaves(axis))
-        ):
+        cut = axis.kind == "sum" and self._symbols.sizes.keys().isdisjoint(ax.leaves(axis))
+        if cut or self._is_free(axis):
             self._set(axis, self._symbol(name, axis.size))
 
     def _set(self, axis: Axis, size: sympy.Expr) -> None:
@@ -208,12 +202,8 @@ class _Roles:
 
     def _is_sequence(self, ids: Any, rows: int) -> bool:
         """Return whether all rows of a table are looked up in order, so that it is as long as the sequence."""
-        taken = _compute(ids, self._program)
-        return (
-            symbol("s") in self._symbols.values
-            and taken is not None
-            and taken.flatten().tolist() == [*range(rows)]
-        )
+        taken = _compute(ids, self._program) if symbol("s") in self._symbols.values else None
+        return taken is not None and taken.flatten().tolist() == [*range(rows)]
 
     def _name_attention(self) -> None:
         for (_, source), dim in self._axis_map.kv_heads.items():
