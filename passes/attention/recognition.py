@@ -53,9 +53,8 @@ def find_attentions(program: Program) -> tuple[Finding, ...]:
 def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     (stage,) = program.stages
     written = any(node.target is aten.softmax.int for node in stage.graph.nodes)
-    grouped = any(
-        has_trait(node, Trait.FUSED_ATTENTION) and find_groups(node) is not None for node in stage.graph.nodes
-    )
+    fused = [node for node in stage.graph.nodes if has_trait(node, Trait.FUSED_ATTENTION)]
+    grouped = any(find_groups(node) is not None for node in fused)
     # Without either there is nothing to rewrite, and a copy of a large graph takes its time.
     graph = copy_graph(stage.graph) if written or grouped else stage.graph
     constants = Constants(stage, program.buffers)

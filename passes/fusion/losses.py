@@ -54,11 +54,8 @@ def _narrow(logits: Any) -> tuple[Any, list[fx.Node]]:
         return logits, []
     if is_reshape(logits):
         inner, cast = _narrow(logits.args[0])
-        return (
-            (Call(logits.target, (inner, *logits.args[1:]), logits), [*cast, logits])
-            if cast
-            else (logits, [])
-        )
+        shaped = Call(logits.target, (inner, *logits.args[1:]), logits)
+        return (shaped, [*cast, logits]) if cast else (logits, [])
     source: Any = logits.args[0] if is_call(logits, aten.to.dtype) else None
     half = source is not None and source.meta["val"].dtype in HALF
     return (source, [logits]) if half and logits.meta["val"].dtype == torch.float32 else (logits, [])

@@ -101,9 +101,7 @@ def match_rotary(node: fx.Node) -> Match | None:
     for straight, turned in both_orders(node) if terms else ():
         for (x, cos), (rotated, sin) in itertools.product(both_orders(straight), both_orders(turned)):
             members = _rotated(rotated, x)
-            tables = members and all(
-                isinstance(table, fx.Node) and _is_table(table, x) for table in (cos, sin)
-            )
+            tables = members and all(isinstance(t, fx.Node) and _is_table(t, x) for t in (cos, sin))
             if tables and shape_of(cos) == shape_of(sin) and _inside(members, turned):
                 kwargs = {"interleaved": True} if is_reshape(rotated) else {}
                 call = Call(kernels.rotary_embedding, (x, cos, sin), node, kwargs)
@@ -114,12 +112,9 @@ def match_rotary(node: fx.Node) -> Match | None:
 def _is_table(table: fx.Node, x: fx.Node) -> bool:
     """Return whether a cos or sin broadcasts over x: no more dimensions, x's dtype, and the whole last dimension."""
     own, shape = shape_of(table), shape_of(x)
-    fits = (
-        0 < len(own) <= len(shape)
-        and own[-1] == shape[-1]
-        and all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
-    )
-    return fits and table.meta["val"].dtype == x.meta["val"].dtype
+    fits = 0 < len(own) <= len(shape) and own[-1] == shape[-1]
+    spreads = all(a in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False))
+    return fits and spreads and table.meta["val"].dtype == x.meta["val"].dtype
 
 
 def _rotated(node: Any, x: Any) -> tuple[fx.Node, ...]:

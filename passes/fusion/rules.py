@@ -274,17 +274,11 @@ _ADDED_NORMS: Mapping[Any, Any] = {
     kernels.rms_norm: kernels.add_rms_norm,
 }
 
+_FUSED = [getattr(k, "default", k) for k, rules in OPERATORS.items() if Trait.FUSED_ATTENTION & rules.traits]
 RULES = (
     Rule(ANALYTIC, match_activation),
     Rule((kernels.cross_entropy,), match_half_loss),
-    Rule(
-        [
-            getattr(key, "default", key)
-            for key, rules in OPERATORS.items()
-            if Trait.FUSED_ATTENTION & rules.traits
-        ],
-        _grouped_attention,
-    ),
+    Rule(_FUSED, _grouped_attention),
     Rule((aten.layer_norm.default,), norms.match_layer_norm),
     Rule((aten.mul.Tensor,), norms.match_rms_norm),
     Rule((aten.rms_norm.default,), norms.match_torch_rms_norm),

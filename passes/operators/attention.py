@@ -106,9 +106,8 @@ def attention_placed(node: fx.Node, placements: proof.Placements) -> AxisPlaceme
                 f"attends over {proof.describe(tensor, placements)}: expected positions and head size whole on every "
                 "rank"
             )
-    return proof.merge(
-        [(tensor, _spread_heads(tensor, node, placements)) for tensor in tensors], shape_of(node)
-    )
+    spread = [(tensor, _spread_heads(tensor, node, placements)) for tensor in tensors]
+    return proof.merge(spread, shape_of(node))
 
 
 def _spread_heads(tensor: fx.Node, node: fx.Node, placements: proof.Placements) -> AxisPlacement:
@@ -142,9 +141,8 @@ def _rotary_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
     first, second, both = (proof.take(own, placement, *part) for part in rows)
     if argument(node, 3, "interleaved", False) or proof.describe_runs(first) != proof.describe_runs(second):
         proof.check_whole(own, placement, [placement.dim])
-    proof.merge(
-        [(own, both), *((n, proof.aligned(n, shape, placements)) for n in (cos, sin))], [*shape[:-1], turned]
-    )
+    tables = [(table, proof.aligned(table, shape, placements)) for table in (cos, sin)]
+    proof.merge([(own, both), *tables], [*shape[:-1], turned])
     return placement
 
 

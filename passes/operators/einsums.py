@@ -51,9 +51,8 @@ def _einsum(node: fx.Node, value: Value) -> Product:
     What is in one operand alone, and not in the result, is summed before.
     """
     einsum = read_einsum(node)
-    exact = [
-        list(_letters(group, shape_of(x))) for group, x in zip(einsum.groups, einsum.operands, strict=True)
-    ]
+    pairs = zip(einsum.groups, einsum.operands, strict=True)
+    exact = [list(_letters(group, shape_of(x))) for group, x in pairs]
     sizes: dict[Any, tuple[int, Any]] = {}
     for letters, x in zip(exact, einsum.operands, strict=True):
         for letter, extent, number in zip(letters, shape_of(x), value.shape(x), strict=True):
@@ -64,9 +63,8 @@ def _einsum(node: fx.Node, value: Value) -> Product:
     def size(letters: set[Any]) -> Any:
         return prod(number for letter, (_, number) in sizes.items() if letter in letters)
 
-    return Product(
-        size(kept & first & others), size(kept - others), size(kept - first), size((first & others) - kept)
-    )
+    shared = first & others
+    return Product(size(kept & shared), size(kept - others), size(kept - first), size(shared - kept))
 
 
 def _letters(group: str, shape: Sequence[int]) -> Iterator[Any]:

@@ -51,9 +51,8 @@ def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
 def gelu_work(node: fx.Node, value: Value) -> Work:
     """Return the work of a product, and of a kernel that adds the bias and activates."""
     size = value.bytes(node)
-    return products.multiply(node, value) + Work(
-        elementwise=value.count(node), read=size, written=size, launches=1
-    )
+    activation = Work(elementwise=value.count(node), read=size, written=size, launches=1)
+    return products.multiply(node, value) + activation
 
 
 def _gelu_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:

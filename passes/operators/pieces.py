@@ -163,13 +163,11 @@ def _cat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
 
 
 def _stack_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
-    placement = proof.merge(
-        [(n, proof.read(n, placements)) for n in node.all_input_nodes], shape_of(node.all_input_nodes[0])
-    )
-    dim = read_dim(node, 1, len(shape_of(node)))
-    return (
-        placement if placement.dim is None else replace(placement, dim=placement.dim + (dim <= placement.dim))
-    )
+    sources, dim = node.all_input_nodes, read_dim(node, 1, len(shape_of(node)))
+    placement = proof.merge([(n, proof.read(n, placements)) for n in sources], shape_of(sources[0]))
+    if placement.dim is None:
+        return placement
+    return replace(placement, dim=placement.dim + (dim <= placement.dim))
 
 
 def _repeat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:

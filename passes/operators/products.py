@@ -106,19 +106,12 @@ def _product_placement(product: MatrixProduct, placements: proof.Placements) -> 
         right = replace(right, dim=last if right.dim >= own - 2 else right.dim + len(result) - own)
     if left.dim is not None:
         left = replace(left, dim=left.dim + len(result) - len(shape_of(x)))
-    factors = [
-        (factor, placement)
-        for factor, placement in ((x, left), (weight, right))
-        if placement is not proof.WHOLE
-    ]
+    factors = [pair for pair in ((x, left), (weight, right)) if pair[1] is not proof.WHOLE]
     bias = product.bias
     terms = [(bias, proof.aligned(bias, result, placements))] if isinstance(bias, fx.Node) else []
     placement = proof.merge([*factors, *terms], result)
-    return (
-        placement
-        if product.sections is None or placement.dim != last
-        else _section(product, placement, result)
-    )
+    sections = product.sections is not None and placement.dim == last
+    return _section(product, placement, result) if sections else placement
 
 
 def _section(product: MatrixProduct, placement: AxisPlacement, result: Sequence[int]) -> AxisPlacement:
@@ -301,13 +294,12 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
 PRODUCT = OperatorRules(placed=product_placed, work=multiply, backward=multiply_backward, copies=row_copies)
 _LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
+_BATCHED = replace(_MATMUL, order=_batched_order, traits=Trait.NONE)
 RULES: Mapping[Any, OperatorRules] = {
     aten.linear: _LINEAR,
     aten.addmm: replace(_LINEAR, order=_addmm_order, copies=_matrix_copies),
     aten.mm: replace(_MATMUL, local=same_call, copies=_matrix_copies),
     aten.matmul: _MATMUL,
-    aten.bmm: replace(_MATMUL, order=_batched_order, traits=Trait.NONE),
-    aten.baddbmm: replace(
-        _MATMUL, local=same_call, order=_batched_order, copies=_matrix_copies, traits=Trait.NONE
-    ),
+    aten.bmm: _BATCHED,
+    aten.baddbmm: replace(_BATCHED, local=same_call, copies=_matrix_copies),
 }

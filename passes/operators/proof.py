@@ -74,22 +74,19 @@ def regroup(placement: AxisPlacement, old: Sequence[int], new: Sequence[int]) ->
     if tuple(old) == tuple(new) and not any(part.divided and part.size == 1 for part in placement.segments):
         return placement
     size, stride = old[placement.dim], prod(old[placement.dim + 1 :])
-    steps = [(dim, prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
     before = [(prod(old[dim + 1 :]), extent) for dim, extent in enumerate(old)]
+    after = [(prod(new[dim + 1 :]), extent) for dim, extent in enumerate(new)]
     # A rank's only row may be counted to either neighbour; and of several dimensions of size 1 in its place there is
     # no telling which it is.
     edges = {stride * part.inner for part in placement.segments if part.divided and part.size == 1}
     if tuple(old) == tuple(new):  # which counts it to a neighbour, if it does anything
         clear = False
     elif size > 1:
-        clear = bool(placement.segments) and not any(
-            extent == 1 and step in edges for _, step, extent in steps
-        )
+        clear = not any(extent == 1 and step in edges for step, extent in after)
     else:
-        after = [(step, extent) for _, step, extent in steps]
-        clear = bool(placement.segments) and before.count((stride, 1)) == after.count((stride, 1)) == 1
-    if clear:
-        for dim, step, extent in steps:
+        clear = before.count((stride, 1)) == after.count((stride, 1)) == 1
+    if clear and placement.segments:
+        for dim, (step, extent) in enumerate(after):
             if (step, extent) == (stride, size):
                 return replace(placement, dim=dim)
             parts = _regroup_parts(placement, stride, step, extent) if size > 1 else ()
@@ -107,11 +104,8 @@ def _regroup_parts(placement: AxisPlacement, stride: int, step: int, extent: int
     if len(placement.segments) > 1:
         scaled = [_scale(part, stride, step) for part in placement.segments]
         found = tuple(part for part in scaled if part is not None)
-        return (
-            found
-            if len(found) == len(scaled) and top == stride * sum(p.rows for p in placement.segments)
-            else ()
-        )
+        fills = top == stride * sum(part.rows for part in placement.segments)
+        return found if fills and len(found) == len(scaled) else ()
     (part,) = placement.segments
     start = stride * part.inner
     end = start * part.size
@@ -173,9 +167,8 @@ def read(value: Any, placements: Placements) -> AxisPlacement:
 def describe(value: Any, placements: Placements) -> str:
     """Name a value and its placement: "q, which is divided along dimension 1"."""
     placement = read(value, placements)
-    return f"{value}, which is {placement.word}" + (
-        f" along dimension {placement.dim}" if placement.dim is not None else ""
-    )
+    along = "" if placement.dim is None else f" along dimension {placement.dim}"
+    return f"{value}, which is {placement.word}{along}"
 
 
 def spread(node: fx.Node, placement: AxisPlacement) -> Found:
@@ -282,13 +275,10 @@ def check_whole(own: fx.Node, placement: AxisPlacement, dims: Collection[int]) -
 def check_key(placement: AxisPlacement, key: int | None) -> None:
     """Raise `PlacementError` for a dropout mask that is keyed as if the tensor were whole, or the other way round."""
     if not isinstance(placement, Unknown) and (isinstance(placement, Shard)) != (key is not None):
+        own = "its divided dimension, so that each rank draws its own part"
         raise PlacementError(
             f"drops elements of a value that is {placement.word}, with divided={key}: expected divided="
-            + (
-                "None"
-                if isinstance(placement, Replicate)
-                else "its divided dimension, so that each rank draws its own part"
-            )
+            f"{'None' if isinstance(placement, Replicate) else own}"
         )
 
 

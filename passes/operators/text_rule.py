@@ -41,9 +41,8 @@ class TextRule:
     def whole(self) -> dict[str, str]:
         """The names that may not be divided: what the rule does with each, for a message."""
         partly = (name for name in self.kept if not all(name in group for group in self.results))
-        return dict.fromkeys(partly, "has it in some results only") | dict.fromkeys(
-            self.marked, "keeps it whole"
-        )
+        marked = dict.fromkeys(self.marked, "keeps it whole")
+        return dict.fromkeys(partly, "has it in some results only") | marked
 
     def shapes(self, node: fx.Node, tensors: Sequence[fx.Node]) -> list[tuple[int, ...]]:
         """Return the shapes of a call's arguments and results. Raises ValueError where the text does not fit them."""
@@ -113,10 +112,7 @@ class TextRule:
             raise proof.PlacementError(
                 f"has arguments divided along {' and '.join(sorted(names))} at once: expected one"
             )
-        divided = [
-            (tensor, replace(placement, dim=0)) for tensor, _, placement in pairs if placement.dim is not None
-        ]
-        one = proof.merge(divided, [1])
+        one = proof.merge([(t, replace(p, dim=0)) for t, _, p in pairs if p.dim is not None], [1])
         if name not in self.kept:
             return proof.PARTIAL
         made = tuple(replace(one, dim=list(group).index(name)) for group in self.results)

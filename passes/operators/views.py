@@ -100,9 +100,8 @@ def move_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     if placement.dim is None:
         return proof.spread(node, placement)
     dims = dim_map(node)
-    return proof.spread(
-        node, replace(placement, dim=dims.index(placement.dim)) if placement.dim in dims else proof.UNKNOWN
-    )
+    moved = replace(placement, dim=dims.index(placement.dim)) if placement.dim in dims else proof.UNKNOWN
+    return proof.spread(node, moved)
 
 
 # The sequence-first layout

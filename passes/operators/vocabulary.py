@@ -139,9 +139,8 @@ def _divided_placed(
 
     def rule(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
         placement = proof.read(node.args[1], placements)
-        if isinstance(placement, proof.Unknown) or (
-            isinstance(placement, Shard) and placement.dim in (dim, None)
-        ):
+        fits = isinstance(placement, Shard) and placement.dim in (dim, None)
+        if fits or isinstance(placement, proof.Unknown):
             proof.check_vocabulary(node, placement)
             return found
         raise proof.PlacementError(
