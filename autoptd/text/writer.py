@@ -181,8 +181,7 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
 
 def keep_text(program: Program, name: str) -> None:
     """Write log and stages after the pass `name` into the folder of AUTOPTD_PASSES, if set; only rank 0 does."""
-    folder = os.environ.get("AUTOPTD_PASSES")
-    if folder and os.environ.get("RANK", "0") == "0":
+    if (folder := os.environ.get("AUTOPTD_PASSES")) and os.environ.get("RANK", "0") == "0":
         Path(folder).mkdir(parents=True, exist_ok=True)
         headings, lines = Headings(program.stages), [*program.log]
         for index, stage in enumerate(program.stages):

@@ -204,7 +204,6 @@ def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> I
 
 
 def _drops(node: fx.Node) -> bool:
-    """Return whether a kernel is called with a dropout probability."""
     if not getattr(node.target, "__module__", "").startswith(kernels.__name__):
         return False
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]

@@ -201,9 +201,8 @@ class Writes(TorchDispatchMode):
         self._contents[storage.cdata] = Content(*place, storage, written)
 
     def _find(self, tensor: Tensor) -> Content | None:
-        if tensor.layout is not torch.strided:
-            return None
-        return self._contents.get(tensor.untyped_storage()._cdata)
+        strided = tensor.layout is torch.strided
+        return self._contents.get(tensor.untyped_storage()._cdata) if strided else None
 
 
 def _is_meta_made(draws: list[Draw], values: Values) -> bool:

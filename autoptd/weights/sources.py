@@ -36,10 +36,8 @@ def read_weights(
             "this program has no model to take weights from; pass weights= (module, state_dict or folder)"
         )
     if isinstance(weights, nn.Module):
-        own: Mapping[str, Tensor] = {
-            **dict(weights.named_parameters(remove_duplicate=False)),
-            **dict(weights.named_buffers(remove_duplicate=False)),
-        }
+        parameters = dict(weights.named_parameters(remove_duplicate=False))
+        own: Mapping[str, Tensor] = parameters | dict(weights.named_buffers(remove_duplicate=False))
     elif isinstance(weights, (str, Path)):
         own = SafetensorsFolder(Path(weights))
     elif isinstance(weights, Mapping):
