@@ -16,7 +16,7 @@ from autoptd.capture.export import check_model
 from autoptd.check.program import ProgramError, check_program
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
-from autoptd.options import Options, check_backend, check_known, check_seed
+from autoptd.options import Options, check_known, check_seed
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols
@@ -33,7 +33,7 @@ from autoptd.runtime.launch import join
 from autoptd.runtime.module.parallel import Parallel, signed
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.program_text import compile_stages, read_program
+from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.weights.slices import Stored, check_proved
 from autoptd.simulate.step import Simulation, Training, simulate_program
@@ -250,8 +250,6 @@ class CompiledProgram:
         self,
         device: str | torch.device | None = None,
         weights: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
-        *,
-        backend: str | None = None,
     ) -> Parallel:
         """Return this process's rank of the program as an nn.Module, under torchrun (not needed for a mesh of one).
 
@@ -262,17 +260,12 @@ class CompiledProgram:
                 such as ``save_pretrained`` writes; default the compiled model's own. Only this rank's slices are
                 read and copied. Parameters of a model on the meta device are drawn from the program's seed, as
                 building the model on a real device would.
-            backend: a backend of ``torch.compile`` for each stage of this rank ("inductor"); default: the text runs
-                as it is.
 
-        Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, torch no such backend, a
-        tensor is missing or has another shape, parameters of the compiled model were added, removed, tied, untied,
-        frozen or unfrozen since, or a buffer whose values were compiled into the program (`Manifest.proved`) has
-        changed; RuntimeError if ranks have different programs, or different weights from modules or mappings (those of
-        files are not read for this).
+        Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, a tensor is missing or
+        has another shape, parameters of the compiled model were added, removed, tied, untied, frozen or unfrozen since,
+        or a buffer whose values were compiled into the program (`Manifest.proved`) has changed; RuntimeError if ranks
+        have different programs, or different weights from modules or mappings (those of files are not read for this).
         """
-        if backend is not None:
-            check_backend(backend)
         if weights is None and self.model is not None:
             check_parameters(self.manifest, self.model)
         placed = _read_device(_default_device() if device is None else device)
@@ -281,13 +274,12 @@ class CompiledProgram:
         tensors = [program._read_weights(weights) for program in self.shapes]
         check_proved(self.manifest, tensors[0])
         hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
-        with join(self.manifest, placed, " ".join(hashes), compiles=backend is not None) as connection:
+        with join(self.manifest, placed, " ".join(hashes)) as connection:
             for program, own in zip(self.shapes, tensors, strict=True):
                 compare_weights(program.manifest, connection, own)
             pipeline = connection.rank.coordinates.pipeline
             first, *further = (
-                program._read_rank(pipeline, own, backend)
-                for program, own in zip(self.shapes, tensors, strict=True)
+                program._read_rank(pipeline, own) for program, own in zip(self.shapes, tensors, strict=True)
             )
             parallel = signed(self.manifest)(connection, first, further, drawn=weights is None)
         parallel.loss_type = getattr(self.model, "loss_type", None)
@@ -301,11 +293,10 @@ class CompiledProgram:
             disable_malloc_trim()  # after the weights are read, whose memory goes back to the system
         return parallel
 
-    def _read_rank(self, pipeline: int, weights: Mapping[str, Tensor], backend: str | None) -> ShapeFunctions:
+    def _read_rank(self, pipeline: int, weights: Mapping[str, Tensor]) -> ShapeFunctions:
         text = read_program(self.texts[pipeline], text_filename(self.manifest, pipeline))
-        stages = text.stages if backend is None else compile_stages(text, backend)
         constants = text.constants or (lambda p: {})
-        return ShapeFunctions(self.manifest, stages, constants, self.schedule, weights)
+        return ShapeFunctions(self.manifest, text.stages, constants, self.schedule, weights)
 
     def _read_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path | None) -> Stored:
         """Return the given weights or the model's own; ValueError if some are missing that cannot be drawn."""

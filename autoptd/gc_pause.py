@@ -24,6 +24,7 @@ def paused_collector() -> Iterator[None]:
         yield
     finally:
         if freezing:
+            gc.freeze()  # What the call made is old by now, and not walked when the collector starts again.
             gc.unfreeze()
         if collecting:
             gc.enable()

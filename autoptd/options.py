@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.passes.recompute import MODES
@@ -88,12 +87,6 @@ def check_seed(seed: object) -> None:
         raise TypeError(f"seed is {seed!r}; expected an integer")
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed is {seed}; expected an integer of 64 bits, such as {seed % (1 << 32)}")
-
-
-def check_backend(backend: str) -> None:
-    """Raise ValueError for a backend that ``torch.compile`` does not know."""
-    if backend not in torch.compiler.list_backends(exclude_tags=()):
-        raise ValueError(_explain_unknown("torch.compile backend", backend, torch.compiler.list_backends()))
 
 
 def check_flags(**flags: object) -> None:

@@ -48,11 +48,10 @@ def read_limit() -> float:
 
 
 @contextmanager
-def join(manifest: Manifest, device: torch.device, program: str, compiles: bool) -> Iterator[Connection]:
+def join(manifest: Manifest, device: torch.device, program: str) -> Iterator[Connection]:
     """Connect this rank to the others, and watch it from before its first message on; every rank must call it.
 
-    `compiles`: the first calls may take longer. Where torchrun has started this process, it ends with torchrun. A rank
-    without peers has no watchdog.
+    Where torchrun has started this process, it ends with torchrun. A rank without peers has no watchdog.
     """
     check_world_size(manifest.mesh)
     limit, launched = read_limit(), end_with_launcher()
@@ -63,7 +62,7 @@ def join(manifest: Manifest, device: torch.device, program: str, compiles: bool)
             _watchdogs.append(_make_watchdog(manifest, limit))
             _watchdogs[0].start(launched)
         (watchdog,) = _watchdogs
-        watchdog.manifest, watchdog.compiles = manifest, compiles
+        watchdog.manifest = manifest
         position = watchdog.position
     with position.collective_call("bind"):
         connection = connect(manifest, device, program)

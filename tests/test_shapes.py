@@ -17,7 +17,6 @@ from autoptd.check.program import ProgramError
 from autoptd.cli.main import main
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.program.schedule import COMPUTING, Kind
-from tests.marks import slow
 from tests.parity import (
     Batch,
     Run,
@@ -426,10 +425,9 @@ def test_positions_given_once_stay_whole() -> None:
     assert report.passed, report
 
 
-@pytest.mark.parametrize("backend", [None, slow("aot_eager")])
-def test_numbers_are_of_the_last_calls_shape(backend: str | None) -> None:
+def test_numbers_are_of_the_last_calls_shape() -> None:
     program = compile_shapes(make_model(), (1, 1, 1), LONG, SHORT)
-    parallel, plain = program.bind(backend=backend), program.bind()
+    parallel, plain = program.bind(), program.bind()
     for shape in (LONG, SHORT, LONG):
         batch = make_batch(shape)
         loss = loss_of(parallel(**batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +49,18 @@ class Calls(TorchFunctionMode):
         return result
 
 
-def compare_evaluation(model: nn.Module, run: Callable[[], Tensor]) -> Calls:
-    """Run `run`, which calls `model`, in training and in evaluation mode, and compare the calls of the two.
+def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable[[], Tensor]) -> Calls:
+    """Compare the calls of `run`, which calls `model`, in evaluation mode with those of the `training` forward.
 
-    Both without torch.export, under which a model may take masks that it leaves out elsewhere.
+    That one was exported, and a model may take masks under torch.export that it leaves out elsewhere: so `run` is told
+    the same.
     """
-    with keeping_attributes(model), Calls() as training:
-        run()
-    calls = Calls(training.made)
-    with keeping_attributes(model), calls:
+    calls = Calls(training)
+    exporting = patch.multiple(torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True)
+    with keeping_attributes(model), exporting, calls:
         for part in model.modules():
             part.training = False
         run()
-    if len(calls.made) < len(training.made):
+    if len(calls.made) < len(training):
         calls.found = calls.found or "the end of forward"
     return calls

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -108,7 +109,8 @@ def check_model(model: object) -> None:
 
 def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functions) -> ExportedProgram:
     try:
-        with functions.watch(), warnings.catch_warnings():
+        # Only the graph is wanted: torch.export would write Python code for it after each of its passes.
+        with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
             # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
             warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
             return torch.export.export(objective, values, strict=False)
@@ -135,7 +137,9 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     try:
         with run_without_data(mode), Functions().watch(), refuse_new_hooks():
-            calls = compare_evaluation(objective, lambda: objective(*values))
+            calls = compare_evaluation(
+                objective, objective.result.calls.made, lambda: objective.find_loss(*values)
+            )
     except SideEffectError:
         raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data

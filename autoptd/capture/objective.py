@@ -12,6 +12,7 @@ import torch.fx.traceback
 from torch import Tensor, fx, nn
 
 from autoptd.capture.autocast_state import NoGradRegions
+from autoptd.capture.eval_mode import Calls
 from autoptd.capture.side_effects import refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -22,13 +23,14 @@ class Result:
     def __init__(self) -> None:
         self.output = Output("tensor")
         self.assigned: dict[str, Tensor] = {}  # the tensors that a traced forward replaced, by place
+        self.calls = Calls()  # that the forward made
 
 
 class Objective(nn.Module):
     """A module that calls `model` with the inputs named in `names` and returns the scalar loss alone.
 
     `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that are not
-    tensors. After a call, `result` describes the model's whole output.
+    tensors. After a call, `result` describes the model's whole output, and its calls.
     """
 
     def __init__(
@@ -48,18 +50,20 @@ class Objective(nn.Module):
         self.result = Result()
 
     def forward(self, *values: Tensor) -> Tensor:
-        given = {**self.constants, **dict(zip(self.names, values, strict=True))}
         try:
             if not torch.compiler.is_exporting():
-                return self._find_loss(given)
-            with refuse_side_effects(self, self.result.assigned), NoGradRegions():
-                return self._find_loss(given)
+                return self.find_loss(*values)
+            self.result.calls = Calls()
+            with refuse_side_effects(self, self.result.assigned), NoGradRegions(), self.result.calls:
+                return self.find_loss(*values)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():
                 raise DataDependentError from error
             raise
 
-    def _find_loss(self, given: Mapping[str, Any]) -> Tensor:
+    def find_loss(self, *values: Tensor) -> Tensor:
+        """Return the loss as `forward` does, without what only a trace asks for."""
+        given = {**self.constants, **dict(zip(self.names, values, strict=True))}
         result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
         if self.loss_fn is not None:
             loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})

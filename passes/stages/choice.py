@@ -19,7 +19,8 @@ from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.schedule import COMPUTING, Action, Kind, make_schedule
 
 # The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic
-# programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head.
+# programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head, whose step
+# is short only after moves.
 SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.4), (None, 0.4))
 STRIDES = (1, 2, 4, 8, 16, 32)  # places that a cut is moved by
 WALKED = 100_000  # actions that are simulated to move the cuts, however many moves are tried at once
@@ -69,9 +70,9 @@ class Pipeline:
         return [walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts]
 
     @property
-    def num_actions(self) -> int:
-        """Return the number of actions that a walk takes, for one cut or for many."""
-        return sum(map(len, self._orders))
+    def moves(self) -> int:
+        """Return how often a cut may be moved: a walk takes its time for one cut and for many."""
+        return WALKED // sum(map(len, self._orders))
 
     def of_cuts(self, positions: Ints) -> Ints:
         """Return the nanoseconds of a step for each row of `positions`."""
@@ -133,14 +134,14 @@ def choose_cut(
     rows = times.costs, times.boundary_costs
     size: Any = {"num_stages": num_stages, "num_pipeline_ranks": num_pipeline_ranks}
     found: dict[tuple[int, ...], Cut] = {}
-    for ceiling, effort in SEARCHES if num_stages > num_pipeline_ranks else SEARCHES[:1]:
+    chunks = num_stages // num_pipeline_ranks
+    pipeline = Pipeline(times, schedule, num_pipeline_ranks, num_microbatches, chunks)
+    for ceiling, effort in SEARCHES[: 1 if chunks == 1 else 3 if pipeline.moves else 2]:
         cut = cut_sequence(*rows, memory, **size, stage_ceiling=ceiling, effort=effort)
         found.setdefault(cut.positions, cut)
     fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
-    if num_stages == num_pipeline_ranks or num_pipeline_ranks == 1:
+    if chunks == 1 or num_pipeline_ranks == 1:
         return Choice(fitting[0], 0, fitting[0], 0)
-    chunks = num_stages // num_pipeline_ranks
-    pipeline = Pipeline(times, schedule, num_pipeline_ranks, num_microbatches, chunks)
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
     fits = None if fitting[0].overflow else memory
@@ -155,10 +156,10 @@ def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tu
     here = np.searchsorted(sequence.places, [0, *cut.positions, sequence.places[-1]])
     kept = undominated(sequence, here)
     places, here = sequence.take(kept), np.searchsorted(kept, here)
-    before, stopped, turns = step, ", as far as its limit", WALKED // pipeline.num_actions
-    if not turns:
+    before, stopped = step, ", as far as its limit"
+    if not pipeline.moves:
         return replace(cut, method=f"{cut.method}, too long to move"), step
-    for _ in range(turns):
+    for _ in range(pipeline.moves):
         moves = _neighbours(places, here)
         steps = pipeline.of_cuts(places.places[moves[:, 1:-1]])
         for index in np.argsort(steps, kind="stable").tolist():

@@ -1,4 +1,4 @@
-"""Keep ``torch.compile`` out of a parallel model, whose stages are compiled one by one if at all."""
+"""Keep ``torch.compile`` out of a parallel model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-REASON = "a parallel model runs a schedule of stages; bind(backend='inductor') compiles each of them"
+REASON = "a parallel model runs a schedule of stages, which its rank program has already"
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -76,7 +76,7 @@ class Place(NamedTuple):
 class Position:
     """The place of this rank, which it keeps up to date in `slots`: SLOTS numbers, shared or its own.
 
-    `peers` are the slots of other ranks. `compiling` is true in the first call of a kind and input shape.
+    `peers` are the slots of other ranks.
     """
 
     def __init__(
@@ -84,8 +84,6 @@ class Position:
     ) -> None:
         self.slots = memoryview(array("q", [0] * SLOTS)) if slots is None else slots
         self._peers = peers or {}
-        self.compiling = False
-        self._done: set[tuple[bool, int]] = set()
 
     def act(self, action: Action) -> None:
         """Begin an action. Called for every one: takes well under a microsecond."""
@@ -100,17 +98,12 @@ class Position:
         self.slots[SINCE] = monotonic_ns()
 
     @contextmanager
-    def call(self, training: bool, shape: int) -> Iterator[None]:
-        """Record a call of the parallel model, with a batch of the compiled input shape of this number.
-
-        RuntimeError if a rank of this machine makes another call instead.
-        """
+    def call(self, training: bool) -> Iterator[None]:
+        """Record a call of the parallel model. RuntimeError if a rank of this machine makes another call instead."""
         self.slots[STEP] += training
-        self.compiling = (training, shape) not in self._done
         with self._at(0 if training else EVALUATION), self.during("begin"):
             self._compare()
             yield
-        self._done.add((training, shape))
 
     @contextmanager
     def collective_call(self, name: str) -> Iterator[None]:
@@ -154,7 +147,6 @@ class Position:
             with self._marking():
                 yield
         finally:
-            self.compiling = False
             self.phase("")
 
     @contextmanager

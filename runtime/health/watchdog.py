@@ -37,7 +37,7 @@ ENDED = "its process ended without a word (killed, or out of memory?)"
 MESSAGES = re.compile(r'[^"]*/(torch/distributed/|runtime/comm/(point_to_point|groups)\.py)')
 GRACE = 2.0  # seconds for the main thread to fail by itself, or for exit handlers
 COMPUTING = 0.05  # of its time: such a rank does not only wait
-PATIENCE = 10  # times the limit, while a stage compiles or a peer runs the user's own code
+PATIENCE = 10  # times the limit, while a peer runs the user's own code
 
 Exit = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -50,7 +50,6 @@ class Watchdog:
     ) -> None:
         self.position = position
         self.manifest = manifest
-        self.compiles = False
         self._local = local
         self._record = record
         self._limit = limit
@@ -148,8 +147,7 @@ class Watchdog:
         silent = [rank for rank, place in places.items() if now - place.heartbeat > SILENT + INTERVAL]
         behind = [rank for rank, place in places.items() if place.calls < own.calls]
         elsewhere = any(r not in silent and not (own.activity and places[r].activity) for r in behind)
-        compiling = self.compiles and self.position.compiling
-        if (elsewhere or compiling) and now - own.since < self._limit * PATIENCE:
+        if elsewhere and now - own.since < self._limit * PATIENCE:
             self._resumed = now
         waited = now - max(own.since, self._resumed)
         if waited < self._limit:

@@ -86,7 +86,7 @@ class StepRunner:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                self._connection.position.call(training=False, shape=number),
+                self._connection.position.call(training=False),
             ):
                 loss = self._run(number, batch, gradients=False)
         if items is not None:
@@ -104,7 +104,7 @@ class StepRunner:
     def _train(
         self, number: int, batch: Batch, keys: Sequence[str | int]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        with self._connection.position.call(training=True, shape=number):
+        with self._connection.position.call(training=True):
             loss = self._run(number, batch, gradients=True)
         return loss, self.shape.sums.take(keys)
 

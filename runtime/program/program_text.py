@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import linecache
 import re
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType
 from typing import Any
-
-import torch
 
 from autoptd.runtime.program.lifetimes import end_values
 from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.program.schedule_text import parse_schedule
 
-_numbers = itertools.count()
 # Python 3.11 counts the depth of all threads' trees in one place.
 _PARSER = threading.Lock()
 _STAGE = re.compile(r"stage_(0|[1-9]\d*)")
@@ -67,22 +62,6 @@ def read_program(text: str, filename: str) -> ProgramText:
         raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
     actions = _read_schedule(text, filename, namespace, stages)
     return ProgramText(text, filename, dict(sorted(stages.items())), constants, actions)
-
-
-def compile_stages(program: ProgramText, backend: str) -> dict[int, Callable[..., Any]]:
-    """Return the stage functions under ``torch.compile``, by index.
-
-    Their text becomes a module with a name of its own: where a collective ends one compiled graph and the next begins,
-    torch looks up the text's imports by the name of its module.
-    """
-    module = ModuleType(f"autoptd_program_{next(_numbers)}")
-    sys.modules[module.__name__] = module
-    compiled = {}
-    for index, stage in program.stages.items():
-        module.__dict__.update(stage.__globals__, __name__=module.__name__)
-        own = FunctionType(stage.__code__, module.__dict__, stage.__name__)
-        compiled[index] = torch.compile(own, backend=backend)
-    return compiled
 
 
 def line_of(error: BaseException, filename: str) -> int:

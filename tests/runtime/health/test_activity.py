@@ -23,14 +23,14 @@ def test_an_error_tells_where_it_broke_off_what_it_was_raised_in() -> None:
 )
 def test_a_call_is_of_a_step_or_of_an_evaluation(training: bool, words: str) -> None:
     position = Position()
-    with position.call(training, 0):
+    with position.call(training):
         assert str(position.read()) == words
     assert "begin" not in str(position.read())
 
 
 def train(*positions: Position) -> None:
     for position in positions:
-        with position.call(True, 0):
+        with position.call(True):
             pass
 
 
@@ -38,7 +38,7 @@ def test_another_call_in_place_of_a_peers_is_refused() -> None:
     first = Position()
     second = Position(peers={3: first.slots})
     train(first, second)
-    with first.call(False, 0):
+    with first.call(False):
         with pytest.raises(
             RuntimeError, match="full_state_dict of this rank met an evaluation of rank 3"
         ) as said:
