@@ -16,7 +16,7 @@ from autoptd.capture.export import check_model
 from autoptd.check.program import ProgramError, check_program
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
-from autoptd.options import Options, check_known, check_seed
+from autoptd.options import Options, check_graphs, check_known, check_seed
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols
@@ -26,6 +26,7 @@ from autoptd.reports.page import write_page
 from autoptd.reports.summary import summarize
 from autoptd.runtime.engine.batch import find_shape
 from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.graphs import graph_devices
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
 from autoptd.runtime.health.malloc import disable_malloc_trim
@@ -250,6 +251,8 @@ class CompiledProgram:
         self,
         device: str | torch.device | None = None,
         weights: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
+        *,
+        graphs: str | bool = "auto",
     ) -> Parallel:
         """Return this process's rank of the program as an nn.Module, under torchrun (not needed for a mesh of one).
 
@@ -260,12 +263,15 @@ class CompiledProgram:
                 such as ``save_pretrained`` writes; default the compiled model's own. Only this rank's slices are
                 read and copied. Parameters of a model on the meta device are drawn from the program's seed, as
                 building the model on a real device would.
+            graphs: "auto" replays each stage's forwards and backwards as CUDA graphs on CUDA (engine/graphs.py), from
+                the second step of each shape and mode on; False runs them one operator at a time.
 
         Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, a tensor is missing or
         has another shape, parameters of the compiled model were added, removed, tied, untied, frozen or unfrozen since,
         or a buffer whose values were compiled into the program (`Manifest.proved`) has changed; RuntimeError if ranks
         have different programs, or different weights from modules or mappings (those of files are not read for this).
         """
+        check_graphs(graphs)
         if weights is None and self.model is not None:
             check_parameters(self.manifest, self.model)
         placed = _read_device(_default_device() if device is None else device)
@@ -281,7 +287,8 @@ class CompiledProgram:
             first, *further = (
                 program._read_rank(pipeline, own) for program, own in zip(self.shapes, tensors, strict=True)
             )
-            parallel = signed(self.manifest)(connection, first, further, drawn=weights is None)
+            replays = graphs == "auto" and placed.type in graph_devices
+            parallel = signed(self.manifest)(connection, first, further, weights is None, replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)
         known = {} if self.model is None else vars(self.model)
         plain = {n for n, value in known.items() if isinstance(value, (int, float, str)) and n[0] != "_"}

@@ -89,6 +89,14 @@ def check_seed(seed: object) -> None:
         raise ValueError(f"seed is {seed}; expected an integer of 64 bits, such as {seed % (1 << 32)}")
 
 
+def check_graphs(graphs: object) -> None:
+    """Raise ValueError unless `graphs` is "auto" or False."""
+    if graphs is not False and graphs != "auto":
+        raise ValueError(
+            f"graphs is {graphs!r}; expected 'auto', which replays stages as CUDA graphs on CUDA, or False"
+        )
+
+
 def check_flags(**flags: object) -> None:
     """Raise ValueError unless each is True or False."""
     for name, value in flags.items():

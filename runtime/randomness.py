@@ -9,6 +9,8 @@ counter gives four 32-bit words, whose halves, low one first, are the 16-bit num
   sample's whole (undivided) tensor, the batch dimension left out;
 - counter word 1: the operator's number, and the block's higher bits from bit 24 on;
 - counter words 2 and 3: the global sample index, and the number of the call.
+
+What changes from step to step is read from a tensor on the device, the `moment`: a CUDA graph keeps every other number.
 """
 
 from __future__ import annotations
@@ -45,17 +47,30 @@ class Randomness:
     """The state of the training that a dropout mask depends on, beside its operator and element.
 
     `sample` is the global index of the current microbatch's first row: data_rank * b * m + microbatch * b.
-    `call` counts the training steps and goes into checkpoints.
+    `call` counts the training steps and goes into checkpoints. `moment` holds seed, call and sample on the device for as
+    long as a microbatch is in flight; None: masks are of the numbers here.
     """
 
     seed: int = 0
     call: int = 0
     sample: int = 0
     training: bool = True
+    moment: Tensor | None = None
+
+    def locate(self, device: torch.device) -> Tensor:
+        """Return the moment of a mask on `device`: int64 [seed, call, first sample]."""
+        if self.moment is not None:
+            return self.moment
+        return torch.tensor([as_signed(self.seed), self.call, self.sample], device=device)
 
 
-def philox(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
-    """Draw four random words per counter: 64-bit integers in [0, 2**32), broadcast against each other."""
+def as_signed(seed: int) -> int:
+    """Return the int64 with the bits of a `seed` of 64 bits."""
+    return seed if seed < 1 << 63 else seed - (1 << 64)
+
+
+def philox(counter: Sequence[Words], key: tuple[Any, Any]) -> tuple[Words, Words, Words, Words]:
+    """Draw four random words per counter: 64-bit integers in [0, 2**32), broadcast against each other and the key's."""
     a, b, c, d = counter
     for turn in range(ROUNDS):
         keys = [(word + turn * step) & WORD for word, step in zip(key, KEY_STEPS, strict=True)]
@@ -66,7 +81,7 @@ def philox(counter: Sequence[Words], key: tuple[int, int]) -> tuple[Words, Words
     return a, b & WORD, c, d & WORD
 
 
-def _mix(product: Words, word: Words, key: int) -> Words:
+def _mix(product: Words, word: Words, key: Any) -> Words:
     mixed = (product >> 32) ^ word
     mixed ^= key
     mixed &= WORD
@@ -74,7 +89,6 @@ def _mix(product: Words, word: Words, key: int) -> Words:
 
 
 def mask_key(
-    randomness: Randomness,
     operator: int,
     shape: Sequence[int],
     *,
@@ -85,14 +99,14 @@ def mask_key(
 ) -> list[int]:
     """Return the key of a mask of this rank's `shape`, as operators take it; see `draw_mask`.
 
-    [seed, call, first sample, operator, batch, inner, run, whole, start], all of them signed 64-bit: element i
-    of the row-major tensor belongs to sample ``first + i // inner % batch``, is there the element
+    [operator, sampled, batch, inner, run, whole, start]: element i of the row-major tensor belongs to sample
+    ``first * sampled + i // inner % batch``, for the first sample of the moment, is there the element
     ``e = i // (inner * batch) * inner + i % inner`` of this rank, and ``e // run * whole + start + e % run`` of
     the undivided tensor. Where that changes nothing it is written with ones: inner is 1 for a batch of one,
     run and whole are 1 where nothing is divided.
 
-    `sample` is the batch dimension (None, and of a scalar: all share the mask of sample 0); `divided` the dimension of
-    which `shape` holds part `index` of `size` equal, contiguous parts.
+    `sample` is the batch dimension (None, and of a scalar: all share the mask of sample 0, and `sampled` is 0);
+    `divided` the dimension of which `shape` holds part `index` of `size` equal, contiguous parts.
     """
     if not 0 <= operator < 1 << OPERATOR_BITS:
         raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
@@ -100,7 +114,6 @@ def mask_key(
         if dim is not None and shape and not -len(shape) <= dim < len(shape):
             raise ValueError(f"{name} is {dim}, expected a dimension of {list(shape)}")
     batch_dim = sample % len(shape) if sample is not None and shape else None
-    first = 0 if batch_dim is None else randomness.sample
     batch = 1 if batch_dim is None else shape[batch_dim]
     inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :])
     run, whole, start = 1, 1, 0
@@ -110,31 +123,32 @@ def mask_key(
             raise ValueError(f"dimension {divided} of {list(shape)} is the batch; it cannot be divided")
         run = prod(extent for dim, extent in enumerate(shape) if dim >= divided and dim != batch_dim)
         whole, start = run * size, run * index
-    seed = randomness.seed
-    seed = seed if seed < 1 << 63 else seed - (1 << 64)
-    return [seed, randomness.call, first, operator, batch, inner, run, whole, start]
+    return [operator, int(batch_dim is not None), batch, inner, run, whole, start]
 
 
 def draw_mask(
-    key: Sequence[int], p: float, shape: Sequence[int], device: torch.device, causal: bool = False
+    key: Sequence[int], moment: Tensor, p: float, shape: Sequence[int], causal: bool = False
 ) -> Tensor:
-    """Draw the mask of `key` as a bool tensor of `shape`: an element is kept when its number is at least p * 2**16.
+    """Draw the mask of `key` at a `moment` as a bool tensor of `shape`: an element is kept when its number is at least
+    p * 2**16.
 
     Where it is for `causal` scores [.., queries, keys], elements that no query sees may be left out: False.
     """
+    device = moment.device
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=torch.bool, device=device)
-    seed, call, first, operator, batch, inner, run, whole, start = key
+    operator, sampled, batch, inner, run, whole, start = key
+    seed, call, first = moment.tolist() if moment.is_cpu else moment.unbind()
     elements = prod(shape) // batch
     inner = elements if batch == 1 else inner
     run, whole = (elements, elements) if run == whole else (run, whole)
     starts = range(start, start + elements // run * whole, whole)
-    samples = torch.arange(first, first + batch, device=device)
+    samples = torch.arange(batch, device=device) + first * sampled
     seen = None
     if causal and inner % (size := prod(shape[-2:])) == run % size == 0 and shape[-1] % BLOCK == 0:
         seen = _find_seen(*shape[-2:], device)
     words = (seed & WORD, seed >> 32 & WORD)
-    kept = _keep_runs(words, call, operator, samples, starts, run, count_dropped(p), seen)
+    kept = _keep_runs(words, call & WORD, operator, samples, starts, run, count_dropped(p), seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
 
 
@@ -158,8 +172,8 @@ def _find_seen(queries: int, keys: int, device: torch.device) -> Seen:
 
 
 def _keep_runs(
-    key: tuple[int, int],
-    call: int,
+    key: tuple[Any, Any],
+    call: Any,
     operator: int,
     samples: Tensor,
     starts: range,
@@ -199,8 +213,8 @@ def _fill(
     blocks: Tensor,
     operator: int,
     samples: Tensor,
-    call: int,
-    key: tuple[int, int],
+    call: Any,
+    key: tuple[Any, Any],
     dropped: int,
 ) -> None:
     """Fill `kept` [samples, blocks, 8], for the numbers of the `blocks` [1, blocks] and of the `samples`.
@@ -208,7 +222,7 @@ def _fill(
     On a CPU in numpy, which multiplies integers in less than half torch's time, and on one thread: beside OpenMP's,
     which spin between operators, further ones made a step slower by a third.
     """
-    calls = torch.full((1, 1), call & WORD, device=kept.device)
+    calls = torch.as_tensor(call).view(1, 1)
     counter: Any = (blocks & WORD, (blocks >> 32 << OPERATOR_BITS) | operator, samples[:, None] & WORD, calls)
     if kept.is_cpu:
         counter = [word.numpy() for word in counter]

@@ -15,4 +15,4 @@ def keep_mask(
     randomness: Randomness, p: float, operator: int, shape: Sequence[int], device: torch.device, **place: Any
 ) -> Tensor:
     """Which elements a dropout keeps: a bool tensor of this rank's `shape`; `place` as `mask_key` takes it."""
-    return draw_mask(mask_key(randomness, operator, shape, **place), p, shape, device)
+    return draw_mask(mask_key(operator, shape, **place), randomness.locate(device), p, shape)

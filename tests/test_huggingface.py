@@ -192,7 +192,7 @@ def test_experts_as_transformers_multiplies_them(name: str) -> None:
     compare(found.steps[0], plain.steps[0], loss_tolerance=8 * EPSILON, gradient_tolerance=64 * EPSILON)
 
 
-def test_experts_that_cannot_be_traced_or_compared_say_which_can() -> None:
+def test_experts_that_cannot_be_traced_or_verified_say_which_can() -> None:
     model = build("mixtral")
     example = {name: x[:1] for name, x in make_batches("mixtral", 1)[0].items()}
     model.set_experts_implementation("eager")  # type: ignore[operator]
@@ -200,7 +200,7 @@ def test_experts_that_cannot_be_traced_or_compared_say_which_can() -> None:
         autoptd.compile(model, mesh=(1, 1, 1), example_inputs=example)
     model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=example)
-    assert any("evaluation was not compared with training: RuntimeError" in line for line in program.log)
+    assert not any("evaluation" in line for line in program.log)
     with pytest.raises(ValueError, match=r"verify computes in float64, and the plain model .*'batched_mm'"):
         program.verify()
     model.set_experts_implementation("batched_mm")  # type: ignore[operator]

@@ -28,6 +28,8 @@ class Stopwatch:
         """Return a mark of this moment: on a GPU, of the moment when its stream has finished the work so far."""
         if self._device.type != "cuda":
             return time.time()
+        if torch.cuda.is_current_stream_capturing():
+            return None  # a replay has no marks
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -63,8 +65,9 @@ class Measured:
         self.begin = self.stopwatch.mark()
 
     def add(self, kind: Kind | str, begin: Any, end: Any = None, stage: int = 0, microbatch: int = 0) -> None:
-        """Record a span that began at the mark `begin` and ends at `end`, or now."""
-        self.spans.append((kind, stage, microbatch, begin, self.stopwatch.mark() if end is None else end))
+        """Record a span that began at the mark `begin` and ends at `end`, or now; none in a graph."""
+        if begin is not None:
+            self.spans.append((kind, stage, microbatch, begin, self.stopwatch.mark() if end is None else end))
 
     def finish(self) -> None:
         """End the step."""

@@ -40,20 +40,22 @@ class BoundShape:
 
     sums: GradientSums
 
-    def __init__(self, program: ShapeFunctions, connection: Connection, slices: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, program: ShapeFunctions, connection: Connection, slices: Mapping[str, Tensor], graphs: bool
+    ) -> None:
         self.manifest = program.manifest
         self.slices = slices
-        self.executor = Executor(program.manifest, connection, program.functions, program.schedule)
+        self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
         here = connection.rank.coordinates.pipeline
         self.completion = Completion.of(program.manifest, here, program.schedule[here])
         self._connection = connection
         self._constants = program.constants
+        self._graphs = graphs
 
     def share_steps(self, shards: Sequence[FlatShard]) -> None:
         """Let the optimizer step `shards` from now on, and no parameter that is in one."""
-        self.sums = GradientSums(
-            self.manifest, self._connection, self.completion, shards, self.executor.measured
-        )
+        own = self.completion, shards, self.executor.measured
+        self.sums = GradientSums(self.manifest, self._connection, *own, self._graphs)
 
     def refresh(self, slices: Mapping[str, Tensor]) -> None:
         """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""

@@ -1,28 +1,30 @@
 """Run one training step of this rank: a loop over the actions of its schedule.
 
-A stage keeps, for every microbatch in flight, its received inputs as leaves and the roots of its graph, and
-nothing else. Sends are posted, and waited for when their value is known to have arrived, or at the end of the step; a
+A stage keeps the microbatches in flight in its slots. Sends are posted, and waited for when their value is known to have arrived, or at the end of the step; a
 receive is waited for by the forward or backward that needs its value.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.timings import Measured, Stopwatch
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
 from autoptd.runtime.engine.gradient_aliasing import separate_gradients
+from autoptd.runtime.engine.graphs import GraphSlot
+from autoptd.runtime.engine.slot import Slot, StageCall
+from autoptd.runtime.optimizer.gradient_sums import Memory
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
-from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, last_gradients
+from autoptd.runtime.randomness import as_signed
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 
@@ -31,11 +33,11 @@ Step = tuple[Callable[[], None], Action, int | None, int | None]
 
 
 class StageRun:
-    """One stage on this rank, its four buffers, and the microbatches in flight.
+    """One stage on this rank, its four buffers, and the microbatches in flight in its slots.
 
     Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the inputs
     depart. Only differentiable boundary values have gradients. The first stage has no buffers below, the last none
-    above.
+    above. `slots` are the places of the microbatches; forwards alone take the first.
     """
 
     def __init__(
@@ -45,83 +47,100 @@ class StageRun:
         interface: StageInterface,
         function: Callable[..., Any],
         measured: Measured,
+        slots: Mapping[int, int],
+        graphs: bool,
     ) -> None:
         self.arrival: RecvBuffer | LocalBoundary | None = None
         self.departure: SendBuffer | LocalBoundary | None = None
         self.gradient_arrival: RecvBuffer | LocalBoundary | None = None
         self.gradient_departure: SendBuffer | LocalBoundary | None = None
+        self.losses: dict[int, Tensor] = {}
         self._measured = measured
         self._randomness = rank.randomness
         self._index = interface.index
-        self._function = partial(function, rank)
-        self._leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
-        self._roots = tuple(i for i, b in enumerate(interface.sends) if b.requires_grad)
-        self._num_sends = len(interface.sends)
-        self._samples = manifest.microbatch_size
-        self._first_sample = rank.coordinates.data * self._samples * manifest.num_microbatches
-        self._kept: dict[int, tuple[list[Tensor], list[GradientEdge | None]]] = {}
-        self.losses: dict[int, Tensor] = {}
+        leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
+        roots = tuple(i for i, b in enumerate(interface.sends) if b.requires_grad)
+        ends = not interface.sends
+        refused: set[Hashable] = set()
+        call = StageCall(partial(function, rank), leaves, (0,) if ends else roots, len(interface.sends) or 1)
+        self._places = slots
+        count = max(slots.values(), default=0) + 1
+        self._graphed = [GraphSlot(call, rank.device, refused) for _ in range(count)] if graphs else []
+        self._slots: Sequence[Slot] = self._graphed or [Slot(call, rank.device) for _ in range(count)]
+        self._memory: Hashable = None  # that the graphs read
+        self._run_modes: set[Hashable] = set()
+        self._mode: Hashable = None
+        b, m = manifest.microbatch_size, manifest.num_microbatches
+        self._moments = torch.zeros(m, 3, dtype=torch.int64, device=rank.device)
+        first = rank.coordinates.data * b * m
+        torch.arange(first, first + b * m, b, out=self._moments[:, 2])
 
     def start(
         self,
         weights: Mapping[str, Tensor],
         inputs: Sequence[Sequence[Tensor]],
         seeds: Sequence[Tensor] | None,
+        memory: Memory | None = None,
     ) -> None:
         """Begin a step with its weights, batch inputs and seeds (one row per microbatch); clear what a broken one left.
 
-        The losses of the microbatches are differentiated with `seeds`; None: forwards only.
+        The losses of the microbatches are differentiated with `seeds`; None: forwards only. Graphs run where `memory`
+        says what they read, and this is not the first step of its kind.
         """
+        if memory is not None and memory != self._memory:
+            self._memory = memory
+            for graphed in self._graphed:
+                graphed.forget()
+        self._mode = memory and (memory.leaves, self._randomness.training, seeds is not None)
+        for graphed in self._graphed:
+            graphed.mode = self._mode if self._mode in self._run_modes else None
+        self._separated = self._mode in self._run_modes  # where sums have memory of their own
         self._weights = weights
         self._inputs = inputs
         self._seeds = seeds
-        self._separated = False
-        self._kept.clear()
+        # Filled, not copied from numbers: on a GPU a copy would wait for it.
+        self._moments[:, 0].fill_(as_signed(self._randomness.seed))
+        self._moments[:, 1].fill_(self._randomness.call)
+        for slot in self._slots:
+            slot.clear()
         self.losses.clear()
         for buffer in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
             if buffer is not None:
                 buffer.clear()
 
+    def finish(self) -> None:
+        """End a step that is whole; let go of its batch."""
+        if self._mode is not None:
+            self._run_modes.add(self._mode)
+        self.start({}, (), None)
+
     def forward(self, microbatch: int) -> None:
-        """Run the stage on `microbatch`, keep leaves and roots for its backward, and put its outputs for departure."""
-        self._randomness.sample = self._first_sample + microbatch * self._samples
+        """Run the stage on `microbatch` in its slot, and put its outputs for departure."""
         received = self.arrival.take(microbatch) if self.arrival is not None else ()
         begin = self._measured.stopwatch.mark()
-        if self._seeds is not None:
-            for index in self._leaves:
-                received[index].requires_grad_()
-        result = self._function(self._weights, *received, *self._inputs[microbatch])
-        outputs = result if isinstance(result, tuple) else (result,)
+        trains = self._seeds is not None
+        slot = self._slots[self._places[microbatch] if trains else 0]
+        self._randomness.moment = slot.moment
+        values = (*received, *self._inputs[microbatch])
+        outputs = slot.forward(self._weights, values, self._moments[microbatch], trains)
         if self.departure is None:
-            self.losses[microbatch] = result.detach()
-            roots: tuple[int, ...] = (0,)
+            (self.losses[microbatch],) = outputs
         else:
-            if len(outputs) != self._num_sends:
-                raise ValueError(f"the stage gave {len(outputs)} values, the next takes {self._num_sends}")
-            self.departure.put(microbatch, [output.detach() for output in outputs])
-            roots = self._roots
-        if self._seeds is not None:
-            # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
-            edges = [get_gradient_edge(outputs[i]) if outputs[i].requires_grad else None for i in roots]
-            self._kept[microbatch] = [received[i] for i in self._leaves], edges
+            self.departure.put(microbatch, outputs)
         self._measured.add(Kind.FORWARD, begin, stage=self._index, microbatch=microbatch)
 
     def backward(self, microbatch: int) -> None:
         """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
-        leaves, roots = self._kept.pop(microbatch)
         if self.gradient_arrival is not None:
             gradients = self.gradient_arrival.take(microbatch)
         else:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
         begin = self._measured.stopwatch.mark()
-        edges = [edge for edge in roots if edge is not None]
-        seeds = [seed for edge, seed in zip(roots, gradients, strict=True) if edge is not None]
-        if edges:
-            torch.autograd.backward(edges, seeds)
-        departing = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        slot = self._slots[self._places[microbatch]]
+        departing = slot.backward(gradients)
         if not self._separated:  # the later microbatches' are added into the first one's
-            separate_gradients(self._weights.values(), [*gradients, *departing])
+            separate_gradients(self._weights.values(), [*slot.gradients, *departing])
             self._separated = True
         if self.gradient_departure is not None:
             self.gradient_departure.put(microbatch, departing)
@@ -141,6 +160,7 @@ class Executor:
         connection: Connection,
         functions: Mapping[int, Callable[..., Any]],
         schedule: Schedule,
+        graphs: bool = False,
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.measured = Measured(Stopwatch(connection.rank.device))
@@ -148,9 +168,14 @@ class Executor:
         self._manifest = manifest
         self._device = connection.rank.device
         here = connection.rank.coordinates.pipeline
+        slots: dict[int, dict[int, int]] = defaultdict(dict)
+        for (index, microbatch), slot in assign_slots(schedule[here]).items():
+            slots[index][microbatch] = slot
         self.stages = {
-            stage.index: StageRun(manifest, connection.rank, stage, functions[stage.index], self.measured)
-            for stage in manifest.stages[here :: manifest.mesh.pipeline]
+            index: StageRun(
+                manifest, connection.rank, manifest.stages[index], functions[index], self.measured, slots[index], graphs
+            )
+            for index in range(here, len(manifest.stages), manifest.mesh.pipeline)
         }
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
@@ -235,18 +260,20 @@ class Executor:
         seeds: Sequence[Tensor] | None,
         begin_stage: Callable[[int], None],
         end_stage: Callable[[int], None],
+        memory: Memory | None = None,
     ) -> list[Tensor]:
         """Run the step; return the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
         `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
         the first forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
         gradients are left in the ``.grad`` of `weights`, added up in the order of the backwards, and
-        ``end_stage(k)`` is called when stage k has had its last one. Without, there are forwards only.
+        ``end_stage(k)`` is called when stage k has had its last one. Without, there are forwards only. Without `memory`
+        nothing is replayed from graphs.
         """
         self._connection.rank.measured = self.measured
         self.measured.start()
         for index, stage in self.stages.items():
-            stage.start(weights[index], inputs[index], seeds)
+            stage.start(weights[index], inputs[index], seeds, memory)
         gradients = seeds is not None
         position = self._connection.position
         # The program's own casts decide: autocast around the call would change the values that cross a boundary.
@@ -268,5 +295,6 @@ class Executor:
         losses = last.losses if last is not None else {}
         ordered = [losses[microbatch] for microbatch in sorted(losses)]
         for stage in self.stages.values():
-            stage.start({}, (), None)
+            stage.finish()
+        self._connection.rank.randomness.moment = None
         return ordered

@@ -52,13 +52,13 @@ def bias_dropout_add(
     Raises ValueError on other shapes.
     """
     check_rows("bias_dropout_add", {"x": x, "residual": residual}, bias=bias)
-    key = find_key(rank, x, p, operator, sample, divided, shape)
+    key, moment = find_key(rank, x, p, operator, sample, divided, shape)
     if not key and runs_plainly(x):
         total = x if bias is None else x + bias
         return total if residual is None else residual + total
     if bias is None and residual is None and not key:
         return x
-    result: Tensor = bias_dropout_add_operator(x, bias, residual, p, key)
+    result: Tensor = bias_dropout_add_operator(x, bias, residual, p, key, moment)
     return result
 
 
@@ -68,13 +68,13 @@ def _allocate(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) 
 
 @define_operator("bias_dropout_add", _allocate, triton="elementwise")
 def bias_dropout_add_operator(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int]
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int], moment: Tensor | None
 ) -> Tensor:
-    """Compute `bias_dropout_add`; nothing is dropped where `key` is empty."""
+    """Compute `bias_dropout_add`; nothing is dropped where `key` is empty and the `moment` None."""
     dtype = promote(x, bias, residual)
     total = x if bias is None else x + bias
-    if key:
-        total = apply_mask(total, p, key)
+    if moment is not None:
+        total = apply_mask(total, p, key, moment)
     out = total if total is not x and total.dtype == dtype else torch.empty_like(x, dtype=dtype)
     factor = keep_factor(p) if key else 1.0
     if residual is None:
@@ -82,35 +82,36 @@ def bias_dropout_add_operator(
     return torch.add(residual, total, alpha=factor, out=out)
 
 
-def _allocate_gradients(gradient: Tensor, p: float, key: Any, *dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
+def _allocate_gradients(gradient: Tensor, p: float, key: Any, _: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
     of_x, of_bias = dtypes
     return torch.empty_like(gradient, dtype=of_x), gradient.new_empty(gradient.shape[-1:], dtype=of_bias)
 
 
 @define_operator("bias_dropout_add_backward", _allocate_gradients, triton="elementwise")
 def _bias_dropout_add_backward(
-    gradient: Tensor, p: float, key: Sequence[int], x_dtype: torch.dtype, bias_dtype: torch.dtype
+    gradient: Tensor, p: float, key: Sequence[int], moment: Tensor, x_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and bias; without a bias, backward is the dropout itself."""
-    of_total = bias_dropout_add_operator(gradient, None, None, p, key)
+    of_total = bias_dropout_add_operator(gradient, None, None, p, key, moment)
     return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Keep no tensor: backward draws the mask again."""
-    *operands, ctx.p, ctx.key = inputs
+    *operands, ctx.p, ctx.key, ctx.moment = inputs
     ctx.dtypes = [None if operand is None else operand.dtype for operand in operands]
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, bias_dtype, residual_dtype = ctx.dtypes
+    mask = ctx.p, ctx.key, ctx.moment
     if ctx.key and bias_dtype is not None:
-        of_x, of_bias = _bias_dropout_add_backward(gradient, ctx.p, ctx.key, x_dtype, bias_dtype)
+        of_x, of_bias = _bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype)
     else:
-        of_x = bias_dropout_add_operator(gradient, None, None, ctx.p, ctx.key) if ctx.key else gradient
+        of_x = bias_dropout_add_operator(gradient, None, None, *mask) if ctx.key else gradient
         of_x, of_bias = of_x.to(x_dtype), None if bias_dtype is None else sum_rows(gradient, bias_dtype)
     of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
-    return of_x, of_bias, of_residual, None, None
+    return of_x, of_bias, of_residual, None, None, None
 
 
 bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
@@ -129,29 +130,24 @@ def find_key(
     sample: int | None,
     divided: int | None,
     shape: Sequence[int] | None,
-) -> list[int]:
-    """Return the key of the mask of `x`, for the arguments of `dropout`; empty: nothing is dropped."""
+) -> tuple[list[int], Tensor | None]:
+    """Return key and moment of the mask of `x`, for the arguments of `dropout`; empty and None: nothing is dropped."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability is {p}, expected 0 to 1")
     if p == 0 or not rank.randomness.training:
-        return []
+        return [], None
     shape = x.shape if shape is None else shape
     if prod(shape) != x.numel():
         raise ValueError(f"a dropout's tensor {list(x.shape)} cannot be seen as {list(shape)}")
-    return mask_key(
-        rank.randomness,
-        operator,
-        shape,
-        sample=sample,
-        divided=divided,
-        size=rank.group("tensor").size,
-        index=rank.group("tensor").index,
-    )
+    tensor = rank.group("tensor")
+    key = mask_key(operator, shape, sample=sample, divided=divided, size=tensor.size, index=tensor.index)
+    return key, rank.randomness.locate(x.device)
 
 
-def apply_mask(x: Tensor, p: float, key: Sequence[int], causal: bool = False) -> Tensor:
-    """Return `x` times the mask of `key`, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
-    mask = draw_mask(key, p, x.shape, x.device, causal)
+def apply_mask(x: Tensor, p: float, key: Sequence[int], moment: Tensor, causal: bool = False) -> Tensor:
+    """Return `x` times the mask of `key` at a `moment`, unscaled, like `x` in memory; `causal` scores are zero above the
+    diagonal."""
+    mask = draw_mask(key, moment, p, x.shape, causal)
     return torch.empty_like(x).copy_(mask).mul_(x)
 
 

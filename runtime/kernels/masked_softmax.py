@@ -39,8 +39,8 @@ def scaled_softmax(
     of the whole `scores`. Half precision is computed in float32; the result has the dtype of `scores`.
     """
     _check(scores, mask, is_causal)
-    key = find_key(rank, scores, p, operator, sample, divided, shape)
-    weights: Tensor = _scaled_softmax(scores, mask, is_causal, scale, p, key)[0]
+    key, moment = find_key(rank, scores, p, operator, sample, divided, shape)
+    weights: Tensor = _scaled_softmax(scores, mask, is_causal, scale, p, key, moment)[0]
     return weights
 
 
@@ -69,20 +69,26 @@ def _check(scores: Tensor, mask: Tensor | None, is_causal: bool) -> None:
 
 
 def _allocate(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    *_, key = others
+    *_, key, _ = others
     return scores.new_empty(scores.shape), scores.new_empty(scores.shape if key else (0,))
 
 
 @define_operator("scaled_softmax", _allocate, triton="softmax")
 def _scaled_softmax(
-    scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float, p: float, key: Sequence[int]
+    scores: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    p: float,
+    key: Sequence[int],
+    moment: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the dropped softmax and the softmax itself, which is empty where nothing is dropped and they are one."""
     exact = _softmax(scores, mask, is_causal, scale)
     softmax = exact.to(scores.dtype)
-    if not key:
+    if moment is None:
         return softmax, softmax.new_empty(0)
-    weights = apply_mask(exact, p, key, is_causal).mul_(keep_factor(p))
+    weights = apply_mask(exact, p, key, moment, is_causal).mul_(keep_factor(p))
     return weights.to(scores.dtype), softmax
 
 
@@ -113,6 +119,7 @@ def _scaled_softmax_backward(
     scale: float,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
 ) -> Tensor:
     """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.
 
@@ -127,8 +134,8 @@ def _scaled_softmax_backward(
         result: Tensor = torch.ops.aten._softmax_backward_data(gradient, softmax, -1, wide)
         return result.mul_(scale).contiguous()
     gradient, share = gradient.to(wide), softmax.to(wide)
-    if key:  # weights are rounded, where the mask is exact
-        gradient = apply_mask(gradient, p, key, is_causal).mul_(keep_factor(p))
+    if moment is not None:  # weights are rounded, where the mask is exact
+        gradient = apply_mask(gradient, p, key, moment, is_causal).mul_(keep_factor(p))
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)
@@ -139,20 +146,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mask = None if mask is None else (mask.shape, mask.dtype)
     weights, softmax = output
     exact = widen(softmax.dtype) == softmax.dtype
-    ctx.save_for_backward(*((softmax, weights if exact else None) if ctx.arguments[-1] else (weights, None)))
+    ctx.save_for_backward(*((softmax, weights if exact else None) if ctx.arguments[-2] else (weights, None)))
     ctx.mark_non_differentiable(softmax)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    rest = (None, None, None, None)
+    rest = (None, None, None, None, None)
     if gradient is None:
         return None, None, *rest
-    is_causal, scale, p, key = ctx.arguments
+    is_causal, scale, *dropout = ctx.arguments
     operands = (gradient, *ctx.saved_tensors, is_causal)
     if not ctx.needs_input_grad[1]:
-        return _scaled_softmax_backward(*operands, scale, p, key), None, *rest
-    unscaled = _scaled_softmax_backward(*operands, 1.0, p, key)
+        return _scaled_softmax_backward(*operands, scale, *dropout), None, *rest
+    unscaled = _scaled_softmax_backward(*operands, 1.0, *dropout)
     shape, dtype = ctx.mask
     return unscaled * scale, unscaled.sum_to_size(shape).to(dtype), *rest
 

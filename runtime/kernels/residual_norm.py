@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     weight has x's dtype. `eps` None is x's machine epsilon, as torch's.
     """
     check_rows("rms_norm", {"x": x}, weight=weight)
-    normed: Tensor = _add_norm(x, weight, None, _epsilon(x, eps), None, None, 0.0, [], False)[1]
+    normed: Tensor = _add_norm(x, weight, None, _epsilon(x, eps), None, None, 0.0, [], None, False)[1]
     return normed
 
 
@@ -41,7 +41,7 @@ def layer_norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None = None, eps: 
     exact = {tensor.dtype for tensor in (x, weight, norm_bias) if tensor is not None}
     if exact in _EXACT and runs_plainly(x):
         return functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
-    normed: Tensor = _add_norm(x, weight, norm_bias, eps, None, None, 0.0, [], True)[1]
+    normed: Tensor = _add_norm(x, weight, norm_bias, eps, None, None, 0.0, [], None, True)[1]
     return normed
 
 
@@ -67,7 +67,7 @@ def add_layer_norm(
     check_rows(
         "add_layer_norm", {"x": x, "residual": residual}, weight=weight, norm_bias=norm_bias, bias=bias
     )
-    key = find_key(rank, x, p, operator, sample, divided, shape)
+    key, moment = find_key(rank, x, p, operator, sample, divided, shape)
     exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
     if exact in _EXACT and not key and runs_plainly(x):
         x = x if bias is None else x + bias
@@ -75,7 +75,7 @@ def add_layer_norm(
         bias = residual = None
     if not _adds(bias, residual, key):
         return x, layer_norm(x, weight, norm_bias, eps)
-    added, normed, _, _ = _add_norm(x, weight, norm_bias, eps, bias, residual, p, key, True)
+    added, normed, _, _ = _add_norm(x, weight, norm_bias, eps, bias, residual, p, key, moment, True)
     return added, normed
 
 
@@ -94,10 +94,10 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``sum = dropout(x + bias) + residual`` and `rms_norm` of the sum; otherwise as `add_layer_norm`."""
     check_rows("add_rms_norm", {"x": x, "residual": residual}, weight=weight, bias=bias)
-    key = find_key(rank, x, p, operator, sample, divided, shape)
+    key, moment = find_key(rank, x, p, operator, sample, divided, shape)
     if not _adds(bias, residual, key):
         return x, rms_norm(x, weight, eps)
-    added, normed, _, _ = _add_norm(x, weight, None, _epsilon(x, eps), bias, residual, p, key, False)
+    added, normed, _, _ = _add_norm(x, weight, None, _epsilon(x, eps), bias, residual, p, key, moment, False)
     return added, normed
 
 
@@ -110,7 +110,7 @@ def _adds(bias: Tensor | None, residual: Tensor | None, key: Sequence[int]) -> b
 
 
 def _allocate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, weight, _, _, bias, residual, _, key, centers = arguments
+    x, weight, _, _, bias, residual, _, key, _, centers = arguments
     added = x.new_empty(x.shape if _adds(bias, residual, key) else (0,), dtype=promote(x, bias, residual))
     normed = x.new_empty(x.shape, dtype=added.dtype if centers else promote(added, weight))
     scale = x.new_empty((*x.shape[:-1], 1), dtype=widen(added.dtype))
@@ -127,6 +127,7 @@ def _add_norm(
     residual: Tensor | None,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
     centers: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``dropout(x + bias) + residual``, its LayerNorm (`centers`) or RMSNorm, and mean and factor of each row.
@@ -135,7 +136,7 @@ def _add_norm(
     """
     added = x.new_empty(0)
     if _adds(bias, residual, key):
-        added = x = bias_dropout_add_operator(x, bias, residual, p, key).contiguous()
+        added = x = bias_dropout_add_operator(x, bias, residual, p, key, moment).contiguous()
     wide = x.contiguous().to(widen(x.dtype))
     if centers:
         offset = None if norm_bias is None else norm_bias.to(wide.dtype)
@@ -146,7 +147,7 @@ def _add_norm(
 
 
 def _allocate_gradients(*arguments: Any) -> list[Tensor]:
-    _, _, added, weight, _, scale, _, _, wanted = arguments
+    _, _, added, weight, _, scale, _, _, _, wanted = arguments
     shapes = [added.shape] * 2 + [weight.shape] * 3
     dtypes = [added.dtype] * 2 + [scale.dtype] * 3
     return [
@@ -165,6 +166,7 @@ def _add_norm_backward(
     scale: Tensor,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """Return the gradients of the sum, x, the weight, the norm's bias and x's bias; empty where not `wanted`.
@@ -180,7 +182,7 @@ def _add_norm_backward(
     total = total.to(added.dtype)
     if d_added is not None:
         total.add_(d_added)
-    own = bias_dropout_add_operator(total, None, None, p, key) if key else total
+    own = bias_dropout_add_operator(total, None, None, p, key, moment) if key else total
     gradients = [total, own, *vectors, sum_rows(own, scale.dtype) if wanted[4] else None]
     return [
         gradient if want and gradient is not None else added.new_empty(0)
@@ -203,7 +205,7 @@ def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     added, _, mean, scale = output
-    x, weight, _, _, bias, residual, ctx.p, ctx.key, centers = inputs
+    x, weight, _, _, bias, residual, ctx.p, ctx.key, ctx.moment, centers = inputs
     adds = _adds(bias, residual, ctx.key)
     ctx.save_for_backward(added if adds else x, weight, mean if centers else None, scale)
     ctx.mark_non_differentiable(mean, scale, *([] if adds else [added]))
@@ -221,10 +223,10 @@ def _differentiate(
     dropped = bool(ctx.key)
     wanted = [residual or (x and not dropped), x and dropped, gain, offset, bias]
     of_sum, of_x, of_weight, of_offset, of_bias = _add_norm_backward(
-        d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, wanted
+        d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, ctx.moment, wanted
     )
     of_x = of_x if dropped else of_sum
-    gradients = (of_x, of_weight, of_offset, None, of_bias, of_sum, None, None, None)
+    gradients = (of_x, of_weight, of_offset, None, of_bias, of_sum, None, None, None, None)
     return tuple(
         gradient.to(dtype) if needed else None
         for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=True)

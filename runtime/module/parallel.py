@@ -62,20 +62,21 @@ class Parallel(BoundModule):
         program: ShapeFunctions,
         further: Sequence[ShapeFunctions] = (),
         drawn: bool = False,
+        graphs: bool = False,
     ) -> None:
         """Take this rank's slices of the whole weights of `program`, by the user's names, and bind it to them.
 
         `further` are the programs of further input shapes, with the same parameters in the same places. With `drawn`,
-        parameters without values are initialised as the manifest says.
+        parameters without values are initialised as the manifest says; with `graphs` stages are replayed.
         """
         super().__init__()
         manifest, rank = program.manifest, connection.rank
         self._manifest, self._connection = manifest, connection
         slices = take_slices(manifest, rank, program.constants, program.weights, drawn)
-        self._shapes = [BoundShape(program, connection, {})]
+        self._shapes = [BoundShape(program, connection, {}, graphs)]
         for other in further:
             own = other.constants, other.weights, drawn, manifest.parameters
-            self._shapes.append(BoundShape(other, connection, take_slices(other.manifest, rank, *own)))
+            self._shapes.append(BoundShape(other, connection, take_slices(other.manifest, rank, *own), graphs))
         # The stages compute with trained weights in half precision, which are kept in float32.
         narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained

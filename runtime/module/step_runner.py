@@ -183,14 +183,15 @@ class StepRunner:
             for index in inputs
         }
         seeds = None
+        shape.sums.follow(leaves)
         if gradients:
-            shape.sums.start(leaves)
+            shape.sums.start(p.grad for p in watch.parameters.values() if p.grad is not None)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             seeds = (scale / divisors).unbind()
         run = partial(shape.executor.run, leaves, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():
-            losses = run(shape.sums.end_stage)
+            losses = run(shape.sums.end_stage, memory=shape.sums.memory)
             position.phase("loss")
             pair = share_loss(self._rank, losses, divisors)
             if gradients:

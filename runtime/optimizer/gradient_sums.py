@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,13 @@ class Completion:
         return (*self.after.values(), *self.late.values())
 
 
+class Memory(NamedTuple):
+    """The memory of a step: numbers of the leaves that it read and of the sums that it wrote, counted anew."""
+
+    leaves: int
+    sums: int
+
+
 class WideSum:
     """The float32 sum of a half-precision leaf's gradients over the microbatches; the leaf keeps none."""
 
@@ -67,10 +74,62 @@ class WideSum:
             self.sum += leaf.grad
         leaf.grad = None
 
-    def take(self) -> Tensor | None:
-        """Hand the sum over; the leaf's hook would keep it as long as the leaf is there."""
-        taken, self.sum = self.sum, None
-        return taken
+
+class LeafSums:
+    """The sums over microbatches of the gradients of `leaves`, each by its leaf.
+
+    Where they `last`, they are in the same memory in every step, for CUDA graphs to add to: zeroed at once when a step
+    begins, and lent to the parameters as their gradients when it ends. `memory` counts the memories that there were.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor], lasts: bool) -> None:
+        self._leaves = tuple(leaves)
+        self._lasts = lasts
+        self._wide = {leaf: WideSum(leaf) for leaf in self._leaves if leaf.dtype in HALF}
+        self._lasting: dict[Tensor, Tensor] = {}  # of the leaves that have had a gradient
+        self.memory = 0
+
+    def begin(self, lent: Iterable[Tensor]) -> None:
+        """Begin a step; `lent` are the gradients that parameters have, which get memory of their own.
+
+        Other tensors in the memory of a sum keep it, and the sum is put elsewhere.
+        """
+        for leaf in self._leaves:
+            self._put(leaf, None)
+        own = {x.untyped_storage().data_ptr() for x in self._lasting.values()}
+        for gradient in lent if own else ():
+            if gradient.untyped_storage().data_ptr() in own:
+                gradient.set_(gradient.clone())  # type: ignore[call-overload]
+        for leaf, found in self._lasting.items():
+            if _is_shared(found):
+                self._lasting[leaf] = torch.empty_like(found)
+                self.memory += 1
+            self._put(leaf, self._lasting[leaf])
+        if self._lasting:
+            torch._foreach_zero_(list(self._lasting.values()))
+
+    def take(self, leaf: Tensor) -> Tensor | None:
+        """Hand over the sum of a `leaf`; None where no gradient has come."""
+        found = self._wide[leaf].sum if leaf in self._wide else leaf.grad
+        self._put(leaf, None)
+        if found is None:
+            return None
+        if self._lasts and leaf not in self._lasting:
+            self._lasting[leaf] = torch.empty_like(found)
+            self.memory += 1
+        # Of a leaf that is read conjugated autograd leaves a view which is so: that can be neither sent nor divided.
+        return found.detach().resolve_conj().resolve_neg()
+
+    def _put(self, leaf: Tensor, memory: Tensor | None) -> None:
+        if leaf in self._wide:
+            self._wide[leaf].sum = memory
+        else:
+            leaf.grad = memory
+
+
+def _is_shared(x: Tensor) -> bool:
+    """Return whether another tensor has the memory of `x`: itself counts, and its storage that is asked here."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2
 
 
 class GradientSums:
@@ -90,26 +149,40 @@ class GradientSums:
         completion: Completion,
         shards: Sequence[FlatShard],
         measured: Measured,
+        lasts: bool = False,
     ) -> None:
         self._manifest = manifest
         self._connection = connection
         self._completion = completion
         self._shards = shards
         self._leaves: Leaves = {}
-        self._wide: dict[Tensor, WideSum] = {}
+        self._sums = LeafSums((), lasts)
+        self._lasts = lasts
+        self._read = 0
         self._measured = measured
         self._begin: Any = None
         self._posted: list[tuple[Posted[list[Tensor]], Group | None, Sequence[str | int]]] = []
         self._summed: dict[str | int, Tensor] = {}
 
-    def start(self, leaves: Leaves) -> None:
-        """Begin a step with the `leaves` of the stages, by stage and name."""
-        self._leaves = leaves
-        trained = (leaf for own in leaves.values() for leaf in own.values() if leaf.requires_grad)
-        self._wide = {leaf: WideSum(leaf) for leaf in trained if leaf.dtype in HALF}
+    def follow(self, leaves: Leaves) -> None:
+        """Take over the `leaves` of the stages, by stage and name, unless they are known."""
+        if leaves is not self._leaves:
+            self._leaves = leaves
+            self._read += 1
+            trained = (leaf for own in leaves.values() for leaf in own.values() if leaf.requires_grad)
+            self._sums = LeafSums(trained, self._lasts)
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory that graphs of the next step read and write; None where there are none."""
+        return Memory(self._read, self._sums.memory) if self._lasts else None
+
+    def start(self, lent: Iterable[Tensor]) -> None:
+        """Begin a step with the leaves; see `LeafSums.begin`."""
         self._begin = None
         self._posted.clear()
         self._summed = {}
+        self._sums.begin(lent)
 
     def end_stage(self, stage: int) -> None:
         """Post the sums that are complete after the last backward of `stage`."""
@@ -129,7 +202,6 @@ class GradientSums:
             if group is not None:
                 sum_over(group, sums)
             self._summed.update(zip(keys, sums, strict=True))
-        self._leaves, self._wide = {}, {}
         self._measured.add("data", self._begin)
 
     def gradients(self) -> list[Tensor]:
@@ -151,7 +223,7 @@ class GradientSums:
         stages = [own for _, own in sorted(self._leaves.items())]
         for name in names:
             leaves = [own[name] for own in stages if name in own]
-            sums = [part for leaf in leaves if (part := self._take(leaf)) is not None]
+            sums = [part for leaf in leaves if (part := self._sums.take(leaf)) is not None]
             if sums:
                 found[name] = sums[0]
                 for part in sums[1:]:
@@ -162,13 +234,6 @@ class GradientSums:
                 found[name] = torch.zeros_like(leaves[0], dtype=dtype)
         self._sum_partial(found)
         return found
-
-    def _take(self, leaf: Tensor) -> Tensor | None:
-        if self._wide and leaf in self._wide:
-            return self._wide.pop(leaf).take()
-        gradient, leaf.grad = leaf.grad, None
-        # Of a leaf that is read conjugated autograd leaves a view which is so: that can be neither sent nor divided.
-        return None if gradient is None else gradient.resolve_conj().resolve_neg()
 
     def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
         tensor = self._connection.rank.group("tensor")

@@ -112,8 +112,8 @@ def test_of_causal_scores_only_what_is_seen_is_drawn(
     place: dict[str, Any] = {"sample": sample}
     if size > 1:
         place |= {"divided": 1 if sample == 0 else 0, "size": size, "index": size - 1}
-    key = mask_key(state, 4, shape, **place)
-    whole, causal = (draw_mask(key, 0.25, shape, CPU, causal) for causal in (False, True))
+    key, moment = mask_key(4, shape, **place), state.locate(CPU)
+    whole, causal = (draw_mask(key, moment, 0.25, shape, causal) for causal in (False, True))
     seen = torch.ones(shape[-2:], dtype=torch.bool).tril()
     assert torch.equal(causal & seen, whole & seen)
     # A matrix of whole blocks has none above its diagonal, unless the batch parts its rows.

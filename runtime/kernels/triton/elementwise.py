@@ -47,15 +47,23 @@ def gated_product_backward(
 
 
 def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int], result: Tensor
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: Sequence[int],
+    moment: Tensor | None,
+    result: Tensor,
 ) -> None:
-    constants = {**dropout_arguments(key, p, x), "enable_fp_fusion": False}
+    constants = {**dropout_arguments(key, moment, p, x), "enable_fp_fusion": False}
     launch_tiles(_bias_dropout_add, [x, residual], [result], *lay_out(bias), **constants)
 
 
-def bias_dropout_add_backward(gradient: Tensor, p: float, key: Sequence[int], *others: Any) -> None:
+def bias_dropout_add_backward(
+    gradient: Tensor, p: float, key: Sequence[int], moment: Tensor, *others: Any
+) -> None:
     *_, (of_x, of_bias) = others
-    constants = {**dropout_arguments(key, p, gradient), "enable_fp_fusion": False}
+    constants = {**dropout_arguments(key, moment, p, gradient), "enable_fp_fusion": False}
     launch_tiles(_bias_dropout_add_backward, [gradient], [of_x], sums=of_bias, **constants)
 
 

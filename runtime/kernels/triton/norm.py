@@ -37,6 +37,7 @@ def add_norm(
     residual: Tensor | None,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
     centers: bool,
     results: Sequence[Tensor],
 ) -> None:
@@ -45,7 +46,7 @@ def add_norm(
     tile = plan_rows(rows, width)
     _normalize[(triton.cdiv(rows, tile["ROWS"]),)](
         *lay_out(x, bias, residual, weight, norm_bias), *_filled(results), rows, width, eps,
-        **dropout_arguments(key, p, x), **tile, enable_fp_fusion=False
+        **dropout_arguments(key, moment, p, x), **tile, enable_fp_fusion=False
     )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def add_norm_backward(
     scales: Tensor,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
     wanted: Sequence[bool],
     results: Sequence[Tensor],
 ) -> None:
@@ -69,7 +71,7 @@ def add_norm_backward(
     sums = [None if vector is None else vector.new_zeros((programs, width)) for vector in of_vectors]
     _differentiate[(programs,)](
         *lay_out(d_added, d_normed, added, weight), means, scales, *of_rows, *sums, rows, width,
-        **dropout_arguments(key, p, added), **tile, maxnreg=REGISTERS, enable_fp_fusion=False
+        **dropout_arguments(key, moment, p, added), **tile, maxnreg=REGISTERS, enable_fp_fusion=False
     )  # fmt: skip
     for vector, partial in zip(of_vectors, sums, strict=True):
         if partial is not None:

@@ -13,28 +13,28 @@ import triton.language as tl
 from torch import Tensor
 
 from autoptd.runtime.kernels.keyed_dropout import keep_factor
-from autoptd.runtime.randomness import BLOCK, OPERATOR_BITS, ROUNDS, WORD, count_dropped
+from autoptd.runtime.randomness import BLOCK, OPERATOR_BITS, ROUNDS, count_dropped
 
 BITS = tl.constexpr(OPERATOR_BITS)
 TURNS = tl.constexpr(ROUNDS)
 
 
-def dropout_arguments(key: Sequence[int], p: float, x: Tensor) -> dict[str, Any]:
+def dropout_arguments(key: Sequence[int], moment: Tensor | None, p: float, x: Tensor) -> dict[str, Any]:
     """Return the arguments `dropout` and `ALIGNED` of a kernel that calls `drop` on rows of `x`, with probability `p`.
 
-    `dropout` is one tuple for a key of runtime/randomness.py, None where it is empty. Triton compiles a kernel anew
-    for integers that are 1, divisible by 16 or longer than 32 bits. That folds the ones of a key's place away; the
-    numbers that change from call to call are hidden from it as odd 64-bit ones. Rows are `ALIGNED` where each 8
+    `dropout` is one tuple for key and moment of runtime/randomness.py, None where nothing is dropped. Triton compiles a
+    kernel anew for integers that are 1, divisible by 16 or longer than 32 bits. That folds the ones of a key's place
+    away; the numbers in which operators differ are hidden from it as odd 64-bit ones. Rows are `ALIGNED` where each 8
     elements, from the start of any row on, share one Philox counter.
     """
-    if not key:
+    if moment is None:
         return {"dropout": None, "ALIGNED": False}
-    seed, call, sample, operator, *place = key
-    batch, inner, run, whole, start = place
-    changing = (count_dropped(p), seed & WORD, seed >> 32 & WORD, operator, sample & WORD, call & WORD)
+    operator, *place = key
+    _, batch, inner, run, whole, start = place
+    differing = (1 << 62 | number << 1 | 1 for number in (count_dropped(p), operator))
     unbroken = batch == 1 or inner % BLOCK == 0
     return {
-        "dropout": (keep_factor(p), *(1 << 62 | number << 1 | 1 for number in changing), *place),
+        "dropout": (keep_factor(p), moment, *differing, *place),
         "ALIGNED": unbroken
         and (x.shape[-1] if x.dim() else 1) % BLOCK == 0
         and (run == whole or (run | whole | start) % BLOCK == 0),
@@ -56,7 +56,7 @@ def drop(value, first, dropout, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _keep(first, dropout, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return which elements are kept. Computes in the integer type of `first`, int64 where 2**31 elements may be."""
-    dropped = (dropout[1] >> 1 & 0x1FFFF).to(tl.int32)
+    dropped = (dropout[2] >> 1 & 0x1FFFF).to(tl.int32)
     if ALIGNED:  # one counter for 8 elements
         _, w0, w1, w2, w3 = _draw(first + tl.arange(0, BLOCK // 8) * 8, dropout)
         low = _interleave(w0 & 0xFFFF, w1 & 0xFFFF, w2 & 0xFFFF, w3 & 0xFFFF)
@@ -77,14 +77,13 @@ def _interleave(n0, n1, n2, n3):
 @triton.jit
 def _draw(index, dropout):
     """Return the place of each element in its counter's eight numbers, and the four words, as uint32."""
-    _, _, seed_low, seed_high, operator, sample, call, batch, inner, run, whole, start = dropout
+    _, moment, _, operator, sampled, batch, inner, run, whole, start = dropout
     row = index // inner
     element = row // batch * inner + index % inner
     element = (element // run).to(tl.int64) * whole + start + element % run
     block = element >> 3
-    seed = (seed_low >> 1 & 0xFFFFFFFF) | (seed_high >> 1 & 0xFFFFFFFF) << 32
-    samples = ((sample >> 1 & 0xFFFFFFFF) + row % batch).to(tl.uint32)
+    samples = (tl.load(moment + 2) * sampled + row % batch).to(tl.uint32)
     numbers = ((block >> 32 << BITS) | (operator >> 1 & 0xFFFFFFFF)).to(tl.uint32)
-    calls = (call >> 1 & 0xFFFFFFFF).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, block.to(tl.uint32), numbers, samples, calls, n_rounds=TURNS)
+    calls = tl.load(moment + 1).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(tl.load(moment), block.to(tl.uint32), numbers, samples, calls, n_rounds=TURNS)
     return (element & 7).to(tl.int32), w0, w1, w2, w3

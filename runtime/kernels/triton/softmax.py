@@ -28,6 +28,7 @@ def scaled_softmax(
     scale: float,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
     results: tuple[Tensor, Tensor],
 ) -> None:
     weights, softmax = results
@@ -37,7 +38,7 @@ def scaled_softmax(
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
     _launch(
-        _normalize, scores, p, key, *lay_out(scores), view, weights, softmax if key else None, scale, sizes, strides,
+        _normalize, scores, p, key, moment, *lay_out(scores), view, weights, softmax if key else None, scale, sizes, strides,
         ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
     )  # fmt: skip
 
@@ -50,18 +51,21 @@ def scaled_softmax_backward(
     scale: float,
     p: float,
     key: Sequence[int],
+    moment: Tensor | None,
     result: Tensor,
 ) -> None:
-    _launch(_differentiate, softmax, p, key, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
+    _launch(_differentiate, softmax, p, key, moment, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
 
 
-def _launch(kernel: Any, x: Tensor, p: float, key: Sequence[int], *arguments: Any, **constants: Any) -> None:
+def _launch(
+    kernel: Any, x: Tensor, p: float, key: Sequence[int], moment: Tensor | None, *arguments: Any, **constants: Any
+) -> None:
     """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
     length, width = x.shape[-2:]
     rows = x.numel() // width
     tile = plan_rows(rows, width)
     kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-        *arguments, rows, length, width, **dropout_arguments(key, p, x), **constants, **tile,
+        *arguments, rows, length, width, **dropout_arguments(key, moment, p, x), **constants, **tile,
         WHOLE=width <= tile["COLUMNS"], enable_fp_fusion=True
     )  # fmt: skip
 

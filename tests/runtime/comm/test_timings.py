@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -135,15 +137,16 @@ def test_a_broken_step_is_not_shown(tmp_path: Path) -> None:
     batch = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("idx", "targets")}
     parallel(**batch)
     stage, calls = parallel._shapes[0].executor.stages[0], []
-    whole = stage._function
+    whole = stage._slots[0].call
 
     def fail_in_the_second_microbatch(*args: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             raise OSError("the second microbatch")
-        return whole(*args)
+        return whole.function(*args)
 
-    stage._function = fail_in_the_second_microbatch  # type: ignore[assignment]
+    for slot in stage._slots:
+        slot.call = replace(whole, function=partial(fail_in_the_second_microbatch))
     with pytest.raises(OSError, match="the second microbatch"):
         parallel(**batch)
     with pytest.raises(RuntimeError, match="the last one failed"):

@@ -21,7 +21,7 @@ from autoptd.runtime.optimizer.clipping import global_norm
 from autoptd.runtime.optimizer.gradient_buckets import share_loss
 from autoptd.runtime.program.manifest import Input
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.randomness import Randomness, draw_mask, mask_key
+from autoptd.runtime.randomness import draw_mask, mask_key
 from tests.runtime.chain import Chain
 
 META = torch.device("meta")
@@ -90,9 +90,10 @@ def test_the_norm_of_a_shard_chooses_no_elements() -> None:
 
 
 def test_a_mask_is_drawn_without_waiting() -> None:
-    key = mask_key(Randomness(), 3, (4, 2, 16), sample=1, divided=2, size=2, index=1)
+    key = mask_key(3, (4, 2, 16), sample=1, divided=2, size=2, index=1)
+    moment = torch.empty(3, dtype=torch.int64, device=META)
     with Waits() as waits:
-        assert draw_mask(key, 0.1, (4, 2, 16), META).shape == (4, 2, 16)
+        assert draw_mask(key, moment, 0.1, (4, 2, 16)).shape == (4, 2, 16)
     assert waits.found == []
 
 

@@ -22,7 +22,7 @@ from tests.runtime.kernels.test_rows import differentiate
 
 CPU = torch.device("cpu")
 RANK = make_rank()
-KEY = [7, 2, 3, OPERATOR, 2, 24, 1, 1, 0]
+KEY, MOMENT = [OPERATOR, 1, 2, 24, 1, 1, 0], torch.tensor([7, 2, 3])
 some_cases = pytest.mark.parametrize(
     "name", ["bias_gelu", "gated silu", "rotary partial", "dropout", "bias + dropout + residual"]
 )
@@ -42,8 +42,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "gated_product": (turned, other, "silu"),
         "gated_product_backward": (turned, other, x, "gelu"),
         "rotary_embedding": (turned, table, table, True, False),
-        "bias_dropout_add": (x, vector, turned, 0.5, KEY),
-        "bias_dropout_add_backward": (turned, 0.5, KEY, torch.float32, torch.float32),
+        "bias_dropout_add": (x, vector, turned, 0.5, KEY, MOMENT),
+        "bias_dropout_add_backward": (turned, 0.5, KEY, MOMENT, torch.float32, torch.float32),
     }
 
 

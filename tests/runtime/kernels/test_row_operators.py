@@ -18,7 +18,7 @@ from tests.runtime.kernels.test_operators import Wrapped, listen
 from tests.runtime.kernels.test_rows import differentiate, error
 
 CPU = torch.device("cpu")
-KEY = [7, 2, 3, OPERATOR, 2, 24, 1, 1, 0]
+KEY, MOMENT = [OPERATOR, 1, 2, 24, 1, 1, 0], torch.tensor([7, 2, 3])
 some_cases = pytest.mark.parametrize(
     "name", ["rms_norm", "layer, all", "rms, all", "layer, residual", "softmax, causal", "softmax, learnt"]
 )
@@ -35,10 +35,10 @@ def calls() -> dict[str, tuple[Any, ...]]:
     turned = draw(2, 8, 3).transpose(1, 2)
     statistics = torch.rand(2, 3, 1)
     return {
-        "add_norm: layer_norm": (turned, vector, vector, EPS, None, None, 0.0, [], True),
-        "add_norm: rms_norm": (turned, vector, None, EPS, None, None, 0.0, [], False),
-        "add_norm: add_rms_norm": (turned, vector, None, EPS, vector, other, 0.5, KEY, False),
-        "add_norm: add_layer_norm": (x, vector, vector, EPS, None, turned, 0.0, [], True),
+        "add_norm: layer_norm": (turned, vector, vector, EPS, None, None, 0.0, [], None, True),
+        "add_norm: rms_norm": (turned, vector, None, EPS, None, None, 0.0, [], None, False),
+        "add_norm: add_rms_norm": (turned, vector, None, EPS, vector, other, 0.5, KEY, MOMENT, False),
+        "add_norm: add_layer_norm": (x, vector, vector, EPS, None, turned, 0.0, [], None, True),
         "add_norm_backward": (
             x,
             other,
@@ -48,10 +48,11 @@ def calls() -> dict[str, tuple[Any, ...]]:
             statistics,
             0.5,
             KEY,
+            MOMENT,
             [True] * 3 + [False, True],
         ),
-        "scaled_softmax": (scores, draw(1, 3, 8), False, 0.3, 0.5, KEY),
-        "scaled_softmax_backward": (scores, turned.softmax(-1), None, True, 0.3, 0.0, []),
+        "scaled_softmax": (scores, draw(1, 3, 8), False, 0.3, 0.5, KEY, MOMENT),
+        "scaled_softmax_backward": (scores, turned.softmax(-1), None, True, 0.3, 0.0, [], None),
         "cross_entropy_statistics": (logits.detach(), 7, True),
         "cross_entropy_rows": (logits, logits.detach().softmax(1), column, torch.rand(4, 6), 7),
         "cross_entropy_rows_backward": (rows, logits, column, torch.rand(4, 6), 7),

@@ -451,11 +451,9 @@ def interrupt_run(monkeypatch: pytest.MonkeyPatch, parallel: Parallel, calls: in
     executor = parallel._runner.shape.executor
     run, left = executor.run, iter(range(calls, 0, -1))
 
-    def interrupt(
-        weights: Any, inputs: Any, seeds: Any, begin: Callable[[int], None], end: Callable[[int], None]
-    ) -> Any:
+    def interrupt(weights: Any, inputs: Any, seeds: Any, *others: Any, **options: Any) -> Any:
         if next(left, 0) != 1:
-            return run(weights, inputs, seeds, begin, end)
+            return run(weights, inputs, seeds, *others, **options)
         first = min(executor.stages)
         executor.stages[first].start(weights[first], inputs[first], seeds)
         raise InterruptionError

@@ -39,7 +39,8 @@ def sum_gradients(
     completion = Completion.of(manifest, here, [Action(here, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, completion, shards, measured)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
-    sums.start({here: leaves})
+    sums.follow({here: leaves})
+    sums.start(())
     for name, leaf in leaves.items():
         (leaf * gradients[name]).sum().backward()
     sums.end_stage(here)
@@ -122,7 +123,8 @@ def test_half_precision_is_summed_in_float32() -> None:
     completion = Completion.of(manifest, 0, [Action(0, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, completion, (), measured)
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    sums.start({0: {"weight": leaf}})
+    sums.follow({0: {"weight": leaf}})
+    sums.start(())
     for _ in range(257):  # in bfloat16 the sum would stop growing at 256
         leaf.sum().backward()
     sums.end_stage(0)

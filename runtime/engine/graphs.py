@@ -1,0 +1,152 @@
+"""Slots whose forwards and backwards are CUDA graphs: captured once, and from then on replayed without Python.
+
+- Each slot has a memory pool of its own, for its forward and its backward alone. In a shared pool the memory that one
+  slot's forward frees would become what another's saves, and a replay would overwrite it. So the backward may free what
+  the forward has saved as it goes, and a slot takes the memory that a microbatch takes without graphs.
+- All are captured on one stream, which autograd's nodes of the leaves belong to while they are alive.
+- Collectives of the tensor ranks are inside; messages and sums over replicas, events and looks at values outside.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoptd.runtime.engine.slot import Slot, StageCall, Weights
+from autoptd.runtime.program.program_text import line_of
+from autoptd.runtime.user_warnings import warn_caller
+
+# Tests add "cpu", where a replay is a plain call.
+graph_devices = {"cuda"}
+
+
+class Replay:
+    """Some `work` on a device as a CUDA graph, which takes memory from `pool`; its `result` lies where it lay before."""
+
+    def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
+        self.result: Any = None
+        self._run = self._call
+        self._work = work
+        if device.type == "cuda":
+            self._run, self._work = self._capture(device, pool), lambda: None
+
+    def run(self) -> None:
+        """Do the work once more, in the order of the present stream."""
+        self._run()
+
+    def _call(self) -> None:
+        self.result = self._work()
+
+    def _capture(self, device: torch.device, pool: Any) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        collecting = gc.isenabled()
+        gc.disable()  # what is collected may ask the device, which breaks a capture
+        try:
+            with torch.cuda.stream(_capture_stream(device)):
+                # NCCL's own thread asks its events meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    self.result = self._work()
+                except BaseException:
+                    with suppress(RuntimeError):  # says once more that the capture has failed
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph.replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Pair(NamedTuple):
+    forward: Replay
+    backward: list[Replay]  # one, once it is captured
+
+
+class GraphSlot(Slot):
+    """A slot that replays its work; in a step without a `mode` it works as any slot.
+
+    `mode` names what the work depends on besides the values in memory. Work is captured in the second step of a mode:
+    the first has compiled kernels and made workspaces.
+    """
+
+    def __init__(self, call: StageCall, device: torch.device, refused: set[Hashable]) -> None:
+        """`refused` are the modes in which the stage cannot be captured, for all of its slots."""
+        super().__init__(call, device)
+        self.mode: Hashable = None
+        self.refused = refused
+        self._device = device
+        self._running: _Pair | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all graphs, which read memory that is no longer used."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._pool = torch.cuda.graph_pool_handle()
+        self._pairs: dict[Hashable, _Pair] = {}
+
+    def forward(
+        self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
+    ) -> list[Tensor]:
+        self._running = None
+        if self.mode is None or self.mode in self.refused:
+            return super().forward(weights, values, moment, trains)
+        self.load(values, moment)
+        if self.mode not in self._pairs:
+            try:
+                forward = self._capture(lambda: self.call.run(weights, self.values, trains))
+            except Exception as error:
+                self._refuse("forward", error)
+                return super().forward(weights, values, moment, trains)
+            self._pairs[self.mode] = _Pair(forward, [])
+        self._weights = weights
+        self._running = pair = self._pairs[self.mode]
+        pair.forward.run()
+        return [output.clone() for output in pair.forward.result[0]]
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        if (pair := self._running) is None:
+            return super().backward(gradients)
+        self.load_gradients(gradients)
+        if not pair.backward:
+            try:
+                pair.backward.append(self._capture(lambda: pair.forward.result[1].differentiate(self.gradients)))
+            except Exception as error:
+                self._refuse("backward", error)
+                # What autograd kept of the captured forward is spent.
+                _, self._kept = self.call.run(self._weights, self.values, trains=True)
+                return super().backward(gradients)
+        pair.backward[0].run()
+        # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
+        pair.forward.result = pair.forward.result[0], None
+        return [gradient.clone() for gradient in pair.backward[0].result]
+
+    def _capture(self, work: Callable[[], Any]) -> Replay:
+        return Replay(work, self._device, self._pool if self._device.type == "cuda" else None)
+
+    def _refuse(self, what: str, error: Exception) -> None:
+        """Warn that the `what` of the stage cannot be captured, and do without graphs in this mode."""
+        self._pairs.pop(self.mode, None)
+        self.refused.add(self.mode)
+        first: BaseException = error
+        while first.__context__ is not None:  # later ones say that the capture has failed
+            first = first.__context__
+        filename = self.call.function.func.__code__.co_filename
+        line = line_of(first, filename)
+        place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}: " if line else ""
+        reason = f"{place}{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
+        warn_caller(f"the {what} of {filename} runs without CUDA graphs (bind(graphs=False) has none): {reason}")

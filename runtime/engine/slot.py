@@ -1,0 +1,113 @@
+"""The memory of one microbatch in flight on a stage, the same in every step, and the calls that work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Weights = Mapping[str, Tensor]
+
+
+class Kept(NamedTuple):
+    """What the backward of a microbatch needs: the received leaves, and the edges of the roots."""
+
+    leaves: Sequence[Tensor] = ()
+    edges: Sequence[GradientEdge | None] = ()
+
+    def differentiate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Add the weights' gradients to their ``.grad``, and return the leaves', from those of the roots."""
+        edges = [edge for edge in self.edges if edge is not None]
+        seeds = [seed for edge, seed in zip(self.edges, gradients, strict=True) if edge is not None]
+        if edges:
+            torch.autograd.backward(edges, seeds)
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in self.leaves]
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """The function of a stage with its rank, ``function(weights, *received, *inputs)``.
+
+    `leaves` are the positions of the received values that have gradients, `roots` those of the outputs that have.
+    """
+
+    function: partial[Any]
+    leaves: tuple[int, ...]
+    roots: tuple[int, ...]
+    num_outputs: int
+
+    def run(self, weights: Weights, values: Sequence[Tensor], trains: bool) -> tuple[list[Tensor], Kept]:
+        """Return the outputs, and what the backward needs where it `trains`."""
+        given = list(values)
+        for index in self.leaves if trains else ():
+            given[index] = given[index].detach().requires_grad_()
+        result = self.function(weights, *given)
+        outputs = result if isinstance(result, tuple) else (result,)
+        if len(outputs) != self.num_outputs:
+            raise ValueError(f"the stage gave {len(outputs)} values, the next takes {self.num_outputs}")
+        roots = [outputs[index] for index in self.roots] if trains else []
+        # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
+        edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
+        return [x.detach() for x in outputs], Kept([given[i] for i in self.leaves], edges)
+
+
+class Slot:
+    """A place for one microbatch in flight, from its forward to its backward.
+
+    Its inputs, the `moment` of its masks (see runtime/randomness.py) and the `gradients` of its outputs have memory of
+    their own, which a CUDA graph reads. Values that leave it are in memory that the slot does not use again.
+    """
+
+    def __init__(self, call: StageCall, device: torch.device) -> None:
+        self.call = call
+        self.moment = torch.zeros(3, dtype=torch.int64, device=device)
+        self.values: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self._kept = Kept()
+
+    def forward(
+        self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
+    ) -> list[Tensor]:
+        """Run the stage on `values`, received and from the batch; keep what `backward` needs where it `trains`."""
+        self.load(values, moment)
+        outputs, self._kept = self.call.run(weights, self.values, trains)
+        return [_take_out(x, self.values) for x in outputs]
+
+    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Differentiate into the ``.grad`` of the weights; return the gradients of the leaves."""
+        self.load_gradients(gradients)
+        kept, self._kept = self._kept, Kept()
+        return [_take_out(x, self.gradients) for x in kept.differentiate(self.gradients)]
+
+    def load(self, values: Sequence[Tensor], moment: Tensor) -> None:
+        """Copy the `values` of a microbatch, and its `moment`, into the slot's memory."""
+        self.moment.copy_(moment)
+        self.values = _take_in(self.values, values)
+
+    def load_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Copy the `gradients` of the outputs into the slot's memory."""
+        self.gradients = _take_in(self.gradients, gradients)
+
+    def clear(self) -> None:
+        """Forget the microbatch."""
+        self._kept = Kept()
+
+
+def _take_in(own: list[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Copy `values` into the slot's `own` memory, which the first ones make, and return it."""
+    own = own or [torch.empty_like(value) for value in values]
+    for mine, value in zip(own, values, strict=True):
+        mine.copy_(value)
+    return own
+
+
+def _take_out(value: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """Return `value` in memory that is not the slot's `own`."""
+    memory = value.untyped_storage().data_ptr()
+    shares = any(x.untyped_storage().data_ptr() == memory for x in own)
+    return value.clone() if shares else value
