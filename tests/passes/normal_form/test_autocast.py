@@ -75,6 +75,42 @@ def check_same(
 
 # The lists
 
+# The kernels that all take float32, in every version of torch that is tested.
+FLOAT32 = {
+    "cpu": """
+        _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
+        binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse cholesky_solve
+        cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine
+        fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn
+        fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d
+        grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex
+        linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
+        linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float
+        linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_matrix_sqrth linalg_qr linalg_solve
+        linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d
+        max_unpool2d max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward
+        nanquantile nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod
+        prod.dim_int qr quantile quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+        replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center svd trace triangular_solve
+        triplet_margin_loss view_as_complex
+    """,
+    "cuda": """
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+        cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div
+        l1_loss layer_norm linalg_matrix_sqrth log log10 log1p log2 logsumexp margin_ranking_loss mse_loss
+        multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm.Scalar norm.ScalarOpt_dim
+        nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal
+        renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+        upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        upsample_trilinear3d
+    """,
+}
+
+
+def listed(device: str) -> list[str]:
+    return [name for row in (*KERNELS[device].values(), FLOAT32[device]) for name in row.split()]
+
 
 def list_kernels(device: str) -> set[str]:
     """The operators that torch has an autocast kernel of; not those of named tensors, which torch 2.11 still has."""
@@ -89,7 +125,7 @@ def list_kernels(device: str) -> set[str]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_torch_has_no_other_kernels_than_these(device: str) -> None:
-    table = [name for row in KERNELS[device].values() for name in row.split()]
+    table = listed(device)
     kernels = list_kernels(device)
     assert len(set(table)) == len(table)
     assert kernels <= set(table)
@@ -100,6 +136,8 @@ def test_torch_has_no_other_kernels_than_these(device: str) -> None:
     )
     assert missing <= of_later_versions | of_cuda_builds
     assert missing.isdisjoint(POLICIES[device])
+    rest = [name for name in FLOAT32[device].split() if name in kernels]
+    assert {POLICIES[device][name] for name in rest} == {"float32"}
 
 
 def test_cuda_policies_are_those_of_the_header() -> None:
@@ -126,7 +164,7 @@ def test_cuda_policies_are_those_of_the_header() -> None:
             seen.add(full)
     own = {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
     own |= {"binary_cross_entropy", "linalg_matrix_sqrth", "rms_norm"}
-    assert seen | own == {n for names in KERNELS["cuda"].values() for n in names.split()}
+    assert seen | own == set(listed("cuda"))
 
 
 def image(*shape: int) -> Tensor:
