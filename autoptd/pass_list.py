@@ -28,60 +28,48 @@ class Pass(NamedTuple):
 
     `phase`: "arrange" is the same for any number of tensor ranks, "divide" divides over them, "finish" rewrites the
     stages after the cut. `choose` returns the pass under the options of `compile`, or None where they leave it out.
-    `invariant` raises ValueError for a stage that the pass must not return; its second argument names the pass.
     """
 
     name: str
     phase: Phase
     choose: Callable[[Options], Callable[[Program], Program] | None]
-    invariant: Callable[[Stage, str], None]
-
-
-def is_described(stage: Stage, at: str) -> None:
-    """Raise unless the graph is well formed and every node has its facts."""
-    stage.graph.lint()
-    require_info(stage.graph, at)
-
-
-def is_reduced(stage: Stage, at: str) -> None:
-    """Raise unless the stage `is_described` and no partial sum is read as if it were whole."""
-    is_described(stage, at)
-    require_reduced(stage.graph, at)
 
 
 PASSES = (
-    Pass("normalize", "arrange", lambda _: normalize, is_described),
-    Pass("fold constants", "arrange", lambda _: fold_constants, is_described),
-    Pass("recognize attention", "arrange", lambda _: recognize_attention, is_described),
-    Pass("rewrite layout", "arrange", lambda o: rewrite_layout if o.layout == "sbh" else None, is_described),
-    Pass("shard tensors", "divide", lambda o: partial(shard_tensors, rules=o.rules), is_reduced),
-    Pass("label layers", "divide", lambda _: label_layers, is_reduced),
+    Pass("normalize", "arrange", lambda _: normalize),
+    Pass("fold constants", "arrange", lambda _: fold_constants),
+    Pass("recognize attention", "arrange", lambda _: recognize_attention),
+    Pass("rewrite layout", "arrange", lambda o: rewrite_layout if o.layout == "sbh" else None),
+    Pass("shard tensors", "divide", lambda o: partial(shard_tensors, rules=o.rules)),
+    Pass("label layers", "divide", lambda _: label_layers),
     # Here `passes.stages` cuts the program. It times operators as the kernels that the passes below make of them.
-    Pass(
-        "recompute activations",
-        "finish",
-        lambda o: partial(recompute_activations, recompute=o.recompute),
-        is_reduced,
-    ),
-    Pass("fuse operators", "finish", lambda o: fuse_operators if o.fuse else None, is_reduced),
-    Pass("overlap reductions", "finish", lambda _: overlap_reductions, is_reduced),
+    Pass("recompute activations", "finish", lambda o: partial(recompute_activations, recompute=o.recompute)),
+    Pass("fuse operators", "finish", lambda o: fuse_operators if o.fuse else None),
+    Pass("overlap reductions", "finish", lambda _: overlap_reductions),
 )
 
 
 def select_passes(options: Options, *phases: Phase) -> Passes:
-    """Return the names and functions of the passes of some `phases`, in their order, each with its invariant checked.
-
-    A function raises ValueError where its pass breaks the invariant.
-    """
-    chosen = ((row, row.choose(options)) for row in PASSES if row.phase in phases)
-    return tuple((row.name, partial(_run, row, step)) for row, step in chosen if step is not None)
+    """Return the names and functions of the passes of some `phases`, in their order, each with its result checked."""
+    chosen = ((row.name, row.choose(options)) for row in PASSES if row.phase in phases)
+    return tuple((name, partial(_run, name, step)) for name, step in chosen if step is not None)
 
 
-def _run(row: Pass, step: Callable[[Program], Program], program: Program) -> Program:
+def _run(name: str, step: Callable[[Program], Program], program: Program) -> Program:
     result = step(program)
     for stage in result.stages:
-        row.invariant(stage, f'after the pass "{row.name}"')
+        check_stage(stage, f'after the pass "{name}"')
     return result
+
+
+def check_stage(stage: Stage, at: str) -> None:
+    """Raise unless the graph is well formed, every node has its facts, and no partial sum is read as if it were whole.
+
+    ValueErrors name the graph by `at`.
+    """
+    stage.graph.lint()
+    require_info(stage.graph, at)
+    require_reduced(stage.graph, at)
 
 
 def run_passes(

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from autoptd.options import Options
-from autoptd.pass_list import PASSES, is_described, is_reduced, select_passes
+from autoptd.pass_list import PASSES, check_stage, select_passes
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import collectives
@@ -33,24 +33,24 @@ def test_a_pass_that_forgets_to_describe_a_node_is_named() -> None:
     with pytest.raises(
         ValueError, match=rf"after fusion: nothing is known about %{node.name} .*described by the pass"
     ):
-        is_described(changed, "after fusion")
+        check_stage(changed, "after fusion")
 
 
 def test_a_partial_sum_read_as_if_it_were_whole_is_named() -> None:
     stage = tiny((2, 1, 1)).stages[0]
-    is_reduced(stage, "after compile")
+    check_stage(stage, "after compile")
     graph = copy_graph(stage.graph)
     reduced = next(node for node in graph.nodes if node.target is collectives.reduce_from_tensor)
     partial_sum = reduced.args[1]
     reduced.replace_all_uses_with(partial_sum)
     assert info(partial_sum).is_partial
     with pytest.raises(ValueError, match=rf"reads {partial_sum.name}, whose terms are not summed"):
-        is_reduced(type(stage)(graph, stage.parameters, stage.constants), "after sharding")
+        check_stage(type(stage)(graph, stage.parameters, stage.constants), "after sharding")
     change_info(partial_sum, placement=REPLICATED)
-    is_reduced(type(stage)(graph, stage.parameters, stage.constants), "after sharding")
+    check_stage(type(stage)(graph, stage.parameters, stage.constants), "after sharding")
 
 
-def test_every_selected_pass_checks_its_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_every_selected_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that loses the facts about its nodes does not leave the pass."""
     program: Program = tiny_program()
     for name, step in select_passes(Options(), "arrange"):
