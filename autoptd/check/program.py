@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from autoptd.check.tensor_parallel import place, prove_tensor_parallel
 from autoptd.options import AXES, check_counts, check_modes, check_seed
 from autoptd.passes.ir.node_info import info, require_info
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.program import Stage, constants_made
 from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
@@ -178,17 +177,11 @@ def _check_parameters(stage: Stage, interface: StageInterface, manifest: Manifes
         parameter, source = stage.parameters[name], "its placement in the manifest says"
         expected = parameter.local_shape(manifest.mesh.axes)
         _compare(f'{at}: p["{name}"]', node.meta["val"], expected, parameter.dtype, source)
-    made = _constants(stage.constants)
+    made = constants_made(stage.constants)
     for name in interface.parameters:
         if manifest.parameters[name].kind == "constant" and name not in made:
             known = ", ".join(made) or "none"
             raise ProgramError(f"{at} reads the constant {name}; constants(p) of its text makes {known}")
-
-
-def _constants(graph: fx.Graph) -> Mapping[str, Any]:
-    """Return the values that ``constants(p)`` makes."""
-    table: Any = next((node.args[0] for node in graph.find_nodes(op="output")), {})
-    return table if isinstance(table, Mapping) else {}
 
 
 def _describe_difference(found: Parameter, expected: Parameter) -> str:

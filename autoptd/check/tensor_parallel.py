@@ -17,14 +17,15 @@ from typing import Any, Literal
 from torch import fx
 
 from autoptd.check.result_placements import placement_after
+from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, has_gradients
+from autoptd.passes.ir.nodes import argument
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.proof import UNKNOWN, WHOLE, Found, PlacementError, Unknown, place_parameter
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.passes.operators.text_rule import read_rules
-from autoptd.runtime import aten, collectives
+from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.placement import Partial, Replicate, Shard
 
@@ -42,11 +43,11 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
         return ()
     rules = read_rules(dict(manifest.rules))
     walks: list[StageWalk] = []
-    arriving: list[tuple[Found, bool]] = []  # whether the sender can use the gradient
+    arriving: list[Found] = []
     for index, stage in enumerate(stages):
-        walk = StageWalk(index, stage, rules)
+        walk = StageWalk(index, stage, rules, find_trained(stage))
         walk.forward(arriving, manifest.stages[index].sends, tensor)
-        arriving = [(walk.placements[n], n in walk.differentiable) for n in walk.outputs]
+        arriving = [walk.placements[n] for n in walk.outputs]
         walks.append(walk)
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
@@ -83,20 +84,20 @@ def _is_lost(found: Found) -> bool:
 
 @dataclass
 class StageWalk:
-    """One stage's placements, found forward, and its gradients, found backward."""
+    """One stage's placements, found forward, and its gradients, found backward; `trained` values have one."""
 
     index: int
     stage: Stage
     rules: Mapping[str, OperatorRules]
+    trained: set[fx.Node]
     placements: dict[fx.Node, Found] = field(default_factory=dict)
-    differentiable: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
     uncovered: list[str] = field(default_factory=list)
     # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
     terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
-    def forward(self, arriving: Sequence[tuple[Found, bool]], sends: Sequence[Boundary], tensor: int) -> None:
+    def forward(self, arriving: Sequence[Found], sends: Sequence[Boundary], tensor: int) -> None:
         received = iter(arriving)
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
@@ -105,19 +106,10 @@ class StageWalk:
                 except PlacementError as error:
                     raise PlacementError(f"stage {self.index}: {place(node)} {error}") from None
                 self._note_uncovered(node)
-                if self._hands_on(node):
-                    self.differentiable.add(node)
             elif node.op == "get_attr":
-                parameter = self.stage.parameters[str(node.target)]
-                self.placements[node] = place_parameter(parameter, tensor)
-                if parameter.requires_grad:
-                    self.differentiable.add(node)
+                self.placements[node] = place_parameter(self.stage.parameters[str(node.target)], tensor)
             elif node.op == "placeholder":
-                self.placements[node] = WHOLE
-                if info(node).role == "boundary":
-                    self.placements[node], differentiable = next(received)
-                    if differentiable:
-                        self.differentiable.add(node)
+                self.placements[node] = next(received) if info(node).role == "boundary" else WHOLE
             else:
                 results: Any = node.args[0]
                 self.outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
@@ -134,11 +126,6 @@ class StageWalk:
         )
         name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
         self.uncovered.append(f"stage {self.index}: {name}, {place(node)}, {what}; verify() runs it")
-
-    def _hands_on(self, node: fx.Node) -> bool:
-        """Whether gradients flow through the node."""
-        found = not self.differentiable.isdisjoint(node.all_input_nodes)
-        return found and node.target is not aten.detach.default and has_gradients(node.meta["val"])
 
     def _check_outputs(self, sends: Sequence[Boundary]) -> None:
         if not sends:
@@ -173,7 +160,7 @@ class StageWalk:
             if gradient is not None:
                 given.setdefault(node, []).append(gradient)
         for node in reversed(self.stage.graph.nodes):
-            if self.placements.get(node) is WHOLE and node in self.differentiable:
+            if self.placements.get(node) is WHOLE and node in self.trained:
                 gradient = self._find_gradient(node, given.get(node, []))
                 if gradient is not None:
                     self.gradients[node] = gradient
@@ -188,7 +175,7 @@ class StageWalk:
         """What a whole value's readers give it; None where nothing is known, or none reads it."""
         readers: dict[Gradient, fx.Node | None] = dict.fromkeys(sent)
         for reader in node.users:
-            if reader in self.differentiable:
+            if reader.op != "output" and reader in self.trained:
                 gradient = self._gradient_from(reader, node)
                 if gradient is not None:
                     readers.setdefault(gradient, reader)

@@ -9,7 +9,6 @@ import ast
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +16,8 @@ from torch import Tensor, fx
 from autoptd.check.program import check_manifest
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import Role, change_info
-from autoptd.passes.ir.program import Program, Stage, copy_graph
+from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest
-from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.program_text import ProgramText, read_program
 from autoptd.text.recorder import META, Recorder, Targets
 
@@ -60,7 +58,8 @@ def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mappi
         for index in program.stages:
             graph = _trace_stage(program, index, manifest, propagation)
             parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
-            stages[index] = Stage(graph, parameters, _select(constants, parameters))
+            own = {n: node for n, node in constants_made(constants).items() if n in parameters}
+            stages[index] = Stage(graph, parameters, constants_graph(own))
     return Program(
         mesh=manifest.mesh,
         stages=tuple(stages[index] for index in range(len(manifest.stages))),
@@ -125,9 +124,7 @@ def _trace_constants(
     program: ProgramText, manifest: Manifest, propagation: Propagation, buffers: Mapping[str, Tensor]
 ) -> fx.Graph:
     if program.constants is None:
-        graph = fx.Graph()
-        graph.output({})
-        return graph
+        return fx.Graph()
     tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
     tensors |= {n: _meta(p.shape, p.dtype) for n, p in manifest.parameters.items() if p.kind != "constant"}
     recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
@@ -135,15 +132,6 @@ def _trace_constants(
     if not isinstance(graph.output_node().args[0], dict):
         line = program.constants.__code__.co_firstlineno
         raise ValueError(f"{program.filename}:{line}: constants(p) does not return a dict of tensors by name")
-    return graph
-
-
-def _select(constants: fx.Graph, parameters: Mapping[str, Parameter]) -> fx.Graph:
-    """Return the part of a rank's constants that one stage uses."""
-    graph = copy_graph(constants)
-    table: Any = graph.output_node().args[0]
-    graph.output_node().args = ({n: value for n, value in table.items() if n in parameters},)
-    graph.eliminate_dead_code()
     return graph
 
 

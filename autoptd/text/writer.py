@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import walk
-from autoptd.passes.ir.program import Program, Stage, recomputed_groups
+from autoptd.passes.ir.nodes import nodes_in, walk
+from autoptd.passes.ir.program import Program, Stage, constants_made, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
@@ -160,9 +160,9 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
     names, lines = Names(device=None), list[str]()
     result: dict[str, str] = {}
     for stage in stages:
-        table: Any = next((n.args[0] for n in reversed(stage.constants.nodes) if n.op == "output"), {})
+        table = constants_made(stage.constants)
         wanted = {name: node for name, node in table.items() if name not in result}
-        needed = set(walk(node for node in wanted.values() if isinstance(node, fx.Node)))
+        needed = set(walk(nodes_in(wanted)))
         members = [node for node in stage.constants.nodes if node in needed]
         for node in members:
             names.add(node)

@@ -12,7 +12,7 @@ from torch import fx
 from autoptd.passes.ir.names import operator_word
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import is_lifted
-from autoptd.passes.ir.program import Stage, copy_graph
+from autoptd.passes.ir.program import Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.runtime.program.placement import Parameter
 
@@ -24,13 +24,8 @@ class Constants:
         self.parameters = dict(stage.parameters)
         self.judge = MaskJudge(buffers)
         self.graph = copy_graph(stage.constants)
-        self.sources: dict[str, fx.Node] = {}
-        for node in list(self.graph.nodes):
-            if node.op == "output":
-                self.sources.update(node.args[0])
-                self.graph.erase_node(node)
-            elif node.op == "get_attr":
-                self.sources[str(node.target)] = node
+        loaded = {str(node.target): node for node in self.graph.find_nodes(op="get_attr")}
+        self.sources = loaded | dict(constants_made(self.graph))
         self.made: dict[Any, fx.Node] = {}
 
     def source(self, value: Any) -> fx.Node | None:
@@ -78,13 +73,13 @@ class Constants:
     def finish(self, graph: fx.Graph) -> Stage:
         """Return the stage of `graph` without the constants that it no longer loads."""
         used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-        wanted = {
-            n: node for n, node in self.sources.items() if n in used and self.parameters[n].kind == "constant"
-        }
-        constants = self.graph if wanted else fx.Graph()
-        if wanted:
-            constants.output(wanted)
-            constants.eliminate_dead_code()
+        constants = constants_graph(
+            {
+                n: node
+                for n, node in self.sources.items()
+                if n in used and self.parameters[n].kind == "constant"
+            }
+        )
         used.update(str(node.target) for node in constants.nodes if node.op == "get_attr")
         kept = {
             name: p

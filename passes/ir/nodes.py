@@ -46,6 +46,18 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def results_of(node: fx.Node) -> Sequence[Any]:
+    """Return the meta tensors of a call's results; of one result, that alone."""
+    value = node.meta["val"]
+    return value if isinstance(value, (tuple, list)) else [value]
+
+
+def as_results(node: fx.Node, found: Iterable[Any]) -> Any:
+    """Return what was `found` of each of a call's results: a tuple where it has several, else the only one."""
+    several = isinstance(node.meta["val"], (tuple, list))
+    return tuple(found) if several else next(iter(found))
+
+
 def has_gradients(value: object) -> bool:
     """Return whether such a result, or the first of several, can have a gradient: floating or complex numbers."""
     first = value[0] if isinstance(value, (tuple, list)) else value

@@ -12,6 +12,7 @@ from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import nodes_in, walk
 from autoptd.runtime.program.manifest import Fixed, Input, Output
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -76,6 +77,23 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         values[node] = copy.node_copy(node, values.__getitem__)
     return copy
+
+
+def constants_made(constants: fx.Graph) -> Mapping[str, Any]:
+    """Return the node of each constant that a graph such as ``Stage.constants`` makes, by name."""
+    table: Any = next((node.args[0] for node in constants.find_nodes(op="output")), {})
+    return table  # type: ignore[no-any-return]
+
+
+def constants_graph(made: Mapping[str, Any]) -> fx.Graph:
+    """Return a graph that makes just these constants, copied from that of their nodes; empty where there are none."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in sorted(walk(nodes_in(made))):
+        values[node] = graph.node_copy(node, values.__getitem__)
+    if made:
+        graph.output(fx.map_arg(dict(made), values.__getitem__))
+    return graph
 
 
 def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:

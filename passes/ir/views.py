@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, operator_name, shape_of, where
+from autoptd.passes.ir.nodes import argument, operator_name, results_of, shape_of, where
 
 DimMap = tuple[int | None, ...]
 """For each dimension of a result the dimension of the argument that it is; None for a new one."""
@@ -42,8 +42,7 @@ def dim_map(node: fx.Node) -> DimMap:
     Of operators that move, drop, add, resize or reduce single dimensions; those of the argument that the result lacks
     are dropped, and one that it has in another size is new. Of several results all are alike.
     """
-    own, made = shape_of(node.args[0]), node.meta["val"]  # type: ignore[arg-type]
-    shape = tuple((made[0] if isinstance(made, (tuple, list)) else made).shape)
+    own, shape = shape_of(node.args[0]), tuple(results_of(node)[0].shape)  # type: ignore[arg-type]
     rank, name = len(own), operator_name(node.target).removeprefix("aten.")
     dims: list[int | None] = list(range(rank))
     arguments: tuple[Any, ...] = node.args

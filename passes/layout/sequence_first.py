@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.passes.ir.nodes import as_results, results_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, count_copied_bytes
 from autoptd.passes.layout.packed_projections import unpack_projections
-from autoptd.passes.operators.layout import BATCH, SEQUENCE, DimOrder, Found, LayoutWriter, plain_order
+from autoptd.passes.operators.layout import BATCH, SEQUENCE, DimOrder, LayoutWriter, plain_order
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.table import rules_of
 from autoptd.passes.tensor_parallel.analysis import find_axes
@@ -108,17 +109,12 @@ def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
         rule = elementwise_order
     written = rule(writer, node) if rule is not None else None
     if written is None:
-        written = writer.undo(node, node.args), _plain(node.meta["val"])
+        plain = as_results(node, [plain_order(value.shape) for value in results_of(node)])
+        written = writer.undo(node, node.args), plain
     new, found = written
     writer.values[node], writer.orders[node] = new, found
     orders: Any = found if isinstance(found, tuple) else (found,)
-    before, after = (v if isinstance(found, tuple) else (v,) for v in (node.meta["val"], new.meta["val"]))
-    for order, old, val in zip(orders, before, after, strict=True):
+    for order, old, val in zip(orders, results_of(node), results_of(new), strict=True):
         assert order.shape == list(old.shape), f"{node}: {order.dims} is not {list(old.shape)}"
         assert order.arrange(order.shape) == list(val.shape), f"{node}: {order} is not {list(val.shape)}"
         writer.exchanged += order.transposed and val.is_floating_point()
-
-
-def _plain(val: Any) -> Found:
-    several = isinstance(val, (tuple, list))
-    return tuple(plain_order(v.shape) for v in val) if several else plain_order(val.shape)

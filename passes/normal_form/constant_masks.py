@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,20 +20,17 @@ _LIMIT = 1 << 31  # a larger mask is left as it is
 
 
 class MaskJudge:
-    """A judge of masks that computes constants on the CPU, large masks in blocks of query rows."""
+    """A judge of masks that computes constants on the CPU, large masks in blocks of query rows.
+
+    `judge` returns what a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed).
+    """
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self.buffers = buffers
         self.values: dict[fx.Node, Any] = {}
-        self.verdicts: dict[fx.Node, str] = {}
+        self.judge = cache(self._judge)
 
-    def judge(self, mask: fx.Node) -> str:
-        """Return what a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed)."""
-        if mask not in self.verdicts:
-            self.verdicts[mask] = self._compare(mask)
-        return self.verdicts[mask]
-
-    def _compare(self, mask: fx.Node) -> str:
+    def _judge(self, mask: fx.Node) -> str:
         shape = mask.meta["val"].shape
         if len(shape) < 2:
             return "kept"

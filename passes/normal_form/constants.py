@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from autoptd.passes.ir.names import live_nodes
 from autoptd.passes.ir.nodes import argument, is_lifted, where
-from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait, rules_of
@@ -148,25 +148,18 @@ class _Folder:
         """Take the constants out of the graph and return the graph that makes them; `made` names them."""
         nodes = live_nodes(self.graph)
         live = set(nodes)
-        once = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        outputs: dict[str, fx.Node] = {}
+        made: dict[str, fx.Node] = {}
         for node in nodes:
-            if node not in self.constant:
-                continue
-            values[node] = once.node_copy(node, values.__getitem__)
-            values[node].meta = node.meta
             users = [user for user in node.users if user in live and user not in self.constant]
-            if users and node.op != "get_attr":
+            if users and node in self.constant and node.op != "get_attr":
                 loaded = self._load(node, users)
                 live.add(loaded)
-                outputs[str(loaded.target)] = values[node]
+                made[str(loaded.target)] = node
+        once = constants_graph(made)
         for node in reversed(self.graph.nodes):
             if node not in live or (node in self.constant and not node.users):
                 self.graph.erase_node(node)
-        if outputs:
-            once.output(outputs)
-        return once if outputs else fx.Graph()
+        return once
 
     def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
         """Load a constant where it was computed, named after the operator that computed its elements."""
@@ -191,12 +184,11 @@ class _Folder:
 def filled(constants: fx.Graph) -> frozenset[str]:
     """Return the constants that are made of one number, as ``x.new_ones(b, 1, 1)`` is."""
     names = set()
-    for output in (node for node in constants.nodes if node.op == "output"):
-        for name, node in output.args[0].items():
-            while len(node.all_input_nodes) == 1:
-                (node,) = node.all_input_nodes
-            if node.target in _FACTORIES.values():
-                names.add(name)
+    for name, node in constants_made(constants).items():
+        while len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        if node.target in _FACTORIES.values():
+            names.add(name)
     return frozenset(names)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import called, shape_of
+from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
 from autoptd.passes.operators import axes as ax
 from autoptd.runtime.program.placement import Parameter
 
@@ -22,17 +22,17 @@ RUNS = "runs over it"
 class AxisMap:
     """The axes of every value in a one-stage graph.
 
-    `axes[node]` has one `Axis` per dimension, `results[node]` a tuple of those for several results;
-    `contractions[node]` is the axis that a node sums over; `heads` pairs each attention with its heads dimension.
-    The attentions in `replicated_kv` have keys and values with too few heads to divide: every tensor rank computes
-    all of these and takes its own. `kv_heads` has their heads dimension, by attention and argument.
+    `axes[node]` has one `Axis` per dimension of each result; `contractions[node]` is the axis that a node sums over;
+    `heads` pairs each attention with its heads dimension. The attentions in `replicated_kv` have keys and values with
+    too few heads to divide: every tensor rank computes all of these and takes its own. `kv_heads` has their heads
+    dimension, by attention and argument. `weights` are parameters, perhaps transposed or viewed; `learned` values
+    depend on parameters, and those in `batch` on the batch.
     """
 
     parameters: Mapping[str, Parameter]
     tensor: int
     replicated_kv: frozenset[fx.Node] = frozenset()
-    axes: dict[fx.Node, ax.Axes] = field(default_factory=dict)
-    results: dict[fx.Node, tuple[ax.Axes, ...]] = field(default_factory=dict)
+    axes: dict[fx.Node, tuple[ax.Axes, ...]] = field(default_factory=dict)
     contractions: dict[fx.Node, ax.Axis] = field(default_factory=dict)
     heads: list[tuple[fx.Node, ax.Axis]] = field(default_factory=list)
     kv_heads: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
@@ -45,19 +45,15 @@ class AxisMap:
     learned: set[fx.Node] = field(default_factory=set)
 
     def of(self, node: Any) -> ax.Axes:
-        return self.axes[node]
+        (own,) = self.axes[node]
+        return own
 
     def all_of(self, node: fx.Node) -> tuple[ax.Axes, ...]:
         """All results' axes of a node (none for the rank)."""
-        return self.results.get(node) or ((self.axes[node],) if node in self.axes else ())
+        return self.axes.get(node, ())
 
-    def is_weight(self, node: Any) -> bool:
-        """Return whether a value is a parameter, perhaps transposed or viewed."""
-        return node in self.weights
-
-    def reads_batch(self, node: Any) -> bool:
-        """Return whether a value depends on the batch."""
-        return node in self.batch
+    def leaves_of(self, node: fx.Node) -> set[ax.Axis]:
+        return {leaf for axes in self.all_of(node) for axis in axes for leaf in ax.leaves(axis)}
 
     def sum_over(self, node: fx.Node, *axes: ax.Axis) -> None:
         """Record that `node` sums over `axes`, which are or become one.
@@ -110,8 +106,8 @@ class AxisMap:
 def broadcast(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Unify the tensor arguments dimension by dimension; a dimension of size 1 spreads over the others."""
     result = [ax.Axis(1)] * len(shape_of(node))
-    for source in node.all_input_nodes:
-        for back, axis in enumerate(reversed(axis_map.axes.get(source, ())), 1):
+    for source in (source for source in node.all_input_nodes if source in axis_map.axes):
+        for back, axis in enumerate(reversed(axis_map.of(source)), 1):
             mine = result[-back]
             if not ax.vanishes(axis) and (ax.vanishes(mine) or mine.size == 1 != axis.size):
                 result[-back] = axis
@@ -127,7 +123,5 @@ def opaque(axis_map: AxisMap, node: fx.Node) -> Any:
         for own in axis_map.all_of(source):
             for axis in own:
                 ax.block(axis, reason)
-    value = node.meta["val"]
-    many = isinstance(value, (tuple, list))
-    found = [tuple(ax.Axis(size, blocked=reason) for size in v.shape) for v in (value if many else [value])]
-    return tuple(found) if many else found[0]
+    axes = (tuple(ax.Axis(size, blocked=reason) for size in value.shape) for value in results_of(node))
+    return as_results(node, axes)

@@ -32,7 +32,7 @@ def einsum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
             ax.unify(known, axis)
     result = einsum.result or ""
     summed = [axis for letter, axis in named.items() if letter not in result]
-    weighted = any(map(axis_map.is_weight, einsum.operands))
+    weighted = not axis_map.weights.isdisjoint(einsum.operands)
     if len(summed) == 1 and len(einsum.operands) == 2 and weighted:
         axis_map.sum_over(node, summed[0])
     else:

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import arguments_of, shape_of, where
+from autoptd.passes.ir.nodes import arguments_of, as_results, shape_of, where
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
@@ -124,8 +124,7 @@ class Localizer:
         for own in axes:
             dim = next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None)
             found.append(REPLICATED if dim is None else Placement(tensor=Shard(dim)))
-        several = isinstance(node.meta.get("val"), (tuple, list))
-        change_info(new, placement=tuple(found) if several else found[0])
+        change_info(new, placement=as_results(node, found))
 
     def _empty(self, node: fx.Node) -> torch.Tensor:
         value: torch.Tensor = node.meta["val"]
@@ -220,7 +219,7 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         inside = any(f in localizer.batch for f in parts) or localizer.is_divided(parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
     shape = [localizer.extent(f) for f in flat]
-    reads_batch = localizer.axis_map.reads_batch(node)
+    reads_batch = node in localizer.axis_map.batch
     ones = str(arguments_of(node)[-1].target) in localizer.filled
     sampled = reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
     if localizer.single and sampled:

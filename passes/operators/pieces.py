@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
+from autoptd.passes.ir.nodes import argument, as_results, called, operator_name, results_of, shape_of
 from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
@@ -45,8 +45,7 @@ def _cut_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     if pieces is None:
         ax.block(axis, f"{called(node)} {'splits' if several else 'slices'} it")
         pieces = [ax.Axis(length, blocked=f"{called(node)} makes it") for length in lengths]
-    made = tuple((*own[: cut.dim], piece, *own[cut.dim + 1 :]) for piece in pieces)
-    return made if several else made[0]
+    return as_results(node, [(*own[: cut.dim], piece, *own[cut.dim + 1 :]) for piece in pieces])
 
 
 def _join_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
@@ -92,8 +91,7 @@ def _scatter_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 
 
 def _getitem_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
-    axes = axis_map.results[node.args[0]]  # type: ignore[index]
-    return axes[node.args[1]]  # type: ignore[index]
+    return axis_map.axes[node.args[0]][node.args[1]]  # type: ignore[index]
 
 
 # One rank's call
@@ -142,8 +140,8 @@ def _cut_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     if cut.step != 1:
         return proof.UNKNOWN
     starts = accumulate(cut.lengths, initial=cut.start)
-    found = tuple(proof.take(own, placement, *rows) for rows in zip(starts, cut.lengths, strict=False))
-    return found if isinstance(node.meta["val"], (tuple, list)) else found[0]
+    found = (proof.take(own, placement, *rows) for rows in zip(starts, cut.lengths, strict=False))
+    return as_results(node, found)  # type: ignore[no-any-return]
 
 
 def _cat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
@@ -198,11 +196,9 @@ def resize_order(position: int, default: int | None = 0) -> Callable[[LayoutWrit
         order, dim = writer.order(node.args[0]), argument(node, position, "dim", default)
         if not isinstance(dim, int) or (order.merged and order.holds(dim)):
             return None
-        placed, val = order.place(dim) if order.transposed else dim, node.meta["val"]
+        placed = order.place(dim) if order.transposed else dim
         new = writer.write_along(writer.value(node.args[0]), position, placed)
-        if isinstance(val, (tuple, list)):
-            return new, tuple(order.resized(dim, v.shape[dim]) for v in val)
-        return new, order.resized(dim, val.shape[dim])
+        return new, as_results(node, [order.resized(dim, value.shape[dim]) for value in results_of(node)])
 
     return rule
 

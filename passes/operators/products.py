@@ -37,7 +37,8 @@ def linear_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 
 
 def _with_bias(axis_map: AxisMap, product: MatrixProduct, result: ax.Axes) -> ax.Axes:
-    for own, axis in zip(reversed(axis_map.axes.get(product.bias, ())), reversed(result), strict=False):  # type: ignore[arg-type]
+    bias = () if product.bias is None else axis_map.of(product.bias)
+    for own, axis in zip(reversed(bias), reversed(result), strict=False):
         if own.size != 1:
             ax.unify(own, axis)
     return result
@@ -49,7 +50,7 @@ def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     x, y = (axis_map.of(factor) for factor in product.factors)
     if len(y) == 1 or len(x) == 1:
         return opaque(axis_map, node)
-    weighted = any(map(axis_map.is_weight, product.factors))
+    weighted = not axis_map.weights.isdisjoint(product.factors)
     if len(y) == 2:
         result = linear_axes(axis_map, node)
         if not weighted:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, shape_of, walk
+from autoptd.passes.ir.nodes import argument, as_results, results_of, shape_of, walk
 from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Replicate, Segment, Shard
 
 
@@ -173,8 +173,7 @@ def describe(value: Any, placements: Placements) -> str:
 
 def spread(node: fx.Node, placement: AxisPlacement) -> Found:
     """Return the same placement for each of the node's results."""
-    value = node.meta["val"]
-    return (placement,) * len(value) if isinstance(value, (tuple, list)) else placement
+    return as_results(node, [placement] * len(results_of(node)))  # type: ignore[no-any-return]
 
 
 def aligned(source: fx.Node, result: Sequence[int], placements: Placements) -> AxisPlacement:

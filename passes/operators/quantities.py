@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import has_gradients
+from autoptd.passes.ir.nodes import as_results, has_gradients, results_of
 from autoptd.runtime.kernels.precision import widen
 
 FLOAT32_BYTES = 4
@@ -91,8 +91,7 @@ def adam_bytes(item: float, *, copied: bool = False) -> float:
 
 def local_sizes(node: fx.Node) -> Any:
     """Return one rank's shape of a value in integers."""
-    value = node.meta["val"]
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else tuple(tuple(v.shape) for v in value)
+    return as_results(node, [tuple(value.shape) for value in results_of(node)])
 
 
 class Value:
@@ -132,12 +131,7 @@ def differentiable_arguments(node: fx.Node) -> list[fx.Node]:
 
 def largest(node: fx.Node, operands: Iterable[fx.Node]) -> fx.Node:
     """Return the node itself, or the operand with more elements than its results: a reduction reads them all."""
-
-    def count(node: fx.Node) -> int:
-        value = node.meta["val"]
-        return sum(v.numel() for v in (value if isinstance(value, (tuple, list)) else [value]))
-
-    return max((node, *operands), key=count)
+    return max((node, *operands), key=lambda own: sum(value.numel() for value in results_of(own)))
 
 
 def compute(node: fx.Node, value: Value) -> Work:

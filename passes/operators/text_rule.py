@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import arguments_of, operator_name, shape_of, where
+from autoptd.passes.ir.nodes import arguments_of, as_results, operator_name, results_of, shape_of, where
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
@@ -46,9 +46,7 @@ class TextRule:
 
     def shapes(self, node: fx.Node, tensors: Sequence[fx.Node]) -> list[tuple[int, ...]]:
         """Return the shapes of a call's arguments and results. Raises ValueError where the text does not fit them."""
-        value = node.meta["val"]
-        shapes = [tuple(v.shape) for v in (value if isinstance(value, (tuple, list)) else [value])]
-        found = [[*map(shape_of, tensors)], shapes]
+        found = [[*map(shape_of, tensors)], [tuple(value.shape) for value in results_of(node)]]
         wanted = [[*map(len, side)] for side in (self.arguments, self.results)]
         if [[*map(len, side)] for side in found] != wanted:
             raise ValueError(
@@ -78,19 +76,18 @@ class TextRule:
         for tensor, group in zip(tensors, self.arguments, strict=True):
             for axis, name in zip(axis_map.of(tensor), group, strict=True):
                 ax.unify(named.setdefault(name, axis), axis)
-        several = isinstance(node.meta["val"], (tuple, list))
         summed = [name for name in named if name not in self.kept and named[name].size != 1]
         for name in (name for name in named if name in self.whole):
             ax.block(named[name], f"the rule {self.text!r} {self.whole[name]}")
-        if len(summed) == 1 and not several:
+        if len(summed) == 1 and isinstance(node.meta["val"], Tensor):
             axis_map.sum_over(node, named[summed[0]])
         else:
             for name in summed:
                 ax.block(named[name], f"the rule {self.text!r} sums over several axes")
-        made = tuple(
-            tuple(named.setdefault(name, ax.Axis(sizes[name])) for name in group) for group in self.results
+        return as_results(
+            node,
+            [tuple(named.setdefault(name, ax.Axis(sizes[name])) for name in group) for group in self.results],
         )
-        return made if several else made[0]
 
     def placed(self, node: fx.Node, placements: proof.Placements) -> proof.Found:
         """Require a divided name to be divided alike in all its arguments; summed over, it gives a partial sum."""
@@ -115,8 +112,7 @@ class TextRule:
         one = proof.merge([(t, replace(p, dim=0)) for t, _, p in pairs if p.dim is not None], [1])
         if name not in self.kept:
             return proof.PARTIAL
-        made = tuple(replace(one, dim=list(group).index(name)) for group in self.results)
-        return made if isinstance(node.meta["val"], (tuple, list)) else made[0]
+        return as_results(node, [replace(one, dim=list(group).index(name)) for group in self.results])  # type: ignore[no-any-return]
 
     def _check(self, name: str, tensor: fx.Node, divided: bool) -> None:
         """Refuse a divided `name` that must be whole, or that one argument has whole."""

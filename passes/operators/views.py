@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import called, shape_of
+from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
 from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
@@ -45,16 +45,15 @@ def mapped_axes(reason: str = "") -> Callable[[AxisMap, fx.Node], Any]:
     """
 
     def rule(axis_map: AxisMap, node: fx.Node) -> Any:
-        own, made, dims = axis_map.of(node.args[0]), node.meta["val"], dim_map(node)
+        own, made, dims = axis_map.of(node.args[0]), results_of(node), dim_map(node)
         for d in set(range(len(own))).difference(dims) if reason else ():
             ax.block(own[d], f"{called(node)} {reason}")
-        several = isinstance(made, (tuple, list))
         new: dict[str, Any] = {"blocked": f"{called(node)} makes it"} if reason else {"copied": True}
         axes = tuple(
             ax.Axis(size, **new if size > 1 else {}) if d is None else own[d]
-            for d, size in zip(dims, (made[0] if several else made).shape, strict=True)
+            for d, size in zip(dims, made[0].shape, strict=True)
         )
-        return (axes,) * len(made) if several else axes
+        return as_results(node, [axes] * len(made))
 
     return rule
 
@@ -167,7 +166,7 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
 
     If it drops one of these two, the other is in the user's order.
     """
-    order, made, kept = writer.order(node.args[0]), node.meta["val"], dim_map(node)
+    order, kept = writer.order(node.args[0]), dim_map(node)
     dims = [d for d in range(len(order.dims)) if d not in kept]
     if picks and order.merged and any(map(order.holds, dims)):
         return None
@@ -180,7 +179,7 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
         new = writer.permute(new, order.permutation, f"{node.name}_bs")
     out = order.mapped(kept)
     out = replace(out, transposed=order.transposed and not halved and out.pair is not None)
-    return new, (out,) * len(made) if isinstance(made, (tuple, list)) else out
+    return new, as_results(node, [out] * len(results_of(node)))
 
 
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:

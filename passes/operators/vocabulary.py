@@ -28,7 +28,7 @@ def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
     weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     axis_map.contractions[node] = weight[0]
-    if not axis_map.reads_batch(node.args[1]):
+    if node.args[1] not in axis_map.batch:
         ax.block(weight[0], f"{called(node)} looks up the same rows in every step")
     return (*ids, weight[1])
 
@@ -68,7 +68,7 @@ def _index_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     if numbers.meta["val"].is_floating_point() or numbers.meta["val"].dtype == torch.bool:
         return opaque(axis_map, node)
     ax.block(own[dim], f"{called(node)} picks from it")
-    if not axis_map.reads_batch(numbers):
+    if numbers not in axis_map.batch:
         for axis in axis_map.of(numbers):
             ax.block(axis, f"{called(node)} picks by it")
     return (*own[:dim], *axis_map.of(numbers), *own[dim + 1 :])

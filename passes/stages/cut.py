@@ -18,8 +18,8 @@ from torch import fx
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import walk, wants_gradient, where
-from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.ir.nodes import wants_gradient, where
+from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.stages.choice import Choice, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.fused_order import FusedOrder
@@ -180,16 +180,7 @@ def _loads(nodes: Iterable[fx.Node]) -> set[str]:
 
 
 def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
-    """Return the part that makes the constants among `names`; no nodes where there are none."""
-    outputs: list[Any] = [node.args[0] for node in constants.nodes if node.op == "output"]
-    roots = {name: node for table in outputs for name, node in table.items() if name in names}
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in sorted(walk(roots.values())):
-        values[node] = graph.node_copy(node, values.__getitem__)
-    if roots:
-        graph.output({name: values[node] for name, node in roots.items()})
-    return graph
+    return constants_graph({n: node for n, node in constants_made(constants).items() if n in names})
 
 
 def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:

@@ -39,9 +39,10 @@ def _visit(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> 
         axes.rank = node
         return
     if node.op in ("placeholder", "get_attr"):
-        axes.axes[node] = tuple(Axis(size) for size in shape_of(node))
+        own = tuple(Axis(size) for size in shape_of(node))
+        axes.axes[node] = (own,)
         if node.op == "placeholder":
-            for axis in axes.axes[node]:
+            for axis in own:
                 axis.kept = axis.size == 1
             axes.batch.add(node)
             axes.inputs.append(node)
@@ -51,10 +52,7 @@ def _visit(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> 
         return
     _mark(axes, node)
     found = _find_rule(axes, node, rules)(axes, node)
-    if isinstance(node.meta["val"], (tuple, list)):
-        axes.results[node] = found
-    else:
-        axes.axes[node] = found
+    axes.axes[node] = found if isinstance(node.meta["val"], (tuple, list)) else (found,)
 
 
 def _mark(axes: AxisMap, node: fx.Node) -> None:

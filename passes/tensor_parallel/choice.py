@@ -8,17 +8,16 @@ tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import gcd, prod
 
 import networkx as nx
-import torch
 from torch import fx
 
 from autoptd.passes.cost.work import forward_work
-from autoptd.passes.ir.nodes import aten_name, called, operator_name, shape_of, where
+from autoptd.passes.ir.nodes import aten_name, called, operator_name, results_of, shape_of, where
 from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
@@ -85,7 +84,7 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     if not wanted:
         return wanted
     for node in graph.nodes:
-        touched = {leaf for axes in axis_map.all_of(node) for axis in axes for leaf in ax.leaves(axis)}
+        touched = axis_map.leaves_of(node)
         touched.update(ax.find(a) for a in [axis_map.contractions.get(node)] if a is not None)
         if node in axis_map.contractions and not has_trait(node, Trait.KNOWS_SIZE):
             wanted.discard(ax.find(axis_map.contractions[node]))
@@ -104,12 +103,12 @@ def _measure(graph: fx.Graph, axis_map: AxisMap) -> list[_Leaf]:
     found: dict[int, _Leaf] = {}
     tensor, padded = axis_map.tensor, _paddable(graph, axis_map)
     for node in graph.nodes:
-        for axes, value in zip(axis_map.all_of(node), _values(node), strict=False):
+        for axes, value in zip(axis_map.all_of(node), results_of(node), strict=False):
             # Leaves of different groups exclude each other.
             groups = [list(dict.fromkeys(ax.leaves(f))) for axis in axes for f in ax.factors(axis)]
             size = tensor_bytes(value)
             if node.op == "get_attr":
-                size *= STATE_BYTES if axis_map.is_weight(node) else 1
+                size *= STATE_BYTES if node in axis_map.weights else 1
             repeated = (f for axis in axes for f in ax.factors(axis)[1:] if f.kind == "sum")
             inner = {leaf for f in repeated for leaf in ax.leaves(f)}
             for position, group in enumerate(groups):
@@ -168,29 +167,20 @@ def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
     return {True} if {True} in found else set().union(*found)
 
 
-def _values(node: fx.Node) -> Iterator[torch.Tensor]:
-    value: torch.Tensor | list[torch.Tensor] | None = node.meta.get("val")
-    if value is not None:
-        yield from [value] if isinstance(value, torch.Tensor) else value
-
-
 def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> None:
     """Add the bytes all-reduced for each leaf that `node` contracts, or has although an argument lacks it."""
     axis = axis_map.contractions.get(node)
     if axis is not None:
         for leaf in ax.leaves(axis):
             if leaf.serial in found:
-                found[leaf.serial].moved += sum(map(tensor_bytes, _values(node)))
+                found[leaf.serial].moved += sum(map(tensor_bytes, results_of(node)))
     if node.op != "call_function" or not axis_map.all_of(node):
         return
-    own = {
-        leaf.serial for axes in axis_map.all_of(node) for a in axes for leaf in ax.leaves(a)
-    } & found.keys()
+    own = {leaf.serial for leaf in axis_map.leaves_of(node)} & found.keys()
     for source in node.all_input_nodes:
         if own and source.op == "call_function":
-            has = {leaf.serial for axes in axis_map.all_of(source) for a in axes for leaf in ax.leaves(a)}
-            for serial in own - has:
-                found[serial].moved += sum(map(tensor_bytes, _values(source)))
+            for serial in own - {leaf.serial for leaf in axis_map.leaves_of(source)}:
+                found[serial].moved += sum(map(tensor_bytes, results_of(source)))
 
 
 def _solve_components(leaves: dict[int, _Leaf]) -> set[int]:
@@ -325,7 +315,7 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
         heads = ax.factors(axis_map.of(tensor)[dim])[0].size
         lines[f"{heads} key-value heads replicated over tensor={axis_map.tensor}"].append(where(node))
     for node in graph.nodes:
-        matrix = node.op == "get_attr" and axis_map.is_weight(node) and len(axis_map.of(node)) > 1
+        matrix = node.op == "get_attr" and node in axis_map.weights and len(axis_map.of(node)) > 1
         if matrix and not ax.is_divided(axis_map.of(node), divided):
             shape, size = list(shape_of(node)), tensor_bytes(node.meta["val"])
             lines[f"weight of shape {shape} ({size:,} bytes) replicated"].append(str(node.target))

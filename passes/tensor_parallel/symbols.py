@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import operator_name, shape_of
+from autoptd.passes.ir.nodes import operator_name, shape_of, walk
 from autoptd.passes.ir.products import find_factors
-from autoptd.passes.ir.program import Program
+from autoptd.passes.ir.program import Program, constants_made
+from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
@@ -183,7 +184,7 @@ class _Roles:
         """Name V, h and s: the first table that the batch is looked up in is the vocabulary's, others are positions."""
         for node in self._calls(EMBEDDING):
             (rows, width), ids = self._axis_map.of(node.args[0]), node.args[1]
-            if self._axis_map.reads_batch(ids):
+            if ids in self._axis_map.batch:
                 for axis in self._axis_map.of(ids):
                     for factor in ax.factors(axis):
                         self._name("s", factor)
@@ -244,10 +245,10 @@ class _Roles:
         for node in self._calls(EMBEDDING):
             self._name("h", self._axis_map.of(node.args[0])[1])
         for node, axis in self._axis_map.contractions.items():
-            if find_factors(node) and any(map(self._axis_map.is_weight, node.all_input_nodes)):
+            if find_factors(node) and not self._axis_map.weights.isdisjoint(node.all_input_nodes):
                 self._name("f", axis)
         for node in self._graph.nodes:
-            if self._axis_map.is_weight(node):
+            if node in self._axis_map.weights:
                 for leaf in (leaf for axis in self._axis_map.of(node) for leaf in ax.leaves(axis)):
                     if not any(reason in leaf.blocked for reason in PACKED):
                         self._name("n", leaf)
@@ -259,26 +260,12 @@ def _factors(node: fx.Node) -> tuple[Any, Any]:
     return node.args[first], node.args[first + 1]
 
 
-def _compute(value: Any, program: Program) -> torch.Tensor | None:
+def _compute(value: fx.Node, program: Program) -> torch.Tensor | None:
     """Return the value of integers that depend on no input; None if they do or are unknown."""
-    constants = program.stages[0].constants
-    outputs: Any = [node.args[0] for node in constants.nodes if node.op == "output"]
-    made = dict(outputs[0]) if outputs else {}
-    known: dict[fx.Node, Any] = {}
-
-    def run(node: fx.Node) -> Any:
-        if node not in known:
-            if node.op == "get_attr":
-                name = str(node.target)
-                known[node] = run(made[name]) if name in made else program.buffers.get(name)
-            elif node.op == "call_function" and not info(node).role:
-                sources = {source: run(source) for source in node.all_input_nodes}
-                usable = all(isinstance(value, torch.Tensor) for value in sources.values())
-                args, kwargs = fx.map_arg((node.args, node.kwargs), sources.get)
-                known[node] = node.target(*args, **kwargs) if usable else None  # type: ignore[operator]
-            else:
-                known[node] = None
-        return known[node]
-
-    found = run(value) if isinstance(value, fx.Node) else None
-    return found if isinstance(found, torch.Tensor) and not found.is_meta else None
+    judge, made = MaskJudge(program.buffers), constants_made(program.stages[0].constants)
+    for node in walk([value]):
+        if node.op == "placeholder":
+            return None
+        if node.target in made:
+            judge.values[node] = judge.value(made[node.target])
+    return judge.value(value)  # type: ignore[no-any-return]
