@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from autoptd.input_shapes import (
     rename_own,
 )
 from autoptd.loss.mean_warnings import describe_means
-from autoptd.memory_fit import choose_fitting, fit_program
 from autoptd.options import (
     Options,
     check_flags,
@@ -41,7 +41,7 @@ from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.cut import Found, align_cut, cut_at, find_cut
+from autoptd.passes.stages.cut import Found, align_cut, cut_at, find_cut, fit_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.search import plan
 from autoptd.progress import Watch
@@ -261,3 +261,41 @@ class _Job:
             entry = f"check does not cover {len(uncovered)} operators, so verify: {uncovered[0]}"
             result = replace(result, log=(*result.log, entry))
         return result
+
+
+# In the memory of the devices
+
+
+def fit_program(
+    find: Callable[[Sequence[int]], Found],
+    finish: Callable[[Found], CompiledProgram],
+    cluster: Cluster | None,
+) -> tuple[tuple[int, ...], CompiledProgram]:
+    """Return a cut and its program, within the memory of a given `cluster` if possible.
+
+    `find` and `finish` are those of `fit_cut`. Warns if no cut fits.
+    """
+    if cluster is None:
+        found = find(())
+        del find  # and the kernels that it timed, before the program is made
+        return found.positions, finish(found)
+    limit = int(cluster.device.memory_bytes)
+
+    def make(found: Found) -> tuple[CompiledProgram, Sequence[int]]:
+        program = finish(found)
+        return program, program.simulate(cluster).memory_bytes
+
+    found, program, memory = fit_cut(find, make, limit)
+    if (held := max(memory)) > limit:
+        warn_caller(
+            f"the program does not fit {cluster.name}: pipeline rank {memory.index(held)} holds {held:,} bytes, "
+            f"{held - limit:,} more than a device's {limit:,}, and no better cut was found; more pipeline ranks, a "
+            'smaller microbatch or recompute="full" hold less (see autoptd.plan)'
+        )
+    return found.positions, program
+
+
+def choose_fitting(programs: Iterator[CompiledProgram], cluster: Cluster) -> CompiledProgram:
+    """Return the first of `programs` that fits the `cluster`, else the first; plans are only estimates."""
+    first = next(programs)
+    return next((program for program in chain((first,), programs) if program.simulate(cluster).fits), first)

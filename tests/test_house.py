@@ -112,7 +112,7 @@ OPERATOR_TABLES = {
     },
     "gone before any pass that reads the records": {"passes/normal_form/normalize.py: _EMPTY"},
     "the user's calls, before there is a graph": {
-        *("autoptd/capture/dropout_off.py: DROPPING", "autoptd/verification/float64.py: LITERALS"),
+        *("autoptd/capture/eval_mode.py: DROPPING", "autoptd/verification/float64.py: LITERALS"),
     },
     "what an initialisation draws": {
         "autoptd/weights/init_recorder.py: _DRAWS",

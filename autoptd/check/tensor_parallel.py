@@ -12,20 +12,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from torch import fx
+from torch._ops import OpOverload
 
-from autoptd.check.result_placements import placement_after
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument
+from autoptd.passes.ir.nodes import argument, operator_name
 from autoptd.passes.ir.program import Stage
-from autoptd.passes.operators.proof import UNKNOWN, WHOLE, Found, PlacementError, Unknown, place_parameter
+from autoptd.passes.operators import proof
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import OPERATORS, has_trait, rules_of
 from autoptd.passes.operators.text_rule import read_rules
-from autoptd.runtime import collectives
+from autoptd.passes.operators.views import reshape_placed
+from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.placement import Partial, Replicate, Shard
 
@@ -43,7 +45,7 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
         return ()
     rules = read_rules(dict(manifest.rules))
     walks: list[StageWalk] = []
-    arriving: list[Found] = []
+    arriving: list[proof.Found] = []
     for index, stage in enumerate(stages):
         walk = StageWalk(index, stage, rules, find_trained(stage))
         walk.forward(arriving, manifest.stages[index].sends, tensor)
@@ -76,10 +78,10 @@ def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
     return [given[index] for given in lists if given]
 
 
-def _is_lost(found: Found) -> bool:
+def _is_lost(found: proof.Found) -> bool:
     """Whether a placement says too little to prove more from it."""
     several = found if isinstance(found, tuple) else (found,)
-    return any(p == UNKNOWN or (isinstance(p, Shard) and p.dim is None) for p in several)
+    return any(p == proof.UNKNOWN or (isinstance(p, Shard) and p.dim is None) for p in several)
 
 
 @dataclass
@@ -90,26 +92,26 @@ class StageWalk:
     stage: Stage
     rules: Mapping[str, OperatorRules]
     trained: set[fx.Node]
-    placements: dict[fx.Node, Found] = field(default_factory=dict)
+    placements: dict[fx.Node, proof.Found] = field(default_factory=dict)
     outputs: tuple[fx.Node, ...] = ()
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
     uncovered: list[str] = field(default_factory=list)
     # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
     terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
-    def forward(self, arriving: Sequence[Found], sends: Sequence[Boundary], tensor: int) -> None:
+    def forward(self, arriving: Sequence[proof.Found], sends: Sequence[Boundary], tensor: int) -> None:
         received = iter(arriving)
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
                 try:
                     self.placements[node] = placement_after(node, self.placements, self.rules)
-                except PlacementError as error:
-                    raise PlacementError(f"stage {self.index}: {place(node)} {error}") from None
+                except proof.PlacementError as error:
+                    raise proof.PlacementError(f"stage {self.index}: {place(node)} {error}") from None
                 self._note_uncovered(node)
             elif node.op == "get_attr":
-                self.placements[node] = place_parameter(self.stage.parameters[str(node.target)], tensor)
+                self.placements[node] = proof.place_parameter(self.stage.parameters[str(node.target)], tensor)
             elif node.op == "placeholder":
-                self.placements[node] = next(received) if info(node).role == "boundary" else WHOLE
+                self.placements[node] = next(received) if info(node).role == "boundary" else proof.WHOLE
             else:
                 results: Any = node.args[0]
                 self.outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
@@ -121,7 +123,7 @@ class StageWalk:
             return
         what = (
             "makes of a divided value what the proof has no rule for"
-            if self.placements[node] == UNKNOWN
+            if self.placements[node] == proof.UNKNOWN
             else "leaves each tensor rank one row among other dimensions of size 1: which is divided, cannot be told"
         )
         name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
@@ -130,12 +132,12 @@ class StageWalk:
     def _check_outputs(self, sends: Sequence[Boundary]) -> None:
         if not sends:
             (loss,) = self.outputs
-            whole = self.placements[loss] in (WHOLE, UNKNOWN)
+            whole = self.placements[loss] in (proof.WHOLE, proof.UNKNOWN)
             self._require(loss, whole, "is the loss", "a whole one, equal on all ranks")
             return
         for value, boundary in zip(self.outputs, sends, strict=True):
             placement = self.placements[value]
-            right: tuple[type, ...] = (Replicate, Unknown)
+            right: tuple[type, ...] = (Replicate, proof.Unknown)
             right += (Shard,) * boundary.placement.is_divided
             expected = "a whole value, or a placement in the manifest's boundary that divides it"
             if isinstance(placement, Partial):
@@ -147,7 +149,7 @@ class StageWalk:
         if not right:
             placement = self.placements[node]
             kind = "a tuple" if isinstance(placement, tuple) else placement.word
-            raise PlacementError(
+            raise proof.PlacementError(
                 f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}"
             )
 
@@ -160,7 +162,7 @@ class StageWalk:
             if gradient is not None:
                 given.setdefault(node, []).append(gradient)
         for node in reversed(self.stage.graph.nodes):
-            if self.placements.get(node) is WHOLE and node in self.trained:
+            if self.placements.get(node) is proof.WHOLE and node in self.trained:
                 gradient = self._find_gradient(node, given.get(node, []))
                 if gradient is not None:
                     self.gradients[node] = gradient
@@ -180,7 +182,7 @@ class StageWalk:
                 if gradient is not None:
                     readers.setdefault(gradient, reader)
         partial = readers.get("partial")
-        if partial is not None and self.placements[partial] is not WHOLE:
+        if partial is not None and self.placements[partial] is not proof.WHOLE:
             self.terms[node] = partial, node
         elif partial in self.terms:
             self.terms[node] = self.terms[partial]
@@ -197,9 +199,9 @@ class StageWalk:
         if reader.target is collectives.copied_linears:
             made = next((n for n in reader.users if value in _parameters_of(reader, n)), None)
             return None if made is None else self._gradient_from(made, reader)
-        if self.placements[reader] is WHOLE:
+        if self.placements[reader] is proof.WHOLE:
             return self.gradients.get(reader)
-        return None if self.placements[reader] is UNKNOWN else "partial"
+        return None if self.placements[reader] is proof.UNKNOWN else "partial"
 
     def _check_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         if node.op == "get_attr":
@@ -207,7 +209,7 @@ class StageWalk:
             if gradient == "partial" and not marked:
                 self._refuse(node, f"{node.target}, a parameter whose placement has no partial gradient")
             if gradient == "whole" and marked:
-                raise PlacementError(
+                raise proof.PlacementError(
                     f"stage {self.index}: {node.target} has a partial gradient in its placement, although every tensor "
                     "rank has its whole gradient, and would be multiplied by their number: correct the mark "
                     "in the manifest"
@@ -222,12 +224,12 @@ class StageWalk:
                     if node.target is collectives.copy_to_tensor
                     else "compute this linear without its all-reduce"
                 )
-                raise PlacementError(
+                raise proof.PlacementError(
                     f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
                     f"rank, and so multiplies it by their number: only divided operators may read it; {way}"
                 )
-        elif gradient == "whole" and any(self.placements[n] is not WHOLE for n in node.all_input_nodes):
-            raise PlacementError(
+        elif gradient == "whole" and any(self.placements[n] is not proof.WHOLE for n in node.all_input_nodes):
+            raise proof.PlacementError(
                 f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are "
                 f"divided, and gets a whole gradient: expected {node} to be read through "
                 f"collectives.copy_to_tensor(rank, {node})"
@@ -242,7 +244,49 @@ class StageWalk:
         else:
             found = f"a later stage hands back one term of the gradient of {place(node)}"
             expected = "it to read the value through collectives.copy_to_tensor"
-        raise PlacementError(
+        raise proof.PlacementError(
             f"stage {self.index}: {found}, so that each tensor rank has one term of the gradient only, up to "
             f"{reached}: expected {expected}"
         )
+
+
+# Forward, of one call
+
+# Rules of operators that an edit may call as functions: x / y, x.view(...).
+_FUNCTIONS = (proof.elementwise, reshape_placed)
+
+
+def placement_after(
+    node: fx.Node, placements: proof.Placements, rules: Mapping[str, OperatorRules]
+) -> proof.Found:
+    """Return the placement of a call's result, by the `placed` rule of its operator; the user's `rules` go before ours.
+
+    Whole arguments give a whole result, unless the rule judges these too, and no rule an unknown placement. Raises
+    PlacementError where the tensor ranks would compute something else than the undivided program; it says what is wrong
+    there, and the caller says where.
+    """
+    record = _find_rules(node, rules)
+    if Trait.ANY_PLACEMENT in record.traits and record.placed is not None:
+        return record.placed(node, placements)
+    found = [placements[n] for n in node.all_input_nodes]
+    if all(placement is proof.WHOLE for placement in found):
+        return proof.WHOLE
+    if any(
+        proof.PARTIAL in (placement if isinstance(placement, tuple) else (placement,)) for placement in found
+    ):
+        return record.of_partial(node, placements)
+    return record.placed(node, placements) if record.placed is not None else proof.UNKNOWN
+
+
+def _find_rules(node: fx.Node, rules: Mapping[str, OperatorRules]) -> OperatorRules:
+    if isinstance(node.target, OpOverload):
+        return rules.get(operator_name(node.target)) or rules_of(node)
+    return OPERATORS.get(node.target) or _rules_of_function(node.target)
+
+
+@cache
+def _rules_of_function(function: Any) -> OperatorRules:
+    """The record of the operator that a Python function is named like."""
+    name = str(getattr(function, "__name__", "")).replace("truediv", "div")
+    record = OPERATORS.get(getattr(aten, name, None)) or OperatorRules()
+    return record if record.placed in _FUNCTIONS else OperatorRules()

@@ -11,7 +11,7 @@ from torch.nn.utils.stateless import _reparametrize_module  # private: functiona
 
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.custom_autograd import Functions
-from autoptd.capture.dropout_off import DropoutOff
+from autoptd.capture.eval_mode import DropoutOff
 from autoptd.capture.example_inputs import make_example, read_examples
 from autoptd.capture.fake_module import set_training
 from autoptd.capture.objective import Objective

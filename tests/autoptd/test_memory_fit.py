@@ -13,7 +13,7 @@ import torch
 
 import autoptd
 from autoptd import Cluster
-from autoptd.memory_fit import fit_program
+from autoptd.compiler import fit_program
 from autoptd.passes.stages.cut import Found
 from samples.gpt import GPT, GPTConfig
 
