@@ -13,6 +13,7 @@ from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
 from autoptd.passes.ir.program import Program
+from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten, kernels
@@ -194,14 +195,10 @@ def _place(source: fx.Node, target: fx.Node, ignored: int) -> tuple[int, int] | 
 
 def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
     """Return the value of `target` where `source` is `numbers`, or None if more than moves lie between them."""
-    way = [target]
-    while way[-1] is not source:
-        node = way[-1]
+    judge, node = MaskJudge({}), target
+    judge.values[source] = numbers
+    while node is not source:
         if not has_trait(node, MOVING) or len(node.all_input_nodes) != 1:
             return None
-        way.append(node.all_input_nodes[0])
-    value: Any = numbers
-    for node in reversed(way[:-1]):
-        run: Any = node.target
-        value = run(*(value if isinstance(x, fx.Node) else x for x in node.args), **node.kwargs)
-    return value if isinstance(value, Tensor) else None
+        (node,) = node.all_input_nodes
+    return judge.value(target)  # type: ignore[no-any-return]

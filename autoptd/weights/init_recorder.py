@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoptd.capture.source_lines import user_line
+from autoptd.passes.ir.nodes import name_arguments
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Draw
 
@@ -120,7 +121,7 @@ class Writes(TorchDispatchMode):
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: OpOverload, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        packet, values = func.overloadpacket, _name_arguments(func, args, options)
+        packet, values = func.overloadpacket, name_arguments(func, args, options)
         draws = _DRAWS[packet](values) if packet in _DRAWS else None
         targets = list(_written_tensors(func, values))
         if draws is not None and targets and targets[0].is_meta:
@@ -212,13 +213,6 @@ def _is_meta_made(draws: list[Draw], values: Values) -> bool:
         return False
     constant = bool(draws) and draws[0].kind == "constant"
     return not constant or prod(size) >= (LONG if len(size) == 1 else LARGE)
-
-
-def _name_arguments(func: OpOverload, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included."""
-    arguments = func._schema.arguments
-    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return values | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(options)
 
 
 def _written_tensors(func: OpOverload, values: Values) -> Iterator[Tensor]:

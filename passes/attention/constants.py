@@ -11,7 +11,7 @@ from torch import fx
 
 from autoptd.passes.ir.names import operator_word
 from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import is_lifted
+from autoptd.passes.ir.nodes import is_lifted, name_arguments
 from autoptd.passes.ir.program import Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.runtime.program.placement import Parameter
@@ -104,11 +104,5 @@ def _exact(node: fx.Node, judge: MaskJudge) -> Any:
         value = judge.value(node)
         return value.double() if value.is_floating_point() else value
     target: Any = node.target
-    given = fx.map_arg((node.args, node.kwargs), lambda n: _exact(n, judge))
-    args, kwargs = list(given[0]), dict(given[1])
-    names = [a.name for a in target._schema.arguments]
-    if "dtype" in names[: len(args)]:
-        args[names.index("dtype")] = torch.float64
-    elif "dtype" in names:
-        kwargs["dtype"] = torch.float64
-    return target(*args, **kwargs)
+    given = name_arguments(target, *fx.map_arg((node.args, node.kwargs), lambda n: _exact(n, judge)))
+    return target(**(given | ({"dtype": torch.float64} if "dtype" in given else {})))

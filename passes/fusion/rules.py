@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -47,11 +47,8 @@ from autoptd.runtime.program.placement import REPLICATED
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
 
 
-class Rule(NamedTuple):
-    """A rule reads a call of one of its `targets`, and describes the chain that ends there and its replacement."""
-
-    targets: Collection[Any]
-    match: Callable[[fx.Node], Match | None]
+# A rule reads a call of one of some targets, and describes the chain that ends there and its replacement.
+Rule = tuple[Collection[Any], Callable[[fx.Node], Match | None]]
 
 
 def fuse_operators(program: Program) -> Program:
@@ -77,11 +74,11 @@ def fuse_operators(program: Program) -> Program:
 
 def _apply(rule: Rule, stage: Stage, propagation: Propagation, written: set[fx.Node]) -> None:
     """Replace the chains that the rule describes and `_Judge` allows; the calls in their place are `written`."""
-    graph = stage.graph
-    calls = (graph.find_nodes(op="call_function", target=target, sort=False) for target in rule.targets)
+    graph, (targets, read) = stage.graph, rule
+    calls = (graph.find_nodes(op="call_function", target=target, sort=False) for target in targets)
     judge: _Judge | None = None
     for node in sorted(itertools.chain.from_iterable(calls)):
-        match = rule.match(node) if node.users else None
+        match = read(node) if node.users else None
         if match is not None:
             judge = judge or _Judge(stage)
             if judge.allows(match):
@@ -275,21 +272,21 @@ _ADDED_NORMS: Mapping[Any, Any] = {
 }
 
 _FUSED = [getattr(k, "default", k) for k, rules in OPERATORS.items() if Trait.FUSED_ATTENTION & rules.traits]
-RULES = (
-    Rule(ANALYTIC, match_activation),
-    Rule((kernels.cross_entropy,), match_half_loss),
-    Rule(_FUSED, _grouped_attention),
-    Rule((aten.layer_norm.default,), norms.match_layer_norm),
-    Rule((aten.mul.Tensor,), norms.match_rms_norm),
-    Rule((aten.rms_norm.default,), norms.match_torch_rms_norm),
-    Rule((aten.add.Tensor,), norms.match_rotary),
-    Rule((aten.cat.default,), norms.match_partial_rotary),
-    Rule((aten.mul.Tensor,), _gated_product),
-    Rule((aten.gelu.default,), _linear_gelu),
-    Rule((aten.gelu.default,), _bias_gelu),
-    Rule((aten.add.Tensor,), _dropout_add),
-    Rule((kernels.dropout,), _dropout_bias),
-    Rule(_ADDED_NORMS, _norm_before_reshape),
-    Rule(_ADDED_NORMS, _add_norm),
+RULES: Sequence[Rule] = (
+    (ANALYTIC, match_activation),
+    ((kernels.cross_entropy,), match_half_loss),
+    (_FUSED, _grouped_attention),
+    ((aten.layer_norm.default,), norms.match_layer_norm),
+    ((aten.mul.Tensor,), norms.match_rms_norm),
+    ((aten.rms_norm.default,), norms.match_torch_rms_norm),
+    ((aten.add.Tensor,), norms.match_rotary),
+    ((aten.cat.default,), norms.match_partial_rotary),
+    ((aten.mul.Tensor,), _gated_product),
+    ((aten.gelu.default,), _linear_gelu),
+    ((aten.gelu.default,), _bias_gelu),
+    ((aten.add.Tensor,), _dropout_add),
+    ((kernels.dropout,), _dropout_bias),
+    (_ADDED_NORMS, _norm_before_reshape),
+    (_ADDED_NORMS, _add_norm),
 )
-_WHOLE_LOSS = Rule((aten.cross_entropy_loss.default,), match_whole_loss)
+_WHOLE_LOSS: Rule = ((aten.cross_entropy_loss.default,), match_whole_loss)

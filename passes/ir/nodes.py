@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +28,13 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)
+
+
+def name_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator of torch by name, defaults included."""
+    arguments = target._schema.arguments
+    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return values | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
 
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:

@@ -8,7 +8,6 @@ it, the exchange is undone in front of it and the bytes that this copies are cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,8 @@ def rewrite_layout(program: Program) -> Program:
     (stage,) = program.stages
     axis_map = find_axes(stage.graph, stage.parameters, tensor=1, rules={})
     inputs, _ = find_batch(program.inputs, axis_map)
-    tokens = {i.name: i.shape for i in inputs if i.batch_dim is not None and _is_token(i.shape, i.dtype)}
+    numbers = [i for i in inputs if len(i.shape) == 2 and not i.dtype.is_floating_point]
+    tokens = {i.name: i.shape for i in numbers if i.batch_dim is not None}
     if any(i.batch_dim for i in inputs if i.name in tokens):
         return _leave(program, "it is [s, b, h] already")
     if not tokens:
@@ -64,10 +64,6 @@ def rewrite_layout(program: Program) -> Program:
         f"rewrite_layout [b, s, h] -> [s, b, h]: {before:,} -> {after:,} bytes copied per microbatch{undone}"
     )
     return program.replace_stages((replace(stage, graph=graph),), entry)
-
-
-def _is_token(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return len(shape) == 2 and not dtype.is_floating_point
 
 
 def _leave(program: Program, reason: str) -> Program:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
-from autoptd.passes.ir.nodes import nodes_in, where
+from autoptd.passes.ir.nodes import name_arguments, nodes_in, where
 from autoptd.passes.normal_form.functionalize import is_mutation
 from autoptd.passes.normal_form.writer import Writer
 from autoptd.runtime import aten
@@ -56,7 +56,8 @@ class Casts:
         policy = state.policy(node.target)
         eligible = {n for n in nodes_in((args, kwargs)) if _is_eligible(n.meta["val"])}
         if policy == "sum":
-            eligible = set() if _says_dtype(node.target, args, kwargs) else eligible & {args[0]}
+            named = name_arguments(node.target, args, kwargs)
+            eligible = eligible & {args[0]} if named.get("dtype") is None else set()
         if policy is None or not eligible:
             return args, kwargs
         dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
@@ -97,12 +98,6 @@ def _choose_dtype(
 def _is_eligible(value: object) -> bool:
     """Return whether autocast may cast a value: floating and not float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-
-
-def _says_dtype(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the call names the dtype of its result."""
-    names = (argument.name for argument in target._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}.get("dtype") is not None
 
 
 def describe_result(

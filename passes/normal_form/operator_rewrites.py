@@ -114,10 +114,6 @@ def _chunk(call: Call) -> fx.Node | None:
     return call.emit(aten.split.Tensor, call.source, call.val[0].shape[dim], dim)
 
 
-def _detach(call: Call) -> fx.Node | None:
-    return None if call.source in call.writer.trained else call.source
-
-
 def _transpose(call: Call) -> fx.Node | None:
     dims = call.given.dim()
     if dims < 2:
@@ -292,7 +288,7 @@ RULES: dict[Any, Rule] = {
     aten.repeat.default: _repeat,
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
-    aten.detach.default: _detach,
+    aten.detach.default: lambda call: None if call.source in call.writer.trained else call.source,
     aten.layer_norm.default: _layer_norm,
     aten.rrelu.default: _rrelu,
     aten.embedding.default: _embedding,

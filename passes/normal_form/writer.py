@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.node_info import NodeInfo, describe
+from autoptd.passes.ir.nodes import name_arguments
 
 
 class Writer:
@@ -71,11 +72,7 @@ class Call:
 
     def argument(self, name: str) -> Any:
         """Return the argument `name`, by position, keyword or default."""
-        for place, spec in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
-            if spec.name == name:
-                given = place < len(self.args)
-                return self.args[place] if given else self.kwargs.get(name, spec.default_value)
-        raise KeyError(name)
+        return name_arguments(self.node.target, self.args, self.kwargs)[name]
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Write a call of `target` in its place."""

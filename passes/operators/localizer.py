@@ -104,7 +104,10 @@ class Localizer:
         if not changed:
             change_info(new, placement=REPLICATED)
         else:
-            new.meta["val"] = self.propagation.run(new) if node.op == "call_function" else self._empty(node)
+            if node.op == "call_function":
+                new.meta["val"] = self.propagation.run(new)
+            else:
+                new.meta["val"] = node.meta["val"].new_empty(self.sizes(*axes))
             self._mark(new, node, axes)
         return new
 
@@ -125,10 +128,6 @@ class Localizer:
             dim = next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None)
             found.append(REPLICATED if dim is None else Placement(tensor=Shard(dim)))
         change_info(new, placement=as_results(node, found))
-
-    def _empty(self, node: fx.Node) -> torch.Tensor:
-        value: torch.Tensor = node.meta["val"]
-        return value.new_empty(self.sizes(self.axis_map.of(node)))
 
     # Sizes
 

@@ -90,10 +90,6 @@ def _scatter_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return into
 
 
-def _getitem_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
-    return axis_map.axes[node.args[0]][node.args[1]]  # type: ignore[index]
-
-
 # One rank's call
 
 
@@ -257,7 +253,7 @@ RULES: Mapping[Any, OperatorRules] = {
     ),
     **dict.fromkeys((aten.slice_scatter, aten.select_scatter), OperatorRules(axes=_scatter_axes)),
     operator.getitem: OperatorRules(
-        axes=_getitem_axes,
+        axes=lambda axis_map, node: axis_map.axes[node.args[0]][node.args[1]],  # type: ignore[index]
         placed=_getitem_placed,
         of_partial=_getitem_placed,
         order=_getitem_order,

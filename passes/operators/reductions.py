@@ -73,10 +73,6 @@ def _over(dims: Dims, reason: str, **fields: Any) -> OperatorRules:
     return OperatorRules(axes=axes, placed=over_placed(dims), **fields)
 
 
-def _softmax_dims(node: fx.Node, rank: int) -> list[int]:
-    return [int(argument(node, 1, "dim", -1))]
-
-
 def _normalized_dims(node: fx.Node, rank: int) -> range:
     return range(rank - len(node.args[1]), rank)  # type: ignore[arg-type]
 
@@ -90,7 +86,7 @@ _REDUCTION = OperatorRules(
     axes=mapped_axes("reduces over it"), placed=over_placed(reduced_dims), order=drop_order
 )
 _MEAN = replace(_REDUCTION, keeps="nothing", traits=Trait.LINEAR)
-_CUMSUM = _over(_softmax_dims, RUNS, order=resize_order(1))
+_CUMSUM = _over(lambda node, rank: [int(argument(node, 1, "dim", -1))], RUNS, order=resize_order(1))
 _SOFTMAX = replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX)
 _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=contiguous_copies)
 

@@ -84,14 +84,14 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     if not wanted:
         return wanted
     for node in graph.nodes:
-        touched = axis_map.leaves_of(node)
-        touched.update(ax.find(a) for a in [axis_map.contractions.get(node)] if a is not None)
-        if node in axis_map.contractions and not has_trait(node, Trait.KNOWS_SIZE):
-            wanted.discard(ax.find(axis_map.contractions[node]))
+        contraction = axis_map.contractions.get(node)
+        summed = set() if contraction is None else {ax.find(contraction)}
+        if not has_trait(node, Trait.KNOWS_SIZE):
+            wanted -= summed
         for axes in axis_map.all_of(node):
             wanted -= {leaf for a in axes if len(ax.factors(a)) > 1 for leaf in ax.leaves(a)}
         if node.op == "call_function" and not has_trait(node, Trait.PADDING_SAFE):
-            wanted -= touched
+            wanted -= summed | axis_map.leaves_of(node)
         if node.op == "call_function" and aten_name(node.target) == "div":
             divisor = [n for n in node.args[1:] if isinstance(n, fx.Node)]
             wanted -= {leaf for n in divisor for axis in axis_map.of(n) for leaf in ax.leaves(axis)}  # 0 / 0

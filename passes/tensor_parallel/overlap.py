@@ -21,7 +21,7 @@ from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.node_info import NodeInfo, change_info, describe, info
-from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.nodes import argument, called, shape_of, walk
 from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, collectives, kernels
@@ -82,7 +82,8 @@ class _Rewriting:
             reader = _read_linear(user)
             if reader is None or reader.x not in (f, *views):
                 return [], f"read by {user.op if user.op == 'output' else called(user)}"
-            if not all(map(_is_of_parameters, reader.parameters)):
+            # A parameter, or computed from parameters alone.
+            if not all(n.op == "get_attr" or n.all_input_nodes for n in walk(reader.parameters)):
                 return [], f"read by {called(user)}, whose weight depends on the batch"
             found.append(reader)
         if not any(reader.weight in self._trained for reader in found):
@@ -135,8 +136,7 @@ class _Rewriting:
     ) -> fx.Node:
         with self.graph.inserting_before(place):
             made = self.graph.call_function(target, args, kwargs)
-        is_item = target is operator.getitem
-        describe(made, args[0].meta["val"][args[1]] if is_item else self._propagation.run(made), about)
+        describe(made, self._propagation.run(made), about)
         return made
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -172,12 +172,6 @@ def _approximation(reader: MatrixProduct) -> dict[str, Any]:
     """Of a GELU, as a keyword, where it is not the default."""
     chosen = argument(reader.node, 3, "approximate", "none")
     return {} if chosen == "none" else {"approximate": chosen}
-
-
-def _is_of_parameters(node: fx.Node) -> bool:
-    """Whether a value is computed from parameters alone."""
-    inputs = node.all_input_nodes
-    return node.op == "get_attr" or (bool(inputs) and all(map(_is_of_parameters, inputs)))
 
 
 def _read_linear(node: fx.Node) -> MatrixProduct | None:

@@ -467,7 +467,7 @@ def test_a_new_kernel_is_one_function_one_rule_and_one_record(monkeypatch: pytes
 
     double_tanh.__module__ = kernels.__name__
     monkeypatch.setattr(kernels, "double_tanh", double_tanh, raising=False)
-    monkeypatch.setattr(rules, "RULES", (*rules.RULES, rules.Rule((aten.mul.Tensor,), match)))
+    monkeypatch.setattr(rules, "RULES", (*rules.RULES, ((aten.mul.Tensor,), match)))
     monkeypatch.setitem(OPERATORS, double_tanh, OPERATORS[kernels.bias_gelu])
     model, inputs = Small(lambda m, x, y: torch.tanh(x) * 2 + y), {"idx": torch.randint(0, 10, (2, 4))}
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
