@@ -46,7 +46,8 @@ def match_activation(node: fx.Node) -> Match | None:
             return Match(Call(target, (source,), node, kwargs), members)
         biased = split_bias(source, members, of_linear=True) if target else None
         if biased is not None:
-            return Match(Call(target, (biased.x, biased.bias), node, kwargs), (*members, *biased.members))
+            x, bias, added = biased
+            return Match(Call(target, (x, bias), node, kwargs), (*members, *added))
     return None
 
 

@@ -45,13 +45,8 @@ class Match:
         return (*self.earlier, self.call.like)
 
 
-@dataclass(frozen=True)
-class Biased:
-    """``x + bias``, with `bias` a parameter of the last dimension's size; `members` are the nodes of the sum."""
-
-    x: Any
-    bias: Any
-    members: tuple[fx.Node, ...]
+# x, the parameter of the last dimension's size that is added to it, and the nodes of the sum.
+Biased = tuple[Any, Any, tuple[fx.Node, ...]]
 
 
 def is_call(node: Any, *targets: Any) -> bool:
@@ -109,16 +104,16 @@ def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool
         inner = split_bias(source, of_linear=of_linear)
         if inner is None:
             return None
-        shaped = Call(node.target, (inner.x, *node.args[1:]), node)
-        return Biased(shaped, inner.bias, (*inner.members, node))
+        x, bias, added = inner
+        return Call(node.target, (x, *node.args[1:]), node), bias, (*added, node)
     linear = read_linear(node) if of_linear else None
     if linear is not None:
         target = aten.mm.default if linear.transposed else aten.linear.default
-        return Biased(Call(target, (linear.x, linear.weight), node), linear.bias, (node,))
+        return Call(target, (linear.x, linear.weight), node), linear.bias, (node,)
     for x, bias in both_orders(node) if is_call(node, aten.add.Tensor) and shape_of(node) else ():
         is_bias = is_vector(bias, shape_of(node)[-1])
         if is_bias and isinstance(x, fx.Node) and alike(x.meta["val"], node.meta["val"]):
-            return Biased(x, bias, (node,))
+            return x, bias, (node,)
     return None
 
 

@@ -185,7 +185,8 @@ def _bias_gelu(node: fx.Node) -> Match | None:
     biased = split_bias(node.args[0])  # type: ignore[arg-type]
     if biased is None:
         return None
-    return Match(Call(kernels.bias_gelu, (biased.x, biased.bias), node, node.kwargs), biased.members)
+    x, bias, added = biased
+    return Match(Call(kernels.bias_gelu, (x, bias), node, node.kwargs), added)
 
 
 def _grouped_attention(node: fx.Node) -> Match | None:
@@ -231,8 +232,8 @@ def _dropped(node: fx.Node) -> Match | None:
     biased = split_bias(x)
     if biased is None and x is node:
         return None
-    parts, members = ((biased.x, biased.bias), biased.members) if biased else ((x, None), ())
-    return Match(Call(kernels.bias_dropout_add, (rank, *parts, None, *drawn), node, node.kwargs), members)
+    x, bias, added = biased or (x, None, ())
+    return Match(Call(kernels.bias_dropout_add, (rank, x, bias, None, *drawn), node, node.kwargs), added)
 
 
 def _norm_before_reshape(node: fx.Node) -> Match | None:
