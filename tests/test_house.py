@@ -76,15 +76,14 @@ IMPORTS = {
                "loading planning reports simulate text verification",
         "compiled": "capture check gc_pause input_shapes options "
                     "planning reports simulate text verification weights",
-        "compiler": "capture compiled description gc_pause input_shapes loss memory_fit "
-                    "options pass_list planning progress simulate text versions weights",
+        "compiler": "capture compiled description gc_pause input_shapes loss options "
+                    "pass_list planning progress simulate text versions weights",
         "description": "capture loss",
         "difference": "compiled planning",
         "gc_pause": "",
         "input_shapes": "capture check",
         "loading": "check compiled description input_shapes text",
         "loss": "",
-        "memory_fit": "compiled",
         "options": "",
         "pass_list": "options progress",
         "planning": "capture gc_pause input_shapes options pass_list progress simulate",

@@ -25,7 +25,7 @@ class Constants:
         self.judge = MaskJudge(buffers)
         self.graph = copy_graph(stage.constants)
         loaded = {str(node.target): node for node in self.graph.find_nodes(op="get_attr")}
-        self.sources = loaded | dict(constants_made(self.graph))
+        self.sources: dict[str, fx.Node] = loaded | dict(constants_made(self.graph))
         self.made: dict[Any, fx.Node] = {}
 
     def source(self, value: Any) -> fx.Node | None:

@@ -266,6 +266,6 @@ def _compute(value: fx.Node, program: Program) -> torch.Tensor | None:
     for node in walk([value]):
         if node.op == "placeholder":
             return None
-        if node.target in made:
-            judge.values[node] = judge.value(made[node.target])
+        if str(node.target) in made:
+            judge.values[node] = judge.value(made[str(node.target)])
     return judge.value(value)  # type: ignore[no-any-return]
