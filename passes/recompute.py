@@ -125,7 +125,6 @@ def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
 
     They are found from their softmax: a product of two activations before it, with as many elements, and one after it.
     """
-    place = {node: i for i, node in enumerate(graph.nodes)}
     cores = []
     taken: set[fx.Node] = set()
     for node in graph.nodes:
@@ -134,7 +133,7 @@ def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
             core = _between(filter(_is_product, before), filter(_is_product, behind), graph)
             if node in core and not core & taken:
                 taken |= core
-                cores.append(sorted(core, key=place.__getitem__))
+                cores.append(sorted(core))
     return cores
 
 

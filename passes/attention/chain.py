@@ -106,12 +106,11 @@ def _read_kind(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | N
             return _read_addition(node, learned)
         case "aten.masked_fill":
             return _read_fill(source, node.args[1], node.args[2], number, learned, hides=True)
-        case "aten.where" if number(node.args[1]) is None:
-            mask, source, value = node.args[:3]
-            return _read_fill(source, mask, value, number, learned, hides=False)
         case "aten.where":
-            mask, value, source = node.args[:3]
-            return _read_fill(source, mask, value, number, learned, hides=True)
+            mask, *pair = node.args[:3]
+            hides = number(pair[0]) is not None
+            value, source = pair if hides else reversed(pair)
+            return _read_fill(source, mask, value, number, learned, hides=hides)
         case "aten.to" if source.meta["val"].dtype in HALF and node.meta["val"].dtype == torch.float32:
             return Step(source, "cast", ())
     return read_scale(node, number)

@@ -50,7 +50,6 @@ class Localizer:
         self.values: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[str, Parameter] = dict(stage.parameters)
         self.propagation = Propagation(program.mesh)
-        self.extents: dict[Axis, int] = {}
         self.named: dict[str, tuple[Axes, ...]] = {}
         self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
 
@@ -134,13 +133,9 @@ class Localizer:
     def extent(self, axis: Axis) -> int:
         """Return the axis's size on one rank."""
         axis = ax.find(axis)
-        if axis not in self.extents:
-            if axis.kind == "leaf":
-                size = (axis.size + self.divided[axis]) // self.tensor if axis in self.divided else axis.size
-            else:
-                size = (prod if axis.kind == "product" else sum)(self.extent(p) for p in axis.parts)
-            self.extents[axis] = size
-        return self.extents[axis]
+        if axis.kind == "leaf":
+            return (axis.size + self.divided[axis]) // self.tensor if axis in self.divided else axis.size
+        return (prod if axis.kind == "product" else sum)(self.extent(part) for part in axis.parts)
 
     def offset(self, axis: Axis, position: int) -> int:
         """Return where global `position` of the axis, a boundary of its segments, lies on one rank."""

@@ -86,7 +86,6 @@ class _Region:
         self.graph = graph
         self.parameters = parameters
         self.rank = next(n for n in graph.nodes if info(n).role == "rank")
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.differentiable = find_trained(Stage(graph, parameters, fx.Graph()))
         self.divided = {
             n
@@ -104,7 +103,7 @@ class _Region:
     def _find_partial(self) -> set[fx.Node]:
         """Replicated nodes whose readers are all divided, or such nodes themselves: their gradient may be partial."""
         found: set[fx.Node] = set()
-        for node in reversed(self.order):
+        for node in reversed(self.graph.nodes):
             candidate = node in self.forced or (node not in self.divided and node.op == "call_function")
             if not candidate or node not in self.differentiable:
                 continue
@@ -130,7 +129,7 @@ class _Region:
         """Replicated values with a partial reader, grouped by what they flow through."""
         members = [
             n
-            for n in self.order
+            for n in self.graph.nodes
             if n in self.differentiable
             and not _is_local(n)
             and (n not in self.divided or n in self.forced or has_trait(n, Trait.SUMS_RANKS))
@@ -142,8 +141,7 @@ class _Region:
         network.add_edges_from(
             (s, n) for n in members if n in self.partial for s in n.all_input_nodes if s in inside
         )
-        groups = [sorted(group, key=self.order.__getitem__) for group in nx.connected_components(network)]
-        return sorted(groups, key=lambda group: self.order[group[0]])
+        return sorted(map(sorted, nx.connected_components(network)))
 
     def stream(self, component: Component) -> set[fx.Node]:
         """Return the values of a residual stream that several operators read, to which sums over the ranks are added.
