@@ -52,7 +52,7 @@ def emit_texts(
 
     `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). `flops`, shown
     in the header if given, are each stage's forward floating-point operations for one microbatch on one rank. Raises
-    ValueError for a node that cannot be written, or a stage that does not match its interface.
+    ValueError for a node that cannot be written.
     """
     headings, mesh = Headings(program.stages), program.mesh
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
@@ -104,14 +104,7 @@ def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Heading
 
 
 def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], names: Names) -> list[str]:
-    interface, tensor = manifest.stages[index], manifest.mesh.tensor
-    received, values = len(interface.receives), taken[1:]
-    if len(values) != received + len(interface.inputs) or info(taken[0]).role != "rank":
-        found = ", ".join(f"{n.name} ({info(n).role})" for n in taken)
-        raise ValueError(
-            f"stage {index} takes {found}; expected rank, {received} received values and the inputs "
-            f"{', '.join(interface.inputs) or '(none)'}"
-        )
+    interface, tensor, values = manifest.stages[index], manifest.mesh.tensor, taken[1:]
     came = [f"from stage {index - 1}, {_crossing(manifest, b, 'gathered')}" for b in interface.receives]
     notes = [*came, *["batch"] * len(interface.inputs)]
     comments = [
@@ -143,8 +136,6 @@ def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node
     if not interface.sends:
         shape = write_value_shape(value, tensor) if isinstance(value, fx.Node) else ""
         return [beside(f"    return {text}", f"# {shape}".rstrip())]
-    if len(values) != len(interface.sends):
-        raise ValueError(f"stage {interface.index} returns {text}; expected {len(interface.sends)} values")
     notes = []
     for node, boundary in zip(values, interface.sends, strict=True):
         crossing = f"to stage {interface.index + 1}, {_crossing(manifest, boundary, 'scattered')}"

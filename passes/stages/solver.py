@@ -85,10 +85,6 @@ def cut_sequence(
     Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
     Raises ValueError if the sequence has fewer units than stages.
     """
-    if num_stages % num_pipeline_ranks:
-        raise ValueError(
-            f"{num_stages} stages do not divide over {num_pipeline_ranks} pipeline ranks; choose a multiple"
-        )
     sequence = fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
     if sequence.units < num_stages:
         raise ValueError(

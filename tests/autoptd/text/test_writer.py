@@ -218,10 +218,3 @@ def test_refuses_a_foreign_function() -> None:
         ValueError, match=r"cannot write .*mish.* of node y at h\.0\.mlp \(gpt\.py:7\); expected"
     ):
         emit_one_stage(*one_stage(maker, {"x": torch.ones(2)}))
-
-
-def test_refuses_a_stage_unlike_its_interface() -> None:
-    program, manifest, schedule = two_stages()
-    swapped = Program(program.mesh, program.stages[::-1], program.inputs, program.output)
-    with pytest.raises(ValueError, match=r"stage 0 takes rank \(rank\), h \(boundary\).*expected rank, "):
-        emit_texts(swapped, manifest, schedule, title="")
