@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 
 import torch
 from torch import Tensor, fx
@@ -126,11 +125,6 @@ class Headings:
             part = " (part)" * (len(self._ranges[block]) > 1)
             rows[-1].append((_short(block) if self._shorten else block) + part)
         return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
-
-
-def stage_bytes(stage: Stage, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of the parameters and buffers that one rank holds of a stage."""
-    return sum(prod(p.local_shape(sizes)) * p.dtype.itemsize for p in stage.parameters.values())
 
 
 def _is_loss(nodes: Sequence[fx.Node]) -> bool:

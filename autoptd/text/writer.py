@@ -23,7 +23,7 @@ from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.program.schedule_text import format_schedule
-from autoptd.text.comments import Headings, stage_bytes, write_bytes, write_value_shape
+from autoptd.text.comments import Headings, write_bytes, write_value_shape
 from autoptd.text.expressions import Names, quote, write_value
 from autoptd.text.statements import (
     WIDTH,
@@ -58,7 +58,8 @@ def emit_texts(
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
     totals = []
     for index, stage in enumerate(program.stages):
-        held = f"{write_bytes(stage_bytes(stage, mesh.axes))} of parameters"
+        size = sum(prod(p.local_shape(mesh.axes)) * p.dtype.itemsize for p in stage.parameters.values())
+        held = f"{write_bytes(size)} of parameters"
         work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
         totals.append(_wrap(f"stage {index}: {headings.stage_range(index)}: {work}{held} per rank", "    "))
     texts = []

@@ -15,11 +15,6 @@ from autoptd.passes.operators.table import has_trait, rules_of
 from autoptd.runtime.program.mesh import Mesh
 
 
-def count_copied_bytes(graph: fx.Graph, strides: Strides) -> int:
-    """Return the bytes that one run of `graph` copies only because its tensors lie in memory as they do."""
-    return sum(find_copies(graph, strides).values())
-
-
 def find_copies(graph: fx.Graph, strides: Strides) -> dict[fx.Node, int]:
     """Return the operators that copy before (or instead of) computing, with the bytes that each writes.
 

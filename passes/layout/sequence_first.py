@@ -16,7 +16,7 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, results_of
 from autoptd.passes.ir.program import Program
-from autoptd.passes.layout.copies import Strides, count_copied_bytes
+from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.passes.layout.packed_projections import unpack_projections
 from autoptd.passes.operators.layout import BATCH, SEQUENCE, DimOrder, LayoutWriter, plain_order
 from autoptd.passes.operators.pointwise import elementwise_order
@@ -52,7 +52,7 @@ def rewrite_layout(program: Program) -> Program:
     graph = _run(writer)
     if not writer.exchanged:
         return _leave(program, "no activation is [b, s, h]")
-    before, after = (count_copied_bytes(g, strides) for g in (stage.graph, graph))
+    before, after = (sum(find_copies(g, strides).values()) for g in (stage.graph, graph))
     undone = "".join(f"; undone for {count} {name}" for name, count in writer.undone.most_common(3))
     if after > before:
         return _leave(program, f"[s, b, h] would copy {after:,} instead of {before:,} bytes{undone}")

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from autoptd.passes.ir.names import live_nodes
 from autoptd.passes.ir.nodes import argument, is_lifted, where
-from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
+from autoptd.passes.ir.program import Program, Stage, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait, rules_of
@@ -148,18 +148,24 @@ class _Folder:
         """Take the constants out of the graph and return the graph that makes them; `made` names them."""
         nodes = live_nodes(self.graph)
         live = set(nodes)
-        made: dict[str, fx.Node] = {}
+        once = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        outputs: dict[str, fx.Node] = {}
         for node in nodes:
+            if node not in self.constant:
+                continue
+            values[node] = once.node_copy(node, values.__getitem__)
             users = [user for user in node.users if user in live and user not in self.constant]
-            if users and node in self.constant and node.op != "get_attr":
+            if users and node.op != "get_attr":
                 loaded = self._load(node, users)
                 live.add(loaded)
-                made[str(loaded.target)] = node
-        once = constants_graph(made)
+                outputs[str(loaded.target)] = values[node]
         for node in reversed(self.graph.nodes):
             if node not in live or (node in self.constant and not node.users):
                 self.graph.erase_node(node)
-        return once
+        if outputs:
+            once.output(outputs)
+        return once if outputs else fx.Graph()
 
     def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
         """Load a constant where it was computed, named after the operator that computed its elements."""

@@ -187,19 +187,16 @@ def _solve_components(leaves: dict[int, _Leaf]) -> set[int]:
     """Solve each group of leaves that exclude one another; equal groups share one solution."""
     chosen: set[int] = set()
     solve = cache(_solve)
-    for group in _components(leaves):
+    network = nx.Graph()
+    network.add_nodes_from(sorted(leaves))
+    network.add_edges_from((s, rival) for s in leaves for rival in leaves[s].excludes if rival in leaves)
+    for serials in nx.connected_components(network):
+        group = [leaves[s] for s in sorted(serials)]
         place = {leaf.axis.serial: i for i, leaf in enumerate(group)}
         rivals = tuple(frozenset(place[s] for s in leaf.excludes if s in place) for leaf in group)
         taken = solve(tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
         chosen.update(group[i].axis.serial for i in taken)
     return chosen
-
-
-def _components(leaves: Mapping[int, _Leaf]) -> list[list[_Leaf]]:
-    network = nx.Graph()
-    network.add_nodes_from(sorted(leaves))
-    network.add_edges_from((s, rival) for s in leaves for rival in leaves[s].excludes if rival in leaves)
-    return [[leaves[s] for s in sorted(group)] for group in nx.connected_components(network)]
 
 
 def _solve(weights: Sequence[tuple[int, int]], rivals: Sequence[frozenset[int]]) -> tuple[int, ...]:

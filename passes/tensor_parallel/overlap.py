@@ -35,12 +35,18 @@ def overlap_reductions(program: Program) -> Program:
     if program.mesh.tensor == 1:
         return program
     propagation = Propagation(program.mesh)
-    left: Counter[str] = Counter()
+    left: Counter[str] = Counter()  # the reasons why others stay
     hidden = 0
     stages = []
     for stage in program.stages:
         made = _Rewriting(stage, propagation)
-        hidden += made.rewrite(left)
+        for f in made.graph.find_nodes(op="call_function", target=collectives.copy_to_tensor):
+            readers, reason = made.read(f)
+            if reason:
+                left[reason] += 1
+            else:
+                made.join(f, readers)
+                hidden += 1
         stages.append(replace(stage, graph=rename_nodes(made.graph)))
     total = hidden + left.total()
     entry = f"overlap_reductions {hidden} of {total} all-reduces backward beside weight gradients"
@@ -56,21 +62,8 @@ class _Rewriting:
         self._trained = find_trained(replace(stage, graph=self.graph))
         self._propagation = propagation
 
-    def rewrite(self, left: Counter[str]) -> int:
-        """Return how many f were joined with their readers; count the reasons why others were `left`."""
-        hidden = 0
-        for node in list(self.graph.nodes):
-            if node.target is collectives.copy_to_tensor:
-                readers, reason = self._read(node)
-                if reason:
-                    left[reason] += 1
-                else:
-                    self._join(node, readers)
-                    hidden += 1
-        return hidden
-
-    def _read(self, f: fx.Node) -> tuple[list[MatrixProduct], str]:
-        """The readers of f, in graph order; or why it stays."""
+    def read(self, f: fx.Node) -> tuple[list[MatrixProduct], str]:
+        """Return the readers of f, in graph order; or why it stays."""
         users = sorted(f.users)
         views = [user for user in users if is_reshape(user)]
         if views and views == users:
@@ -95,7 +88,7 @@ class _Rewriting:
             return [], "read inside and outside of what is recomputed"
         return found, ""
 
-    def _join(self, f: fx.Node, readers: Sequence[MatrixProduct]) -> None:
+    def join(self, f: fx.Node, readers: Sequence[MatrixProduct]) -> None:
         """Write the operator where the first reader is, behind what its arguments need."""
         x: Any = f.args[1]
         first, source = readers[0].node, readers[0].x
