@@ -1,7 +1,7 @@
 """Measure this machine: fit the values of a cluster to the times of kernels and messages.
 
-The times are fitted to the cluster's own model: products to tiles; elementwise kernels and launches to whole steps of
-small compiled transformers, so that everything in a program is measured and not only its products.
+The times are fitted to the cluster's own model: products to tiles; on CPUs, elementwise kernels and launches to whole
+steps of small compiled transformers, so that everything in a program is measured and not only its products.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -43,7 +44,8 @@ from autoptd.progress import Watch
 from autoptd.simulate.stage_times import time_stages
 
 TILES = (16, 32, 64, 128, 256)
-LAUNCHES, VECTORS, LATENCIES = (1e-9, 1e-2), (1e7, 1e15), (1e-7, 1e-1)  # bounds of the search
+# Bounds of the search: of what decides the time of each of the blocks, and of a link's.
+BLOCK_BOUNDS, LATENCIES = {"launch_seconds": (1e-9, 1e-2), "vector_flops": (1e7, 1e15)}, (1e-7, 1e-1)
 RESOLUTION = 1e-9  # seconds: the least difference between two sizes of a message
 MEASUREMENTS = {
     "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS) + 1,
@@ -84,7 +86,7 @@ def calibrate(
             found[kind] = _measure(kind, ranks, each, cores[:PROCESSES]) if ranks else {}
     kernels, messages = found.values()
     device = fit_device(_describe_device(number, cuda), kernels, main)
-    link = fit_link(messages, device, main, *kernels["plain"]) if messages else _link_alone(device)
+    link = fit_link(messages, device, main, *kernels.get("plain", ())) if messages else _link_alone(device)
     cluster = Cluster(f"{number} x {device.name}", device, number, number, link, link)
     if output is not None:
         where = f"{datetime.now(UTC):%d %B %Y}, {device.name}, torch {torch.__version__}"
@@ -102,37 +104,45 @@ def describe_processor() -> str:
 
 
 def fit_device(device: Device, measured: Results, main: str) -> Device:
-    """Return `device` with values fitted to the times of `time_kernels`, most of them in the dtype `main`."""
+    """Return `device` with values fitted to the times of `time_kernels`, most of them in the dtype `main`.
+
+    A CUDA device computes elementwise as fast as products outside of its tensor cores, in float32.
+    """
     products = [(name, Product(1, m, n, k), seconds) for name, m, n, k, seconds in measured["products"]]
     peaks = {name: max(p.flops / s for other, p, s in products if other == name) for name in DTYPES}
     own = [(p, s) for name, p, s in products if name == main]
     tile = min(product(TILES, TILES), key=lambda tile: _spread(own, tile, device.multiprocessors))
-    rates = [round_flops(p, *tile, device.multiprocessors) / s for p, s in own]
+    reached = statistics.median(round_flops(p, *tile, device.multiprocessors) / s for p, s in own)
+    peaks[main] = max(peaks[main], reached)  # no product may fill all multiprocessors
     bandwidth = max(size / s for size, s in measured["copies"])
     device = replace(
         device,
         peak_flops=peaks,
         memory_bandwidth=bandwidth,
         memory_efficiency=max(measured["copies"])[0] / max(measured["copies"])[1] / bandwidth,
-        gemm_efficiency=min(1.0, statistics.median(rates) / peaks[main]),
+        gemm_efficiency=reached / peaks[main],
         tile_rows=tile[0],
         tile_columns=tile[1],
     )
-    seconds, blocks = measured["blocks"], [compile_block(sizes, main) for sizes in BLOCKS]
-    for _ in range(3):  # each value has a small part in the other's time
-        device = _solve(partial(_with_launches, device), LAUNCHES, blocks[0], seconds[0]).device
-        device = _solve(partial(_with_vectors, device), VECTORS, blocks[1], seconds[1]).device
+    for launches in measured.get("launches", ()):
+        return replace(device, vector_flops=peaks["fp32"], **launches)
+    steps = zip(BLOCK_BOUNDS.items(), BLOCKS, measured["blocks"], strict=True)
+    for (name, bounds), sizes, seconds in 3 * list(steps):  # each value has a small part in the other's time
+        make = partial(_with_value, device, name)
+        device = _solve(make, bounds, compile_block(sizes, main), seconds).device
     return device
 
 
-def fit_link(measured: Results, device: Device, main: str, plain: float) -> Link:
+def fit_link(measured: Results, device: Device, main: str, plain: float = math.nan) -> Link:
     """Return the link between devices like `device`, fitted to the times of `time_messages`.
 
-    On such a device a plain step takes `plain` seconds; the measured steps are scaled to it.
+    On such a device a plain step takes `plain` seconds; the measured steps, if there are any, are scaled to it.
     """
     collective, message = (_fit_rate(measured[name]) for name in ("reduced", "sent"))
     bandwidth = max(collective, message)
     link = Link(bandwidth, message / bandwidth, collective / bandwidth, 1.0)
+    if "divided" not in measured:  # the smallest all-reduce of two ranks is two messages' latency
+        return replace(link, latency_seconds=min(measured["reduced"])[1] / 2)
     seconds = plain * statistics.median(divided / alone for alone, divided in measured["divided"])
     program = compile_block(DIVIDED, main, 2)
     return _solve(partial(_with_latency, device, link), LATENCIES, program, seconds).node
@@ -149,13 +159,9 @@ def _link_alone(device: Device) -> Link:
     return Link(device.memory_bandwidth, 1.0, 1.0, device.launch_seconds)
 
 
-def _with_launches(device: Device, seconds: float) -> Cluster:
-    device = replace(device, launch_seconds=seconds)
-    return Cluster("", device, 1, 1, _link_alone(device), _link_alone(device))
-
-
-def _with_vectors(device: Device, flops: float) -> Cluster:
-    return _with_launches(replace(device, vector_flops=flops), device.launch_seconds)
+def _with_value(device: Device, name: str, value: Any) -> Cluster:
+    link = _link_alone(device := replace(device, **{name: value}))
+    return Cluster("", device, 1, 1, link, link)
 
 
 def _with_latency(device: Device, link: Link, seconds: float) -> Cluster:
@@ -224,21 +230,17 @@ def _measure(kind: str, world_size: int, seconds: float, cores: Sequence[int]) -
     """Run `world_size` processes that measure at once on `cores`, and return the results of the first."""
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    with tempfile.TemporaryDirectory() as folder:
-        words = (str(world_size), str(seconds), folder, json.dumps(list(cores)))
-        logs = [Path(folder) / f"{rank}.log" for rank in range(world_size)]
-        processes = []
-        for rank, file in enumerate(logs):
-            command = [sys.executable, "-m", f"autoptd.calibration.{kind}_timing", str(rank), *words]
-            with file.open("w") as log:
-                processes.append(
-                    subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-                )
-        outputs = [process.communicate()[0] for process in processes]
-        for rank, process in enumerate(processes):
-            if process.returncode:
-                raise RuntimeError(
-                    f"process {rank} of {world_size}, which measured {kind}s, failed:\n{logs[rank].read_text()}"
-                )
-    results: dict[str, Any] = json.loads(outputs[0])
+
+    def run(rank: int) -> str:
+        words = (str(rank), str(world_size), str(seconds), folder, json.dumps(list(cores)))
+        command = [sys.executable, "-m", f"autoptd.calibration.{kind}_timing", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if ended.returncode:
+            which = f"process {rank} of {world_size}, which measured {kind}s"
+            raise RuntimeError(f"{which}, failed:\n{ended.stderr}")
+        return ended.stdout
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world_size) as pool:
+        first, *_ = pool.map(run, range(world_size))
+    results: dict[str, Any] = json.loads(first)
     return results

@@ -1,10 +1,11 @@
-"""Time products, copies, and steps of small compiled transformers on one device, as `autoptd.calibrate` starts it.
+"""Time products, copies, and launches or small compiled transformers on a device, as `autoptd.calibrate` starts it.
 
     python -m autoptd.calibration.kernel_timing  RANK WORLD_SIZE SECONDS FOLDER CORES
     python -m autoptd.calibration.message_timing RANK WORLD_SIZE SECONDS FOLDER CORES
 
 Each measurement takes about SECONDS. A process prints all results as JSON, in seconds of the device. Kernels on a CPU
-are timed in CPU time, which other processes hardly change.
+are timed in CPU time, which other processes hardly change; on a CUDA device so many are queued between two
+synchronisations that neither these nor the host's launches count.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import benchmark
 
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
@@ -30,14 +32,17 @@ from autoptd.compiler import compile
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Rows, columns, inner dimension; those that no power of two divides show what tiles waste.
 SHAPES = (
-    (256, 512, 384),
-    (512, 512, 512),
-    (1024, 768, 768),
-    (200, 1000, 300),
-    (72, 520, 520),
-    (1000, 136, 712),
+    *((256, 512, 384), (512, 512, 512), (1024, 768, 768)),
+    *((200, 1000, 300), (72, 520, 520), (1000, 136, 712)),
 )
 COPIES = tuple(4**power for power in range(9, 13))  # elements
+# On a CUDA device. The first product is one that reaches the peak of each dtype; no copy fits into a cache.
+LARGE_SHAPES = (
+    *((8192, 8192, 8192), (2048, 12288, 4096), (2048, 4096, 16384), (8192, 4096, 4096)),
+    *((2048, 1536, 4096), (4096, 4096, 1024), (512, 16384, 4096), (3000, 5000, 4000)),
+)
+LARGE_COPIES = (2**26, 2**27, 2**28)
+GRAPHED = 1000  # kernels of a graph: its own launch hardly counts
 STEP_BYTES = 2**26  # of the tensors of a product's calls: more than a core's caches hold
 MICROBATCHES = 4
 WARM_UPS, LEAST_REPEATS = 2, 3
@@ -50,23 +55,19 @@ class Timer:
         self.device = device
         self.seconds = seconds
 
-    def now(self) -> float:
-        """Return the CPU time of this thread, or the wall time once the CUDA device is idle."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.thread_time()
-
     def time(self, call: Callable[[], object], parts: int = 1) -> float:
-        """Return the median time of a call, repeated for one of `parts` of `seconds`."""
+        """Return the median time of a call, repeated for one of `parts` of `seconds`, in blocks on a CUDA device."""
         for _ in range(WARM_UPS):
             call()
+        if self.device.type == "cuda":
+            timed = benchmark.Timer("call()", globals={"call": call})
+            return float(timed.blocked_autorange(min_run_time=self.seconds / parts).median)
         found: list[float] = []
         until = time.perf_counter() + self.seconds / parts
         while len(found) < LEAST_REPEATS or time.perf_counter() < until:
-            start = self.now()
+            start = time.thread_time()
             call()
-            found.append(self.now() - start)
+            found.append(time.thread_time() - start)
         return statistics.median(found)
 
 
@@ -182,38 +183,48 @@ def time_product(timer: Timer, shape: tuple[int, int, int], dtype: torch.dtype) 
     m, n, k = shape
     size = dtype.itemsize * (m * k + n * k + m * n)
 
-    def make() -> list[Tensor]:
+    def make() -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
         sizes = 2 * ((m, k), (n, k), (m, n))
-        return [torch.randn(*own, device=timer.device).to(dtype) for own in sizes]
+        x, w, g, dx, dw, y = (torch.randn(*own, device=timer.device).to(dtype) for own in sizes)
+        return (x, w.t(), y), (g, w, dx), (g.t(), x, dw)
 
     turns = itertools.cycle([make() for _ in range(ceil(STEP_BYTES / size / 2))])
 
-    kinds: tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], ...] = (
-        lambda x, w, g, dx, dw, y: (x, w.t(), y),
-        lambda x, w, g, dx, dw, y: (g, w, dx),
-        lambda x, w, g, dx, dw, y: (g.t(), x, dw),
-    )
-
-    def multiply(choose: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
-        one, other, out = choose(*next(turns))
+    def multiply(kind: int) -> None:
+        one, other, out = next(turns)[kind]
         torch.mm(one, other, out=out)
 
-    return statistics.mean(timer.time(partial(multiply, kind), 3) for kind in kinds)
+    return statistics.mean(timer.time(partial(multiply, kind), 3) for kind in range(3))
+
+
+def time_launches(timer: Timer) -> dict[str, float]:
+    """Return the seconds of a smallest kernel on a CUDA device: launched by itself, and in a graph."""
+    x, graph = torch.zeros(1, device=timer.device), torch.cuda.CUDAGraph()
+    alone = timer.time(lambda: x.add_(1))
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPHED):
+            x.add_(1)
+    return {"launch_seconds": alone, "graphed_launch_seconds": timer.time(graph.replay) / GRAPHED}
 
 
 def time_kernels(timer: Timer) -> Iterator[tuple[str, Any]]:
     """Yield ("products", [dtype, rows, columns, inner, seconds]), ("copies", [bytes, seconds]), ("blocks", seconds).
 
-    The last is ("plain", seconds), the time of `plain_step`.
+    The last is ("plain", seconds), the time of `plain_step`. In place of steps, which the host would hold up, a CUDA
+    device yields ("launches", `time_launches`).
     """
-    main = main_dtype(timer.device)
+    main, cuda = main_dtype(timer.device), timer.device.type == "cuda"
+    shapes = LARGE_SHAPES if cuda else SHAPES
     for name, dtype in DTYPES.items():
-        for shape in SHAPES if name == main else SHAPES[:1]:
+        for shape in shapes if name == main else shapes[:1]:
             yield "products", [name, *shape, time_product(timer, shape, dtype)]
-    for count in COPIES:
+    for count in LARGE_COPIES if cuda else COPIES:
         source = torch.zeros(count, device=timer.device)
         copied = torch.empty_like(source)
         yield "copies", [2 * source.nbytes, timer.time(lambda: copied.copy_(source))]  # noqa: B023
+    if cuda:
+        yield "launches", time_launches(timer)
+        return
     for sizes in BLOCKS:
         parallel = compile_block(sizes, main).bind(timer.device)
         yield "blocks", timer.time(block_step(parallel, sizes, timer.device))

@@ -66,6 +66,8 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
 def print_cluster(console: Console, cluster: Cluster) -> None:
     """Print what the devices and the links inside a node reach."""
     device, node = cluster.device, cluster.node
+    moved = format_bytes(round(device.memory_bandwidth * device.memory_efficiency))
+    launch = device.graphed_launch_seconds
     console.print(f"[bold]{escape(cluster.name)}[/]")
     least = f", {format_seconds(node.latency_seconds)} at least"
     rates = [
@@ -73,13 +75,10 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
         for dtype, peak in device.peak_flops.items()
     ]
     rates += [
-        (
-            "other kernels",
-            f"{format_bytes(round(device.memory_bandwidth * device.memory_efficiency))}/s, or "
-            f"{format_teraflops(device.vector_flops / 1e12)} TFLOP/s",
-        ),
+        ("other kernels", f"{moved}/s, or {format_teraflops(device.vector_flops / 1e12)} TFLOP/s"),
         ("memory", format_bytes(round(device.memory_bytes))),
         ("a launch", format_seconds(device.launch_seconds)),
+        *([("a launch in a CUDA graph", format_seconds(launch))] if launch else []),
         ("messages", f"{format_bytes(round(node.message_rate))}/s{least}"),
         ("collectives", f"{format_bytes(round(node.collective_rate))}/s{least}"),
     ]

@@ -162,15 +162,11 @@ def _name_modules(stage: Stage) -> str:
 
 
 def _move_cuts(
-    manifest: Manifest,
-    stages: Sequence[Stage],
-    schedule: Schedule,
-    simulation: Simulation,
-    training: Training,
+    manifest: Manifest, stages: Sequence[Stage], schedule: Schedule, simulated: Simulation, training: Training
 ) -> Iterator[str]:
     """Yield the change of the schedule's time if the critical rank's longest stage began later or ended earlier."""
-    mesh, cluster = manifest.mesh, simulation.cluster
-    precision, order = Precision.of(stages, simulation.dtype), walking_order(schedule)
+    mesh, cluster = manifest.mesh, simulated.cluster
+    precision, order = Precision.of(stages, simulated.dtype), walking_order(schedule)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
     durations = Durations(cluster, mesh, precision, training.overlap_tensor)
 
@@ -178,7 +174,7 @@ def _move_cuts(
         taken = action_times(times, blocking=not training.overlap_transfers)
         return float(step_seconds(order, mesh.pipeline, taken))
 
-    now, own = last_end(times), range(simulation.critical_rank, len(stages), mesh.pipeline)
+    now, own = last_end(times), range(simulated.critical_rank, len(stages), mesh.pipeline)
     at = max(own, key=lambda index: times[index].forward.total + times[index].backward.total)
     calls = divide_work(stages[at], Ledger(stages[at], mesh))
     for other in (index for index in (at - 1, at + 1) if 0 <= index < len(stages)):

@@ -221,7 +221,7 @@ class LayerCosts:
         kept, flops = (self._held[end] - self._held[start]).tolist()[:2]
         kept += float(self._amounts[self._source[start], 3])
         working = float(self._amounts[self._source[start:end], 2].max(initial=0.0))
-        return WorkTimes(forward, backward + again, kept, working, flops)
+        return WorkTimes(forward, backward + again, kept, working, flops).launched_on(self._cluster.device)
 
     def _item_times(self, mesh: Mesh) -> ItemTimes:
         """Return the times of the items; messages within a node and between nodes differ, and so does the best cut."""

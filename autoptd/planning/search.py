@@ -315,9 +315,7 @@ class Search:
         if space.microbatch_size:
             tried.append(f"microbatches of {space.microbatch_size} must divide a replica's share")
         if space.schedule or space.num_model_chunks:
-            tried.append(
-                f"schedule={space.schedule!r} and num_model_chunks={space.num_model_chunks} are fixed"
-            )
+            tried += [f"schedule={space.schedule!r} and num_model_chunks={space.num_model_chunks} are fixed"]
         return (
             f"world_size={space.world_size} divides into no mesh (tensor, pipeline, data): {'; '.join(tried)}"
             f"{self._list_refusals()}; change world_size or global_batch"

@@ -29,20 +29,16 @@ COMMUNICATION = {
 
 
 def write_page(
-    path: str | Path,
-    program: Overview,
-    simulation: Simulation,
-    explanation: Sequence[str],
-    texts: Sequence[str],
+    path: str | Path, program: Overview, simulation: Simulation, reasons: Sequence[str], texts: Sequence[str]
 ) -> None:
-    """Write the page of `program` with its simulated step, the lines of its `explanation`, and its rank `texts`."""
+    """Write the page of `program` with its simulated step, the `reasons` that explain it, and its rank `texts`."""
     first, *rest = headline(program)
     parts = {
         "title": escape(first),
         "headline": "".join(f"<p>{escape(line)}</p>" for line in rest),
         "tiles": "".join(_tiles(simulation)),
         "breakdown": "".join(_breakdown(simulation)),
-        "explanation": "".join(f"<li>{escape(line)}</li>" for line in explanation),
+        "explanation": "".join(f"<li>{escape(line)}</li>" for line in reasons),
         "held": "".join(_held(simulation)),
         "communication": "".join(_communication(program)),
         "stages": "".join(map(_stage_row, program.stages)),

@@ -36,10 +36,8 @@ def headline(program: Overview) -> Iterator[str]:
         f"schedule {program.schedule}: {m} microbatches of {program.microbatch_size} per replica and "
         f"step, {program.global_batch} sequences in all; {v} model chunk{'s' * (v > 1)} per pipeline rank"
     )
-    yield (
-        f"ideal bubble (p-1)/{'(v*m)' if v > 1 else 'm'} = {mesh.pipeline - 1}/{v * m} = "
-        f"{program.ideal_bubble:.1%}"
-    )
+    parts = "(v*m)" if v > 1 else "m"
+    yield f"ideal bubble (p-1)/{parts} = {mesh.pipeline - 1}/{v * m} = {program.ideal_bubble:.1%}"
     if len(program.shapes) > 1:
         yield f"{len(program.shapes)} input shapes, the first here: microbatches of {'; or '.join(program.shapes)}"
 

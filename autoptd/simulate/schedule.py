@@ -45,12 +45,8 @@ def simulate_schedule(
     """
     check_counts(p=p, m=m, v=v)
     schedule = make_schedule(name, p, m, v)
-    given = {
-        "forward_seconds": forward_seconds,
-        "backward_seconds": backward_seconds,
-        "transfer_seconds": transfer_seconds,
-    }
-    for keyword, seconds in given.items():
+    given = {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
+    for keyword, seconds in (given | {"transfer_seconds": transfer_seconds}).items():
         number = isinstance(seconds, (int, float, Fraction)) and not isinstance(seconds, bool)
         if not number or not math.isfinite(seconds) or seconds < 0:
             raise ValueError(f"{keyword}={seconds!r}: expected a finite time of 0 seconds or more")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import fx
 
-from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.cluster import Cluster, Device
 from autoptd.passes.cost.durations import Durations, Precision, Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
@@ -37,6 +37,12 @@ class WorkTimes:
     kept: float
     working: float
     flops: float
+
+    def launched_on(self, device: Device) -> WorkTimes:
+        """Return these with what it takes to launch the graph of each direction that has work, if there are graphs."""
+        launch = Seconds(device.launch_seconds * (device.graphed_launch_seconds > 0))
+        forward, backward = (side + launch * (side.total > 0) for side in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def time_stages(
         signature = _sign(stage)
         if signature not in known:
             known[signature] = divide_work(stage, Ledger(stage, mesh)).values()
-        times = add_up(known[signature], durations[index % mesh.pipeline])
+        times = add_up(known[signature], durations[index % mesh.pipeline]).launched_on(cluster.device)
         found.append(time_stage(manifest, index, times, cluster, precision))
     return tuple(found)
 

@@ -12,6 +12,7 @@ from autoptd.runtime.comm.trace import WORDS, Phase, Rows, TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
 
 WIDTH, ROW, GAP, MARGIN = 1200.0, 22.0, 4.0, 56.0
+Colours = Sequence[tuple[str, str]]  # fill and ink, see `box_colours`
 PHASES = {"data": "#d97a2b", "optimizer": "#8064a2"}
 
 
@@ -56,7 +57,7 @@ def box_code(action: Action, num_ranks: int) -> int:
 
 
 def _draw_row(
-    row: Sequence[TimelineEntry], num_ranks: int, colours: Sequence[tuple[str, str]], top: float, scale: float
+    row: Sequence[TimelineEntry], num_ranks: int, colours: Colours, top: float, scale: float
 ) -> Iterator[str]:
     entries = [entry for entry in row if entry.action.kind.computes]
     if len(entries) > (WIDTH - MARGIN) / 4:
@@ -77,11 +78,7 @@ def _draw_row(
 
 
 def _draw_columns(
-    entries: Sequence[TimelineEntry],
-    num_ranks: int,
-    colours: Sequence[tuple[str, str]],
-    top: float,
-    scale: float,
+    entries: Sequence[TimelineEntry], num_ranks: int, colours: Colours, top: float, scale: float
 ) -> Iterator[str]:
     """Draw thin boxes as columns a pixel wide, each in the mean colour of its actions."""
     columns = [[255.0] * 3 for _ in range(math.ceil(WIDTH - MARGIN))]
@@ -109,7 +106,7 @@ def _draw_phase(phase: Phase, top: float, scale: float) -> str:
     return f'<rect x="{left:.2f}" y="{top:g}" width="{width:.2f}" height="{ROW:g}" fill="{fill}"/>'
 
 
-def _draw_legend(colours: Sequence[tuple[str, str]], top: float, last: float) -> Iterator[str]:
+def _draw_legend(colours: Colours, top: float, last: float) -> Iterator[str]:
     kinds = {"forward": colours[::2], "backward": colours[1::2]}
     left = MARGIN
     for words, fills in (kinds | {WORDS[name]: [(fill, "")] for name, fill in PHASES.items()}).items():

@@ -61,7 +61,8 @@ class Device:
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
     `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
-    `multiprocessors` at a time.
+    `multiprocessors` at a time. A launch takes `launch_seconds`, or that of a kernel in a CUDA graph
+    `graphed_launch_seconds`: then a stage's forward or backward on a microbatch is one graph. 0: the device has none.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Device:
     tile_rows: int
     tile_columns: int
     launch_seconds: float
+    graphed_launch_seconds: float = 0.0
 
     def peak(self, dtype: str) -> float:
         """Return FLOP/s in `dtype`; raise ValueError if the device does not compute in it."""
@@ -88,13 +90,11 @@ class Device:
         A GEMM takes the time of its tiles or of its memory traffic, whichever is longer; the other traffic, or the
         elementwise FLOPs if they take longer, come on top. Products that move less than their factors are one fused
         kernel.
-        `scale` converts the bytes of `work` to `dtype`.
+        `scale` converts the bytes of `work` to `dtype`. Graphs are launched besides.
         """
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
-        time = work.launches * self.launch_seconds
+        time = work.launches * (self.graphed_launch_seconds or self.launch_seconds)
         elementwise = work.elementwise * ELEMENT_FLOPS / self.vector_flops
-        if not work.products:
-            return float(time + max(moved / rate, elementwise))
         computed = [(product, _narrower(product, dtype, scale)) for product in work.products]
         computing = [self._product_seconds(*product) for product in computed]
         traffic = [_product_bytes(*product) for product in computed]

@@ -14,16 +14,16 @@ Made = TypeVar("Made")
 
 
 def read_record(table: Mapping[str, Any], kind: type[Made], source: str, place: str = "") -> Made:
-    """Read a `kind` from a table that has a value for each of its fields, and no others."""
+    """Read a `kind` from a table that has a value for each of its fields without a default, and no others."""
     types = get_type_hints(kind)
     for key in table:
         if key not in types:
             known = ", ".join(types)
             raise ValueError(f"{source}: unknown key {place}{key}{suggest(key, types)}: expected {known}")
-    missing = [place + key for key in types if key not in table]
+    missing = [place + key for key in types if key not in table and not hasattr(kind, key)]
     if missing:
         raise ValueError(f"{source} lacks {', '.join(missing)}: expected a value for each")
-    return kind(**{key: _read(table[key], wanted, source, place + key) for key, wanted in types.items()})
+    return kind(**{key: _read(value, types[key], source, place + key) for key, value in table.items()})
 
 
 def _read(value: Any, wanted: Any, source: str, name: str) -> Any:
@@ -62,9 +62,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def write_tables(record: Any, source: str, others: Mapping[str, str], place: str = "") -> Iterator[str]:
     """Yield the lines of a dataclass as TOML: its own values first, then a table for each dataclass or mapping in it.
 
-    A value's source is in `others` by its name, or by its table's, or it is `source`.
+    A value's source is in `others` by its name, or by its table's, or it is `source`. A 0 is left out: no file has one.
     """
-    values = record if isinstance(record, Mapping) else vars(record)
+    values = {k: v for k, v in (record if isinstance(record, Mapping) else vars(record)).items() if v != 0}
     tables = {k: value for k, value in values.items() if isinstance(value, Mapping) or is_dataclass(value)}
     if place:
         yield f"\n[{place}]"

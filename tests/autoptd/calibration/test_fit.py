@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autoptd
 from autoptd import Cluster
-from autoptd.calibration import fit
+from autoptd.calibration import fit, kernel_timing
 from autoptd.calibration.fit import fit_device, fit_link
-from autoptd.calibration.kernel_timing import BLOCKS, COPIES, DIVIDED, DTYPES, SHAPES, compile_block
-from autoptd.calibration.message_timing import MESSAGES
+from autoptd.calibration.kernel_timing import (
+    BLOCKS,
+    COPIES,
+    DIVIDED,
+    DTYPES,
+    LARGE_COPIES,
+    LARGE_SHAPES,
+    SHAPES,
+    compile_block,
+)
+from autoptd.calibration.message_timing import CUDA_MESSAGES, MESSAGES
 from autoptd.cli.main import main
 from autoptd.passes.cost.cluster import Device, Link, round_flops
 from autoptd.passes.cost.work import Product
@@ -38,17 +50,25 @@ PLAIN = 0.02  # seconds of a plain step
 ALONE = Cluster("", KNOWN, 1, 1, LINK, LINK)
 
 
-def measure_known() -> dict[str, Any]:
-    """What the known device would take."""
+def measure_products(device: Device, shapes: Sequence[tuple[int, int, int]], main: str) -> list[list[Any]]:
     products = []
     for dtype in DTYPES:
-        for m, n, k in SHAPES if dtype == "fp32" else SHAPES[:1]:
-            flops = round_flops(Product(1, m, n, k), KNOWN.tile_rows, KNOWN.tile_columns, 1)
-            products.append([dtype, m, n, k, flops / (KNOWN.peak(dtype) * KNOWN.gemm_efficiency)])
+        for m, n, k in shapes if dtype == main else shapes[:1]:
+            flops = round_flops(Product(1, m, n, k), *tiling(device))
+            products.append([dtype, m, n, k, flops / (device.peak(dtype) * device.gemm_efficiency)])
+    return products
+
+
+def tiling(device: Device) -> tuple[int, int, int]:
+    return device.tile_rows, device.tile_columns, device.multiprocessors
+
+
+def measure_known() -> dict[str, Any]:
+    """What the known device would take."""
     steps = [compile_block(sizes, "fp32").simulate(ALONE).breakdown["compute"] for sizes in BLOCKS]
     copies = [[8 * count, 8 * count / KNOWN.memory_bandwidth] for count in COPIES]
     copies[-1][1] /= KNOWN.memory_efficiency  # larger than the caches
-    return {"products": products, "copies": copies, "blocks": steps}
+    return {"products": measure_products(KNOWN, SHAPES, "fp32"), "copies": copies, "blocks": steps}
 
 
 def test_a_device_is_found_again_from_what_it_takes() -> None:
@@ -61,9 +81,8 @@ def test_a_device_is_found_again_from_what_it_takes() -> None:
     )
     assert found.memory_bandwidth == pytest.approx(4e10)
     assert found.peak("fp32") * found.gemm_efficiency == pytest.approx(0.9e11, rel=1e-6)
-    for m, n, k in SHAPES:
-        shape = Product(1, m, n, k)
-        known, again = (round_flops(shape, d.tile_rows, d.tile_columns, 1) for d in (KNOWN, found))
+    for shape in SHAPES:
+        known, again = (round_flops(Product(1, *shape), *tiling(d)) for d in (KNOWN, found))
         assert known == pytest.approx(again)
     assert found.launch_seconds == pytest.approx(7e-6, rel=0.01)
     assert found.memory_efficiency == pytest.approx(0.5)
@@ -78,6 +97,63 @@ def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
     ]
     assert slow[0].launch_seconds > 1.5 * KNOWN.launch_seconds
     assert slow[1].vector_flops < 0.5 * KNOWN.vector_flops
+
+
+def test_a_cuda_device_is_found_again_from_what_it_takes() -> None:
+    """Its launches are measured by themselves: no step of a program, which the host may hold up, decides anything."""
+    card = Cluster.load("dgx-h100").device
+    rate = card.memory_bandwidth * card.memory_efficiency
+    measured: dict[str, Any] = {
+        "products": measure_products(card, LARGE_SHAPES, "bf16"),
+        "copies": [[8 * count, 8 * count / rate] for count in LARGE_COPIES],
+        "launches": [{"launch_seconds": 6.5e-6, "graphed_launch_seconds": 1e-6}],
+    }
+    blank = Device(card.name, {}, card.memory_bytes, 1.0, 1.0, 1.0, 1.0, card.multiprocessors, 1, 1, 1.0)
+    found = fit_device(blank, measured, "bf16")
+    for dtype in DTYPES:
+        # In the last wave of the largest product's tiles half of the multiprocessors are idle.
+        assert found.peak(dtype) == pytest.approx(card.peak(dtype) * card.gemm_efficiency, rel=0.04)
+    reached = found.peak("bf16") * found.gemm_efficiency
+    assert reached == pytest.approx(card.peak("bf16") * card.gemm_efficiency, rel=1e-6)
+    for shape in LARGE_SHAPES:
+        known, again = (round_flops(Product(1, *shape), *tiling(d)) for d in (card, found))
+        assert known == pytest.approx(again)
+    assert found.memory_bandwidth * found.memory_efficiency == pytest.approx(rate)
+    assert found.vector_flops == found.peak("fp32")
+    assert (found.launch_seconds, found.graphed_launch_seconds) == (6.5e-6, 1e-6)
+
+
+def test_a_link_between_cuda_devices_is_found_again_from_what_it_takes() -> None:
+    cluster = Cluster.load("dgx-h100")
+    measured: dict[str, list[Any]] = {
+        "reduced": [[size, cluster.all_reduce_seconds(size, (0, 1))] for size in CUDA_MESSAGES],
+        "sent": [[size, cluster.send_seconds(size, 0, 1)] for size in CUDA_MESSAGES],
+    }
+    found = fit_link(measured, cluster.device, "bf16")
+    assert found.collective_rate == pytest.approx(cluster.node.collective_rate)
+    assert found.message_rate == pytest.approx(cluster.node.message_rate)
+    assert found.latency_seconds == pytest.approx(cluster.node.latency_seconds, rel=0.01)
+
+
+def test_a_card_is_timed_in_blocks_of_calls() -> None:
+    """Without one they run here, and the median of a call is what it takes, asleep or not."""
+    timer = kernel_timing.Timer(torch.device("cuda"), 0.05)
+    assert 2e-3 <= timer.time(lambda: time.sleep(2e-3)) < 5e-3
+
+
+@pytest.mark.gpu
+def test_this_card(tmp_path: Path) -> None:
+    """Orders of magnitude alone, as other tests may use the card at the same time; an H100's are known."""
+    found = autoptd.calibrate(tmp_path / "mine.toml", devices=1, seconds=5.0)
+    device = Cluster.load(tmp_path / "mine.toml").device
+    assert device.peak_flops.keys() == DTYPES.keys()
+    assert device.peak("bf16") == pytest.approx(found.device.peak("bf16"), rel=1e-5)
+    assert device.peak("bf16") > 2 * device.peak("fp32") > 1e12
+    assert 0.2 < device.gemm_efficiency <= 1
+    assert 1e-7 < device.graphed_launch_seconds < device.launch_seconds < 1e-3
+    if "H100" in device.name:
+        assert 1e14 < device.peak("bf16") < 989.5e12  # alone about 790e12
+        assert 4e11 < device.memory_bandwidth < 3.35e12  # alone about 3e12
 
 
 def test_a_link_is_found_again_from_what_it_takes() -> None:

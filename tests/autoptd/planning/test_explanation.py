@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,14 @@ def test_a_moved_cut_takes_what_the_program_cut_there_takes(
     ends = [max(row[-1].end for row in one.simulate("dgx-a100").timeline) for one in (program, moved)]
     longer = float(percent) / 100 * (1 if more == "more" else -1)
     assert ends[1] / ends[0] - 1 == pytest.approx(longer, abs=5e-4)
+
+
+def test_a_moved_cut_changes_no_launch_of_a_graph() -> None:
+    selene = Cluster.load("dgx-a100")
+    device = replace(selene.device, launch_seconds=1.0, graphed_launch_seconds=1e-6)
+    moves = compile_gpt((1, 2, 1)).explain(replace(selene, device=device)).moves
+    assert moves
+    assert all("takes 0.00%" in move for move in moves)
 
 
 def test_changes_are_what_the_changed_program_takes() -> None:

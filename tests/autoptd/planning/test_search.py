@@ -181,6 +181,16 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
 
 
+def test_an_estimate_counts_the_launches_of_graphs() -> None:
+    """Once for each stage and direction, which here take nearly all the time."""
+    device = replace(SELENE.device, launch_seconds=0.1, graphed_launch_seconds=1e-6)
+    cluster, candidate = replace(SELENE, device=device), Candidate(1, 2, 1, 2, 4, 1, "none", "1f1b")
+    estimate = Estimator(make_gpt(), cluster, 2).estimate(candidate)
+    simulated = autoptd.compile(make_gpt(), **candidate.options).simulate(cluster)
+    assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-3)
+    assert simulated.step_seconds == pytest.approx((4 + 1) * 2 * 0.1, rel=0.01)
+
+
 class Idle(nn.Module):
     """A GPT with parameters that no gradient reaches: those of `unused` are not even read."""
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 import autoptd
 from autoptd import Cluster
 from autoptd.passes.cost.cluster import Link
+from autoptd.passes.cost.durations import Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.cost.work import backward_work
@@ -28,6 +29,7 @@ from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime import collectives
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
+from autoptd.simulate.stage_times import WorkTimes
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.svg import box_colours, write_svg
 from samples.benchmarks.uniform_cut import uniform_cuts
@@ -78,6 +80,25 @@ def test_one_rank_works_through_its_microbatches() -> None:
     assert four.bubble_fraction == pytest.approx(0, abs=1e-12)
     assert four.breakdown["optimizer"] == pytest.approx(one.breakdown["optimizer"]) != 0
     assert {four.breakdown[kind] for kind in ("tensor", "pipeline", "data")} == {0}
+
+
+@pytest.mark.parametrize(("mesh", "chunks"), [((1, 1, 1), 1), ((1, 2, 1), 2)], ids=str)
+def test_a_device_with_graphs_launches_each_direction_once(mesh: tuple[int, int, int], chunks: int) -> None:
+    """And each of its kernels as fast as a graph does."""
+    program = compile_gpt(mesh, num_microbatches=4, num_model_chunks=chunks)
+    devices = (
+        replace(SELENE.device, launch_seconds=1e-6),
+        replace(SELENE.device, launch_seconds=3e-3, graphed_launch_seconds=1e-6),
+    )
+    plain, graphed = (program.simulate(replace(SELENE, device=device)) for device in devices)
+    for rows in zip(plain.timeline, graphed.timeline, strict=True):
+        alone, whole = (sum(e.end - e.start for e in row if e.action.kind.computes) for row in rows)
+        assert whole - alone == pytest.approx(4 * chunks * 2 * 3e-3)
+    more = graphed.breakdown["compute"] - plain.breakdown["compute"]
+    assert more == pytest.approx(4 * chunks * 2 * 3e-3, rel=0.02)  # the other rank may be the critical one
+    idle = WorkTimes(Seconds(1.0), Seconds(), 0.0, 0.0, 0.0)  # of a stage without weights to train
+    assert idle.launched_on(devices[1]) == replace(idle, forward=Seconds(1.003))
+    assert idle.launched_on(devices[0]) == idle
 
 
 @pytest.mark.parametrize(

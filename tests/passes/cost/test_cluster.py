@@ -44,6 +44,11 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
         ("nics_per_node = 8 ", "", "lacks nics_per_node: expected a value for each"),
         ("nics_per_node = 8 ", "nics_per_nod = 8", "unknown key nics_per_nod (did you mean nics_per_node?)"),
         ("launch_seconds", "launch_second", "device.launch_second (did you mean launch_seconds?)"),
+        (
+            "launch_seconds",
+            "graphed_launch_seconds = 0\nlaunch_seconds",
+            "device.graphed_launch_seconds = 0: expected a number above 0",
+        ),
         ("80e9", "-80e9", "device.memory_bytes = -80000000000.0: expected a number above 0"),
         ("80e9", "inf", "device.memory_bytes = inf: expected a number above 0"),
         ("80e9", "nan", "device.memory_bytes = nan: expected a number above 0"),
@@ -78,6 +83,16 @@ def test_any_text_is_saved_as_toml(text: str, tmp_path: Path) -> None:
     cluster = replace(SELENE, name=text, device=replace(DEVICE, name=text))
     cluster.save(tmp_path / "mine.toml", text, {"network": text})
     assert Cluster.load(tmp_path / "mine.toml") == cluster
+
+
+def test_only_a_device_with_graphs_says_what_a_launch_in_one_takes(tmp_path: Path) -> None:
+    hopper = Cluster.load("dgx-h100")
+    assert (DEVICE.graphed_launch_seconds, hopper.device.graphed_launch_seconds) == (0.0, 1e-6)
+    for cluster in (SELENE, hopper):
+        file = tmp_path / "mine.toml"
+        cluster.save(file, "")
+        assert Cluster.load(file) == cluster
+        assert ("graphed" in file.read_text()) == (cluster is hopper)
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
@@ -121,6 +136,12 @@ def test_elementwise_work_is_its_traffic_and_launches() -> None:
     rate = DEVICE.memory_bandwidth * DEVICE.memory_efficiency
     assert DEVICE.seconds(work, "bf16") == pytest.approx(3e9 / rate + 3 * DEVICE.launch_seconds)
     assert DEVICE.seconds(work, "bf16", 0.5) == pytest.approx(1.5e9 / rate + 3 * DEVICE.launch_seconds)
+
+
+def test_a_kernel_in_a_graph_is_launched_as_fast_as_graphs_do() -> None:
+    graphed, work = replace(DEVICE, graphed_launch_seconds=1e-6), Work(read=10**9, launches=3)
+    saved = 3 * (DEVICE.launch_seconds - 1e-6)
+    assert DEVICE.seconds(work, "bf16") - graphed.seconds(work, "bf16") == pytest.approx(saved)
 
 
 def test_elementwise_work_is_what_it_computes_where_that_is_longer() -> None:
