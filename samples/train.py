@@ -16,9 +16,10 @@ import json
 import os
 import pkgutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ MODELS = {
     "hf-llama": "samples.huggingface:make_llama",
 }
 
+# Arguments of `bind`; by default a program on CUDA runs in CUDA graphs.
+WITHOUT_GRAPHS: Mapping[str, Any] = {"graphs": False}
+
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -44,6 +48,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--mesh", default="1,1,1", help="tensor,pipeline,data")
     parser.add_argument("--chunks", type=int, default=None, help="stages per pipeline rank")
     parser.add_argument("--microbatches", type=int, default=4, help="per replica and step")
@@ -56,6 +61,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--plain", action="store_true", help="the model itself on one device, the mesh's batches"
     )
+    parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one on CUDA devices")
     parser.add_argument("--losses", type=Path, default=None, help="write a JSON line per step to this file")
     args = parser.parse_args(argv)
     args.mesh = tuple(int(size) for size in args.mesh.split(","))
@@ -65,7 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def make_model(args: argparse.Namespace) -> nn.Module:
     """Return the model on this process's CPU, its weights drawn from the seed: the same on every rank."""
     torch.manual_seed(args.seed)
-    sizes = GPTConfig(corpus.VOCAB_SIZE, args.length, args.layers, args.heads, args.hidden)
+    sizes = GPTConfig(corpus.VOCAB_SIZE, args.length, args.layers, args.heads, args.hidden, args.dropout)
     model: nn.Module = pkgutil.resolve_name(MODELS[args.model])(sizes)
     return model.to(getattr(torch, args.dtype))
 
@@ -119,7 +125,7 @@ def train(args: argparse.Namespace) -> Iterator[tuple[float, float]]:
         )
     else:
         program = compile_program(model, args)  # (+)
-        model = parallel = program.bind()  # (+)
+        model = parallel = program.bind(**WITHOUT_GRAPHS if args.no_graphs else {})  # (+)
         clip_gradients = parallel.clip_grad_norm_  # (+)
         replica, replicas = program.rank(rank).coordinates.data, args.mesh[2]  # (+)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), fused=True)

@@ -7,9 +7,13 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +21,8 @@ import torch
 from torch import Tensor
 
 from samples import corpus, train
-from samples.benchmarks import kernels, memory_traffic, utilisation
+from samples.benchmarks import kernels, memory_traffic, one_device, utilisation
+from samples.benchmarks.bounded_process import BoundedProcess
 from samples.benchmarks.hand_written import train_by_hand
 from samples.benchmarks.kernel_cases import CASES, Maker, Sizes
 from samples.benchmarks.pinned import own_cores
@@ -243,13 +248,35 @@ def test_another_meaning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_way_that_fails_is_a_row_of_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_way_that_fails_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilisation, "WAYS", ["eager", "no such way", utilisation.OURS])
-    utilisation.main(["--steps", "1"])
-    printed = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed]
-    eager, failed, ours = (row for row in rows if row and row[0] in utilisation.WAYS)
-    assert failed == ["no such way", "failed", *["-"] * 4]
+    tables: list[Any] = []
+    monkeypatch.setattr(utilisation, "publish", lambda *words: tables.append(words))
+    utilisation.main(["--steps", "1", "--only", "b = 1, m = 8, AdamW"])
+    eager, failed, ours = tables[0][3]
+    assert failed[1:] == ["no such way", "failed", *["-"] * 4]
     assert float(ours[-1]) == pytest.approx(float(eager[-1]), rel=0.01)  # the same tokens
+
+
+def sleep(asked: Connection) -> None:
+    time.sleep(600)
+
+
+def test_a_process_that_does_not_answer_is_ended_and_says_so() -> None:
+    with BoundedProcess(sleep, limit=0.5) as process:
+        assert process.ask() is None
+        assert process.failure == "no answer in 0.5 s"
+        assert process._process.exitcode == -signal.SIGKILL
+        assert process.ask() is None
+    with BoundedProcess(sleep, "one argument too many", limit=60.0) as process:
+        assert process.ask() is None
+        assert process.failure == "failed"
+
+
+def test_a_way_that_fails_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [one_device.Step(seconds, 3, 2.0) for seconds in (0.2, 0.1, 0.3)]
+    taken = {"eager": steps, "compiled": [step._replace(seconds=0.1) for step in steps], "rival": "failed"}
+    monkeypatch.setattr(one_device, "take_turns", lambda *words: taken)
+    row = one_device.compare(0, list(taken), 3, True, 1.0)
+    ratio = "2.000 (1.000 to 3.000)"
+    assert row == ["sample GPT", "200.0", "100.0", "failed", ratio, "-", "3 / 3", "0.0e+00"]

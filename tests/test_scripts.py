@@ -130,6 +130,56 @@ def test_ranks_on_one_card_train_as_the_plain_model(
         assert numbers(run(folder, *plain, CUDA_VISIBLE_DEVICES="")) == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+def test_graphs_change_no_bit_of_a_loss(folder: Path) -> None:
+    script = str(ROOT / "samples" / "launch" / "ranks_on_one_gpu.sh")
+    sizes = ["--layers", "4", "--hidden", "128", "--heads", "4", "--length", "32"]
+    said = subprocess.run(
+        [script, *sizes],
+        cwd=folder,
+        env=environment(MASTER_PORT=free_port()),
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr[-4000:]
+    assert said.stdout.count("the same bits in 20 steps") == len(MESHES)
+
+
+STAND_IN = """
+import json, os, sys
+mesh = sys.argv[sys.argv.index("--mesh") + 1]
+graphs = "--no-graphs" not in sys.argv
+assert "--chunks" in sys.argv and int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"])
+if mesh == "1,2,1" and graphs:
+    sys.exit("no step")
+if os.environ["RANK"] == "0":
+    with open(sys.argv[sys.argv.index("--losses") + 1], "w") as file:
+        for loss in (1.5, 0.75 + 1e-16 * (mesh == "2,1,1" and graphs)):
+            file.write(json.dumps({"loss": loss}) + "\\n")
+"""
+
+
+def test_losses_with_and_without_graphs_are_compared_bit_by_bit(tmp_path: Path) -> None:
+    """Against a stand-in of the training script, whose losses differ in the last bit on one mesh."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    script = str(ROOT / "samples" / "launch" / "ranks_on_one_gpu.sh")
+    settings = environment(SCRIPT="stand_in", MESHES="1,1,1 2,1,1 1,2,1")
+    said = subprocess.run([script], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=100)
+    assert said.returncode == 1
+    assert said.stdout.splitlines() == [
+        "1,1,1: the same bits in 2 steps, at last 0x1.8000000000000p-1 with graphs, 0x1.8000000000000p-1 without",
+        "2,1,1: DIFFERENT from step 2 on 0x1.8000000000001p-1 with graphs, 0x1.8000000000000p-1 without",
+        "1,2,1: no losses with graphs",
+    ]
+    assert "no step" in said.stderr
+    settings["MESHES"] = "1,1,1"
+    assert (
+        subprocess.run([script], cwd=tmp_path, env=settings, capture_output=True, timeout=100).returncode == 0
+    )
+
+
 def free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])

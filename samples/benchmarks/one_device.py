@@ -1,21 +1,21 @@
 """One device: a step of the program compiled for mesh (1, 1, 1) beside a step of the user's model in eager mode.
 
-The two take turns, step by step, on the same weights and batch, so that a busy machine slows both; each in a process of
-its own, as users run them: in one, each would work in memory that the other has just freed. A step is the forward, the
-backward and the gradients' clearing; no optimizer, which would be the same. Page faults are counted, because memory
-that a step gives back to the system costs the next one time.
+On a GPU also beside torch.compile, plain and with mode="reduce-overhead", which makes CUDA graphs. All take turns, step
+by step, on the same weights and batch, so that a busy machine slows all; each in a process of its own, as users run
+them: in one, each would work in memory that another has just freed. A process that does not answer in time is killed.
+A step is the forward, the backward and the gradients' clearing; no optimizer, which would be the same. Page faults are
+counted, because memory that a step gives back to the system costs the next one time.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -25,11 +25,18 @@ import transformers
 from torch import Tensor, nn
 
 import autoptd
+from samples.benchmarks.bounded_process import BoundedProcess
 from samples.benchmarks.report import publish
 from samples.gpt import GPT, GPTConfig
 
 WARM_UP_STEPS = 3
 VOCABULARY, SEQUENCE, BATCH = 4096, 128, 8
+EAGER, OURS = "eager", "compiled"
+# Arguments of torch.compile, on a GPU.
+RIVALS: Mapping[str, Mapping[str, str]] = {
+    "torch.compile": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+}
 
 
 @dataclass(frozen=True)
@@ -112,85 +119,102 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def serve(number: int, compiles: bool, fuses: bool, asked: Connection) -> None:
-    """Take a step of case `number` whenever `asked`, in one of the two ways, and answer with it; None ends it."""
+def serve(number: int, way: str, fuses: bool, asked: Connection) -> None:
+    """Take a step of case `number` in one way whenever `asked`, and answer with it."""
     case, device = CASES[number], find_device()
     torch.manual_seed(0)
     model = case.make().to(device)
     batch = {name: torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), device=device) for name in case.inputs}
-    if compiles:
+    if way == OURS:
         program = autoptd.compile(
             model, mesh=(1, 1, 1), microbatch_size=BATCH, num_microbatches=1, example_inputs=batch, fuse=fuses
         )
         model = program.bind(device)
+    elif way in RIVALS:
+        model.compile(**RIVALS[way])
     while asked.recv():
         asked.send(time_step(model, batch))
 
 
-@contextmanager
-def start(number: int, compiles: bool, fuses: bool) -> Iterator[Connection]:
-    """A process that serves; what to ask it by."""
-    spawning = multiprocessing.get_context("spawn")
-    own, other = spawning.Pipe()
-    process = spawning.Process(target=serve, args=(number, compiles, fuses, other), daemon=True)
-    process.start()
-    other.close()  # so that its end is an error here
-    try:
-        yield own
-        own.send(None)
-    finally:
-        process.join()
-
-
-def compare(number: int, steps: int, fuses: bool) -> list[str]:
-    """Median milliseconds of both, the median of the ratios, median page faults, and the losses' distance."""
-    case, pairs = CASES[number], []
-    with start(number, False, fuses) as eager, start(number, True, fuses) as compiled:
+def take_turns(
+    number: int, ways: Sequence[str], steps: int, fuses: bool, limit: float
+) -> dict[str, list[Step] | str]:
+    """The steps of each way, or the reason why it has none."""
+    taken: dict[str, list[Step]] = {way: [] for way in ways}
+    with ExitStack() as stack:
+        running = {
+            way: stack.enter_context(BoundedProcess(serve, number, way, fuses, limit=limit)) for way in ways
+        }
         for turn in range(WARM_UP_STEPS + steps):
-            timed: dict[Connection, Step] = {}
-            for each in [eager, compiled] if turn % 2 else [compiled, eager]:
-                each.send(True)
-                timed[each] = each.recv()
-            pairs.append((timed[eager], timed[compiled]))
-    del pairs[:WARM_UP_STEPS]
-    plain, ours = zip(*pairs, strict=True)
-    ratios = [one.seconds / two.seconds for one, two in pairs]
+            for way in ways if turn % 2 else reversed(ways):
+                if step := running[way].ask():
+                    taken[way].append(step)
+        return {way: running[way].failure or taken[way][WARM_UP_STEPS:] for way in ways}
+
+
+def divide(steps: list[Step] | str, others: list[Step] | str) -> str:
+    """How many times as long `steps` took as `others`, which were taken in turn with them."""
+    if isinstance(steps, str) or isinstance(others, str):
+        return "-"
+    ratios = [one.seconds / two.seconds for one, two in zip(steps, others, strict=True)]
     low, high = find_interval(ratios)
-    dropped = "dropout" in case.name
-    distance = max(abs(one.loss - two.loss) / abs(one.loss) for one, two in pairs)
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def median(steps: list[Step] | str, field: str, scale: float, digits: int) -> str:
+    if isinstance(steps, str):
+        return steps
+    return f"{scale * statistics.median(getattr(step, field) for step in steps):.{digits}f}"
+
+
+def compare(number: int, ways: Sequence[str], steps: int, fuses: bool, limit: float) -> list[str]:
+    """Median milliseconds of each way, the medians of ours' ratios, median page faults, and the losses' distance."""
+    case, taken = CASES[number], take_turns(number, ways, steps, fuses, limit)
+    plain, ours = taken[EAGER], taken[OURS]
+    distance = "-"
+    if "dropout" in case.name:
+        distance = "other masks"
+    elif not isinstance(plain, str) and not isinstance(ours, str):
+        pairs = zip(plain, ours, strict=True)
+        distance = f"{max(abs(one.loss - two.loss) / abs(one.loss) for one, two in pairs):.1e}"
     return [
         case.name,
-        *(f"{1000 * statistics.median(step.seconds for step in steps):.1f}" for steps in (plain, ours)),
-        f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
-        " / ".join(f"{statistics.median(step.faults for step in steps):.0f}" for steps in (plain, ours)),
-        "other masks" if dropped else f"{distance:.1e}",
+        *(median(taken[way], "seconds", 1000, 1) for way in ways),
+        *(divide(taken[way], ours) for way in ways if way != OURS),
+        " / ".join(median(own, "faults", 1, 0) for own in (plain, ours)),
+        distance,
     ]
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--no-fuse", action="store_true")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds for a step, the first one included"
+    )
     parser.add_argument("--write", action="store_true", help="keep the table under results/")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     numbers = [number for number, case in enumerate(CASES) if (given.only or "") in case.name]
-    rows = [compare(number, given.steps, not given.no_fuse) for number in numbers]
+    there = torch.cuda.is_available()
+    ways = [EAGER, OURS, *(RIVALS if there else ())]
+    rows = [compare(number, ways, given.steps, not given.no_fuse, given.limit) for number in numbers]
     publish(
-        "one_device_gpu" if torch.cuda.is_available() else "one_device",
+        "one_device_gpu" if there else "one_device",
         "One device: compiled for mesh (1, 1, 1) beside eager",
         [
             "model",
-            "eager, ms a step",
-            "compiled, ms a step",
+            *(f"{way}, ms a step" for way in ways),
             "times as fast (95 % interval)",
+            *(f"as fast as {way}" for way in ways[2:]),
             "page faults, eager / compiled",
             "loss, relative",
         ],
         rows,
         [
             f"8 layers, hidden 256, vocabulary {VOCABULARY}, {BATCH} sequences of {SEQUENCE} tokens, float32; forward "
-            "and backward, the two in turn, each in a process of its own.",
+            "and backward, the ways in turn, each in a process of its own.",
             "Times as fast: the median of the pairs' ratios, and between which two of them the true median is.",
             f"{given.steps} steps after {WARM_UP_STEPS}; {torch.get_num_threads()} threads.",
         ],
