@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -96,14 +95,16 @@ def define_operator(
 
     def define(function: Callable[..., Any]) -> Operator:
         def call_on_device(*arguments: Any) -> Any:
-            # Triton launches on the current one.
-            with torch.cuda.device(arguments[0].device) if arguments[0].is_cuda else nullcontext():
-                kernels = find_kernels(triton, *arguments) if triton else None
-                if kernels is None:
-                    return function(*arguments)
-                results = fake(*arguments)
-                getattr(kernels, name)(*arguments, results)
-                return results
+            x = arguments[0]
+            if x.is_cuda and x.get_device() != torch.cuda.current_device():  # on which Triton launches
+                with torch.cuda.device(x.device):
+                    return call_on_device(*arguments)
+            kernels = find_kernels(triton, *arguments) if triton else None
+            if kernels is None:
+                return function(*arguments)
+            results = fake(*arguments)
+            getattr(kernels, name)(*arguments, results)
+            return results
 
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         LIBRARY.impl(name, call_on_device, "CompositeExplicitAutograd")
@@ -121,8 +122,10 @@ def find_kernels(name: str, x: Tensor, *others: Any) -> Any:
     """
     if x.device.type not in kernel_devices or (x.is_cuda and x.get_device() != torch.cuda.current_device()):
         return None
-    for tensor in (argument for argument in (x, *others) if isinstance(argument, Tensor)):
-        if tensor.numel() == 0 or (tensor.is_floating_point() and tensor.dtype not in KERNEL_DTYPES):
+    for each in (x, *others):
+        if isinstance(each, Tensor) and (
+            each.numel() == 0 or (each.dtype not in KERNEL_DTYPES and each.is_floating_point())
+        ):
             return None
     return _load(name)
 

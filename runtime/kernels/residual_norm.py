@@ -146,14 +146,10 @@ def _add_norm(
     return added, weight * (wide * scale).to(x.dtype), scale.new_empty(0), scale
 
 
-def _allocate_gradients(*arguments: Any) -> list[Tensor]:
+def _allocate_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, added, weight, _, scale, _, _, _, wanted = arguments
-    shapes = [added.shape] * 2 + [weight.shape] * 3
-    dtypes = [added.dtype] * 2 + [scale.dtype] * 3
-    return [
-        added.new_empty(shape if want else (0,), dtype=dtype)
-        for shape, dtype, want in zip(shapes, dtypes, wanted, strict=True)
-    ]
+    total, own = (added.new_empty(added.shape if want else (0,)) for want in wanted[:2])
+    return total, own, scale.new_empty((sum(wanted[2:]), *weight.shape))
 
 
 @define_operator("add_norm_backward", _allocate_gradients, triton="norm")
@@ -168,14 +164,15 @@ def _add_norm_backward(
     key: Sequence[int],
     moment: Tensor | None,
     wanted: Sequence[bool],
-) -> list[Tensor]:
-    """Return the gradients of the sum, x, the weight, the norm's bias and x's bias; empty where not `wanted`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the sum and of x, empty where not `wanted`, and below each other those vectors that are.
 
-    Those of the three vectors have the dtype of the statistics.
+    These are the gradients of the weight, the norm's bias and x's bias, in the dtype of the statistics; the last is
+    the sum of x's gradient, or without dropout of the sum's, which must be wanted too.
     """
     x, outer, gain = (tensor.to(scale.dtype) for tensor in (added, d_normed, weight))
     if mean is None:
-        total, *vectors = *_differentiate_rms(outer, x, gain, scale), None
+        total, *vectors = *_differentiate_rms(outer, x, gain, scale), None  # there is no norm's bias
     else:
         arguments = (outer, x, x.shape[-1:], mean, scale, gain, gain, [True, wanted[2], wanted[3]])
         total, *vectors = torch.ops.aten.native_layer_norm_backward(*arguments)
@@ -183,11 +180,10 @@ def _add_norm_backward(
     if d_added is not None:
         total.add_(d_added)
     own = bias_dropout_add_operator(total, None, None, p, key, moment) if key else total
-    gradients = [total, own, *vectors, sum_rows(own, scale.dtype) if wanted[4] else None]
-    return [
-        gradient if want and gradient is not None else added.new_empty(0)
-        for gradient, want in zip(gradients, wanted, strict=True)
-    ]
+    vectors.append(sum_rows(own, scale.dtype) if wanted[4] else None)
+    found = [vector for vector, want in zip(vectors, wanted[2:], strict=True) if want and vector is not None]
+    total, own = (of if want else added.new_empty(0) for of, want in zip((total, own), wanted, strict=False))
+    return total, own, torch.stack(found) if found else scale.new_empty((0, *weight.shape))
 
 
 def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,10 +217,12 @@ def _differentiate(
         d_normed = added.new_zeros(added.shape)
     x, gain, offset, _, bias, residual, *_ = ctx.needs_input_grad
     dropped = bool(ctx.key)
-    wanted = [residual or (x and not dropped), x and dropped, gain, offset, bias]
-    of_sum, of_x, of_weight, of_offset, of_bias = _add_norm_backward(
+    wanted = [residual or ((x or bias) and not dropped), (x or bias) and dropped, gain, offset, bias]
+    of_sum, of_x, vectors = _add_norm_backward(
         d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, ctx.moment, wanted
     )
+    left = iter(vectors)
+    of_weight, of_offset, of_bias = (next(left) if want else None for want in wanted[2:])
     of_x = of_x if dropped else of_sum
     gradients = (of_x, of_weight, of_offset, None, of_bias, of_sum, None, None, None, None)
     return tuple(

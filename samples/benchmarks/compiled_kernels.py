@@ -13,10 +13,11 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from autoptd.runtime.kernels import registration
+from autoptd.runtime.kernels.triton import tiles
 from samples.benchmarks.kernel_cases import CASES, Case, Maker, Sizes
 from samples.benchmarks.kernels import CPU_SIZES, DROPOUT, make_rank, mark, run_backward, run_forward
 from samples.benchmarks.report import publish
@@ -61,10 +63,19 @@ TARGETS = (
 
 
 class Driver:
-    """What Triton asks of a driver before it launches: which device to compile for."""
+    """What Triton asks of a driver: which device to compile for, and launches, which do nothing."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (None, None, 0, 0, 1024),
+        unload_module=lambda _: None,
+        get_device_properties=lambda _: {"max_shared_mem": 232_448},
+    )
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
+
+    def launcher_cls(self, *_: Any) -> Callable[..., None]:
+        return lambda *_: None
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", self._capability, LANES)
@@ -138,9 +149,8 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
     def compile_kernel(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in made:
-            tile = options.get("ROWS", 1) * (
-                options["COLUMNS"] if "COLUMNS" in options else 2 * options["PAIRS"]
-            )
+            columns = options["COLUMNS"] if "COLUMNS" in options else 2 * options["PAIRS"]
+            tile = options.get("ROWS", 1) * options.get("BLOCKS", 1) * columns
             elements = tile / (LANES * kernel.metadata.num_warps)
             made.add(kernel.hash)
             found.append(read_code(kernel.asm["cubin"], elements))
@@ -148,6 +158,7 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
 
     driver.set_active(Driver(capability))
     with (
+        patch.dict(tiles._compiled, clear=True),  # else what was compiled for another is launched again
         patch.object(JITFunction, "run", compile_kernel),
         patch.object(registration, "kernel_devices", {"cpu"}),
     ):

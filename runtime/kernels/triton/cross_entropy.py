@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, lay_out, plan_rows
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, launch, lay_out, plan_rows
 
 
 def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tuple[Tensor, Tensor]) -> None:
     logits = _lay_out(logits)
     columns = plan_rows(*logits.shape)["COLUMNS"]
     largest, total = results[0].unbind()
-    _sum_exponentials[(logits.shape[0],)](
-        logits, largest, total, own, logits.stride(0), COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
+    launch(
+        _sum_exponentials, (logits.shape[0],), logits, largest, total, own, logits.stride(0),
+        COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
     )  # fmt: skip
 
 
@@ -28,7 +29,8 @@ def cross_entropy_rows_backward(
     count, width = logits.shape
     columns = plan_rows(count, width)["COLUMNS"]
     largest, _, total, _ = rows.unbind()
-    _differentiate[(count, triton.cdiv(width, columns))](
+    launch(
+        _differentiate, (count, triton.cdiv(width, columns)),
         *lay_out(factor), logits, *lay_out(column, largest, total), result, own, width, logits.stride(0),
         COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
     )  # fmt: skip
@@ -41,19 +43,22 @@ def _lay_out(logits: Tensor) -> Tensor:
 
 @triton.jit
 def _sum_exponentials(logits, largest, total, own, stride, COLUMNS: tl.constexpr):
+    """Each column of the tile has a maximum and a sum of its own; only at the end do threads wait for each other."""
     row = tl.program_id(0).to(tl.int64)
-    shift = -float("inf")
-    result = 0.0
+    shift = tl.full([COLUMNS], -float("inf"), tl.float32)
+    result = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, own, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         value = tl.load(logits + row * stride + column, column < own, -float("inf")).to(tl.float32)
-        raised = tl.maximum(shift, tl.max(value, 0))
-        # A maximum that is -inf so far gives exp(-inf), not exp(-inf + inf).
-        level = tl.where(raised == -float("inf"), 0.0, raised)
-        result = result * tl.exp(shift - level) + tl.sum(tl.exp(value - level), 0)
-        shift = raised
-    tl.store(largest + row, shift)
-    tl.store(total + row, result)
+        # The larger of the two has the exponential 1, also where both are -inf, or inf.
+        power = tl.exp(tl.where(value == shift, 0.0, -tl.abs(value - shift)))
+        result = tl.where(value > shift, result * power + 1.0, result + power)
+        shift = tl.where(value > shift, value, shift)
+    highest = tl.max(shift, 0)
+    # A maximum that is -inf gives exp(-inf), not exp(-inf + inf).
+    level = tl.where(highest == -float("inf"), 0.0, highest)
+    tl.store(largest + row, highest)
+    tl.store(total + row, tl.sum(result * tl.exp(shift - level), 0))
 
 
 @triton.jit

@@ -1,31 +1,33 @@
 """LayerNorm and RMSNorm of dropout(x + bias) + residual in Triton, forward and backward.
 
-A program holds a tile of rows and goes over their columns twice: the second time they are in the cache.
-Gradients of weights and biases are summed by each program over its own rows, in float32, and then over the
-programs: always in the same order.
+A row is read once and stays in registers. In backward a program on each processor goes over its rows and holds its sums
+of the gradients of weight and biases beside them, in float32; at the end it writes them, and those of all programs
+are added. The order of every sum follows from width, rows, dtype and kind of norm, not from what is added or
+dropped: else a sum and its norm would have other bits apart than together.
 """
 
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, lay_out, plan_rows
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, launch, lay_out
 
-# A backward program adds to its sums once for all rows of a tile: there must be several.
-BACKWARD_COLUMNS = 1024
-PROGRAMS_PER_PROCESSOR = 2
-# Of a thread, when so many programs share a processor's: with fewer some are spilled, for nothing.
-REGISTERS = 65_536 // (PROGRAMS_PER_PROCESSOR * ROW_WARPS * 32)
-INTERPRETED_PROGRAMS = 3
+HELD = 8192  # columns that fit into a processor's registers beside their three sums
+STAGES = 3  # tiles of which one is computed, and the others are under way
+INTERPRETED = 3, 232_448  # processors, and bytes that a program may share on each, as an H100's
 
 
 def add_norm(
@@ -43,10 +45,13 @@ def add_norm(
 ) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
-    tile = plan_rows(rows, width)
-    _normalize[(triton.cdiv(rows, tile["ROWS"]),)](
+    columns = triton.next_power_of_2(width)
+    height = max(1, TILE // columns)
+    launch(
+        _normalize, (triton.cdiv(rows, height),),
         *lay_out(x, bias, residual, weight, norm_bias), *_filled(results), rows, width, eps,
-        **dropout_arguments(key, moment, p, x), **tile, enable_fp_fusion=False
+        **dropout_arguments(key, moment, p, x), WIDE=rows * width >= tiles.WIDE_FROM, ROWS=height, COLUMNS=columns,
+        num_warps=min(32, max(ROW_WARPS, columns // 1024)), enable_fp_fusion=False
     )  # fmt: skip
 
 
@@ -65,17 +70,22 @@ def add_norm_backward(
 ) -> None:
     width = added.shape[-1]
     rows = added.numel() // width
-    tile = plan_rows(rows, width, BACKWARD_COLUMNS)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), _count_programs(added.device))
-    of_rows, of_vectors = _filled(results[:2]), _filled(results[2:])
-    sums = [None if vector is None else vector.new_zeros((programs, width)) for vector in of_vectors]
-    _differentiate[(programs,)](
-        *lay_out(d_added, d_normed, added, weight), means, scales, *of_rows, *sums, rows, width,
-        **dropout_arguments(key, moment, p, added), **tile, maxnreg=REGISTERS, enable_fp_fusion=False
+    tile = plan_backward(width, added.itemsize, means is not None, d_added is not None, added.device)
+    processors, _ = _describe(added.device)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), processors)
+    of_sum, of_x, vectors = results
+    apart = wanted[4] and not tile["HELD"]
+    held = vectors[:-1] if apart else vectors
+    sums = held.new_empty((len(held), programs, width))
+    launch(
+        _differentiate, (programs,),
+        *lay_out(d_added, d_normed, added, weight), means, scales, *_filled((of_sum, of_x)), sums, rows, width,
+        **dropout_arguments(key, moment, p, added), WEIGHT=wanted[2], OFFSET=wanted[3], BIAS=wanted[4] and not apart,
+        WIDE=rows * width >= tiles.WIDE_FROM, **tile, enable_fp_fusion=False
     )  # fmt: skip
-    for vector, partial in zip(of_vectors, sums, strict=True):
-        if partial is not None:
-            torch.sum(partial, 0, out=vector)
+    torch.sum(sums, 1, out=held)
+    if apart:
+        torch.sum((of_x if key else of_sum).view(rows, width), 0, dtype=vectors.dtype, out=vectors[-1])
 
 
 def _filled(results: Sequence[Tensor]) -> list[Tensor | None]:
@@ -83,10 +93,34 @@ def _filled(results: Sequence[Tensor]) -> list[Tensor | None]:
     return [result if result.numel() else None for result in results]
 
 
-def _count_programs(device: torch.device) -> int:
+@cache
+def plan_backward(width: int, item: int, centers: bool, adds: bool, device: torch.device) -> dict[str, Any]:
+    """Return the constants of `_differentiate`, as they were found best on an H100 in bfloat16.
+
+    A tile is [ROWS, COLUMNS] in BLOCKS beside each other: three, where they come nearer to `width` than one. `item` are
+    the bytes of an element. A row too wide for the registers is not HELD there, beside the sums, but read again from
+    the cache. Only STAGES, which change no sum, may depend on whether a gradient is added.
+    """
+    extent = triton.next_power_of_2(width)
+    blocks = 3 if extent > TILE and 4 * width <= 3 * extent else 1
+    columns = extent // 4 if blocks == 3 else extent
+    extent = blocks * columns
+    height = max(1, (4 if centers else 2) * TILE // (item * extent))
+    read = (3 if adds else 2) * item * height * extent  # bytes of a tile
+    _, shared = _describe(device)
+    held = extent <= HELD
+    stages = min(STAGES, 1 + shared * 3 // 4 // read) if held else 1
+    tile = {"BLOCKS": blocks, "COLUMNS": columns, "ROWS": height}
+    return {**tile, "HELD": held, "STAGES": stages, "num_warps": ROW_WARPS if held else 2 * ROW_WARPS}
+
+
+@cache
+def _describe(device: torch.device) -> tuple[int, int]:
+    """Return how many processors `device` has, and how many bytes a program may share on each."""
     if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_PROCESSOR
+        return INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
 @triton.jit
@@ -94,107 +128,129 @@ def _normalize(
     x, bias, residual, weight, norm_bias, added, normed, means, scales, rows, width, eps, dropout,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if WIDE:
-        row = row.to(tl.int64)
-    first = row[:, None] * width
-    mean = tl.zeros([ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
-    for start in range(0, width, COLUMNS):
-        column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
-        value = tl.load(x + at, inside, 0.0).to(tl.float32)
-        if bias is not None:
-            value += tl.load(bias + column, column < width, 0.0).to(tl.float32)[None, :]
-        value = drop(value, first + start, dropout, COLUMNS, ALIGNED)
-        if residual is not None:
-            value += tl.load(residual + at, inside, 0.0).to(tl.float32)
-        if added is not None:
-            rounded = value.to(added.dtype.element_ty)
-            tl.store(added + at, rounded, inside)
-            value = rounded.to(tl.float32)
-        if means is not None:  # joins the columns before with these (Chan, Golub and LeVeque)
-            count = tl.minimum(width - start, COLUMNS)
-            here = tl.sum(value, 1) / count
-            away = tl.where(inside, value - here[:, None], 0.0)
-            step = here - mean
-            share = count / (start + count)
-            squares += tl.sum(away * away, 1) + step * step * start * share
-            mean += step * share
-        else:
-            squares += tl.sum(value * value, 1)
-    scale = 1.0 / tl.sqrt(squares / width + eps)
-    tl.store(scales + row, scale, row < rows)
+    row = _number_rows(tl.program_id(0), WIDE, ROWS)
+    at, inside = _locate(row, 0, rows, width, COLUMNS)
+    value = _read(x + at, inside)
+    if bias is not None:
+        value += _read_vector(bias, 0, width, COLUMNS)
+    value = drop(value, row * width, dropout, COLUMNS, ALIGNED)
+    if residual is not None:
+        value += _read(residual + at, inside)
+    source = x
+    if added is not None:
+        source = added
+        tl.store(added + at, value.to(added.dtype.element_ty), inside)
+        value = value.to(added.dtype.element_ty).to(tl.float32)
     if means is not None:
+        mean = tl.sum(value, 1)[:, None] / width
         tl.store(means + row, mean, row < rows)
-    tl.debug_barrier()  # what other threads of this program have stored is read now
-    for start in range(0, width, COLUMNS):
-        column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
-        gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
-        source = added if added is not None else x
-        value = tl.load(source + at, inside, 0.0)
-        if means is not None:
-            result = (value.to(tl.float32) - mean[:, None]) * scale[:, None] * gain
-        else:
-            result = (value.to(tl.float32) * scale[:, None]).to(value.dtype).to(tl.float32) * gain
-        if norm_bias is not None:
-            result += tl.load(norm_bias + column, column < width, 0.0).to(tl.float32)[None, :]
-        tl.store(normed + at, result.to(normed.dtype.element_ty), inside)
+        value = tl.where(inside, value - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / width + eps)
+    tl.store(scales + row, scale, row < rows)
+    result = value * scale
+    if means is None:
+        result = result.to(source.dtype.element_ty).to(tl.float32)
+    result *= _read_vector(weight, 0, width, COLUMNS)
+    if norm_bias is not None:
+        result += _read_vector(norm_bias, 0, width, COLUMNS)
+    tl.store(normed + at, result.to(normed.dtype.element_ty), inside)
 
 
 @triton.jit
 def _differentiate(
-    d_added, d_normed, added, weight, means, scales, d_total, d_x, d_weights, d_norm_biases, d_biases,
-    rows, width, dropout, ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    d_added, d_normed, added, weight, means, scales, d_total, d_x, sums, rows, width, dropout, ALIGNED: tl.constexpr,
+    WEIGHT: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, HELD: tl.constexpr,
+    BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        if WIDE:
-            row = row.to(tl.int64)
-        first = row[:, None] * width
-        scale = tl.load(scales + row, row < rows, 0.0)[:, None]
-        mean = tl.load(means + row, row < rows, 0.0)[:, None] if means is not None else 0.0
-        level = tl.zeros([ROWS], tl.float32)
-        slope = tl.zeros([ROWS], tl.float32)
-        for start in range(0, width, COLUMNS):
-            column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
-            gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
-            gradient = tl.load(d_normed + at, inside, 0.0).to(tl.float32) * gain
-            unit = (tl.load(added + at, inside, 0.0).to(tl.float32) - mean) * scale
-            level += tl.sum(gradient, 1)
-            slope += tl.sum(gradient * unit, 1)
-        slope = (slope / width)[:, None]
-        level = (level / width)[:, None] if means is not None else 0.0
-        for start in range(0, width, COLUMNS):
-            column, at, inside = _locate(first, start, row, rows, width, COLUMNS)
-            gain = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
-            outer = tl.load(d_normed + at, inside, 0.0).to(tl.float32)
-            unit = (tl.load(added + at, inside, 0.0).to(tl.float32) - mean) * scale
-            total = ((outer * gain - unit * slope - level) * scale).to(added.dtype.element_ty)
-            if d_weights is not None:
-                _add_rows(d_weights, outer * unit, column, width)
-            if d_norm_biases is not None:
-                _add_rows(d_norm_biases, outer, column, width)
+    nothing = tl.zeros([ROWS, COLUMNS], tl.float32)
+    gains, of_weight, of_offset, of_bias = (), (), (), ()
+    for block in tl.static_range(BLOCKS):
+        gains += (_read_vector(weight, block, width, COLUMNS),)
+        of_weight += (nothing,)
+        of_offset += (nothing,)
+        of_bias += (nothing,)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = _number_rows(tile, WIDE, ROWS)
+        scale = tl.load(scales + row, row < rows, 0.0)
+        mean = 0.0
+        if means is not None:
+            mean = tl.load(means + row, row < rows, 0.0)
+        outers, units, others = (), (), ()
+        slope, level = nothing, nothing
+        for block in tl.static_range(BLOCKS):
+            at, inside = _locate(row, block, rows, width, COLUMNS)
+            outer = _read(d_normed + at, inside)
+            unit = (_read(added + at, inside) - mean) * scale
             if d_added is not None:
-                total = (total.to(tl.float32) + tl.load(d_added + at, inside, 0.0)).to(total.dtype)
+                others += (tl.load(d_added + at, inside, 0.0),)
+            outers += (outer,)
+            units += (unit,)
+            gain = gains[block] if HELD else _read_vector(weight, block, width, COLUMNS)
+            slope += outer * gain * unit
+            level += outer * gain
+        slope = tl.sum(slope, 1)[:, None] / width
+        level = tl.sum(level, 1)[:, None] / width if means is not None else 0.0
+        weights, offsets, biases = (), (), ()
+        for block in tl.static_range(BLOCKS):
+            at, inside = _locate(row, block, rows, width, COLUMNS)
+            if HELD:
+                outer, unit, gain = outers[block], units[block], gains[block]
+            else:  # from the cache
+                outer = _read(d_normed + at, inside)
+                unit = (_read(added + at, inside) - mean) * scale
+                gain = _read_vector(weight, block, width, COLUMNS)
+            total = ((outer * gain - unit * slope - level) * scale).to(added.dtype.element_ty)
+            if d_added is not None:
+                total = (total.to(tl.float32) + others[block].to(tl.float32)).to(total.dtype)
             if d_total is not None:
                 tl.store(d_total + at, total, inside)
-            inner = drop(total.to(tl.float32), first + start, dropout, COLUMNS, ALIGNED)
+            inner = drop(total.to(tl.float32), row * width + block * COLUMNS, dropout, COLUMNS, ALIGNED)
             if d_x is not None:
                 tl.store(d_x + at, inner.to(d_x.dtype.element_ty), inside)
-            if d_biases is not None:
-                _add_rows(d_biases, tl.where(inside, inner, 0.0), column, width)
-        tl.debug_barrier()  # the sums are read again, by whichever thread
+            # Outside all of these are 0, but for columns that are not stored.
+            weights += (of_weight[block] + outer * unit,)
+            offsets += (of_offset[block] + outer,)
+            biases += (of_bias[block] + inner,)
+        of_weight, of_offset, of_bias = weights, offsets, biases
+    if WEIGHT:
+        _store_sums(sums, of_weight, 0, width, BLOCKS, COLUMNS)
+    if OFFSET:
+        _store_sums(sums, of_offset, WEIGHT, width, BLOCKS, COLUMNS)
+    if BIAS:
+        _store_sums(sums, of_bias, WEIGHT + OFFSET, width, BLOCKS, COLUMNS)
 
 
 @triton.jit
-def _locate(first, start, row, rows, width, COLUMNS: tl.constexpr):
-    """Return a tile's columns [COLUMNS], the index of each of its elements, and which lie inside."""
-    column = start + tl.arange(0, COLUMNS)
-    return column, first + column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+def _read(at, inside):
+    return tl.load(at, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
-def _add_rows(sums, values, column, width):
-    """Add the sum of the tile `values` over its rows to this program's row of `sums`."""
-    at = sums + tl.program_id(0).to(tl.int64) * width + column
-    tl.store(at, tl.load(at, column < width, 0.0) + tl.sum(values, 0), column < width)
+def _read_vector(vector, block, width, COLUMNS: tl.constexpr):
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return _read(vector + column, column < width)
+
+
+@triton.jit
+def _number_rows(tile, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Return the rows [ROWS, 1] of a tile."""
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    if WIDE:
+        row = row.to(tl.int64)
+    return row
+
+
+@triton.jit
+def _locate(row, block, rows, width, COLUMNS: tl.constexpr):
+    """Return the indices of the elements of a block, and which lie inside."""
+    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return row * width + column, (row < rows) & (column < width)
+
+
+@triton.jit
+def _store_sums(sums, values, place, width, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store the sums over rows of this program's `values` as a row of `sums` [.., programs, width]."""
+    first = (place * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * width
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(sums + first + column, tl.sum(values[block], 0), column < width)

@@ -29,8 +29,8 @@ def rotary_embedding(
     height = min(max(1, TILE // pairs), triton.next_power_of_2(rows))
     strides = [tensor.stride() for tensor in tensors]
     extent = max(sum(n * step for n, step in zip((*sizes, width), each, strict=True)) for each in strides)
-    _rotate[(triton.cdiv(rows, height),)](
-        *tensors, tuple(sizes), *strides, rows, width, turned,
+    tiles.launch(
+        _rotate, (triton.cdiv(rows, height),), *tensors, tuple(sizes), *strides, rows, width, turned,
         INTERLEAVED=interleaved, BACKWARD=backward, ROWS=height, PAIRS=pairs,
         REST=triton.next_power_of_2(width - turned) if turned < width else 0,
         WIDE=extent >= tiles.WIDE_FROM, enable_fp_fusion=True

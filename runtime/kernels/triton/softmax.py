@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import lay_out, plan_rows
+from autoptd.runtime.kernels.triton.tiles import launch, lay_out, plan_rows
 
 
 def scaled_softmax(
@@ -38,7 +38,8 @@ def scaled_softmax(
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
     _launch(
-        _normalize, scores, p, key, moment, *lay_out(scores), view, weights, softmax if key else None, scale, sizes, strides,
+        _normalize, scores, p, key, moment,
+        *lay_out(scores), view, weights, softmax if key else None, scale, sizes, strides,
         ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
     )  # fmt: skip
 
@@ -54,18 +55,27 @@ def scaled_softmax_backward(
     moment: Tensor | None,
     result: Tensor,
 ) -> None:
-    _launch(_differentiate, softmax, p, key, moment, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
+    _launch(
+        _differentiate, softmax, p, key, moment, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal
+    )
 
 
 def _launch(
-    kernel: Any, x: Tensor, p: float, key: Sequence[int], moment: Tensor | None, *arguments: Any, **constants: Any
+    kernel: Any,
+    x: Tensor,
+    p: float,
+    key: Sequence[int],
+    moment: Tensor | None,
+    *arguments: Any,
+    **constants: Any,
 ) -> None:
     """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
     length, width = x.shape[-2:]
     rows = x.numel() // width
     tile = plan_rows(rows, width)
-    kernel[(triton.cdiv(rows, tile["ROWS"]),)](
-        *arguments, rows, length, width, **dropout_arguments(key, moment, p, x), **constants, **tile,
+    launch(
+        kernel, (triton.cdiv(rows, tile["ROWS"]),), *arguments, rows, length, width,
+        **dropout_arguments(key, moment, p, x), **constants, **tile,
         WHOLE=width <= tile["COLUMNS"], enable_fp_fusion=True
     )  # fmt: skip
 

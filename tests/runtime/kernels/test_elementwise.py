@@ -82,7 +82,8 @@ def test_triton_is_no_worse_than_the_chain(
     share = 2.05 if cut else 1.02
     for ours, theirs, exact in zip(found, of_chain, truth, strict=True):
         assert ours.dtype == theirs.dtype
-        one_rounding = (0.6 if cut else 0.3) * torch.finfo(dtype).eps  # root mean square of a uniform error
+        # The root mean square of a uniform error; of few elements, as a bias's gradient, it may be half a unit.
+        one_rounding = (0.6 if cut else 0.5 if exact.numel() < 100 else 0.3) * torch.finfo(dtype).eps
         assert error(ours, exact) <= max(share * error(theirs, exact), one_rounding) + 4e-7
 
 

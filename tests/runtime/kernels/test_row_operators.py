@@ -224,9 +224,11 @@ sums_and_norms = pytest.mark.parametrize(
 )
 
 
-def differentiate_sum(kind: str, p: float, dtype: torch.dtype, device: torch.device) -> list[list[Tensor]]:
+def differentiate_sum(
+    kind: str, p: float, dtype: torch.dtype, device: torch.device, width: int = 24
+) -> list[list[Tensor]]:
     """A sum, its norm, and gradients, x's bias last: of one call, and of the sum and the norm apart."""
-    rows, vectors = [draw(2, 5, 24) for _ in range(4)], [draw(24) for _ in range(3)]
+    rows, vectors = [draw(2, 5, width) for _ in range(4)], [draw(width) for _ in range(3)]
     found = []
     for together in (True, False):
         x, residual, *outer = (row.detach().to(device, dtype).requires_grad_() for row in rows)
@@ -258,7 +260,7 @@ def test_a_sum_and_its_norm_give_the_same_bits_together_and_apart(
 def test_triton_gives_a_sum_and_its_norm_the_same_bits(
     kind: str, p: float, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
-    """But for the gradient of the sum's bias, which a fused kernel adds up by tiles."""
+    """But for the gradient of the sum's bias, which a fused kernel adds up by rows."""
     if dtype == torch.bfloat16 and kernel_device.type == "cpu":
         pytest.skip("Triton's interpreter cuts bfloat16 off, and autograd's sum of gradients rounds it")
     together, apart = differentiate_sum(kind, p, dtype, kernel_device)
