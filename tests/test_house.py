@@ -117,7 +117,7 @@ OPERATOR_TABLES = {
         "autoptd/weights/init_recorder.py: _DRAWS",
     },
 }
-FILES_NAMING = {"reshape": 6, "scaled_dot_product_attention": 4, "linear": 4}
+FILES_NAMING = {"reshape": 6, "scaled_dot_product_attention": 4, "linear": 5}
 
 
 def list_files() -> list[Path]:

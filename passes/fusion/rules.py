@@ -42,6 +42,7 @@ from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import OPERATORS
 from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.program.placement import REPLICATED
 
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
@@ -180,6 +181,14 @@ def _linear_gelu(node: fx.Node) -> Match | None:
     return Match(call, (linear.node, *reshaped))
 
 
+def _half_linear(node: fx.Node) -> Match | None:
+    """Match a linear of a parameter in half precision, whose gradient a GPU adds to its sum in the product."""
+    weight: Any = node.args[1]
+    if weight.op != "get_attr" or weight.meta["val"].dtype not in HALF or node.kwargs:
+        return None
+    return Match(Call(kernels.linear, node.args, node))
+
+
 def _bias_gelu(node: fx.Node) -> Match | None:
     """Match gelu(x + bias)."""
     biased = split_bias(node.args[0])  # type: ignore[arg-type]
@@ -289,5 +298,6 @@ RULES: Sequence[Rule] = (
     ((kernels.dropout,), _dropout_bias),
     (_ADDED_NORMS, _norm_before_reshape),
     (_ADDED_NORMS, _add_norm),
+    ((aten.linear.default,), _half_linear),
 )
 _WHOLE_LOSS: Rule = ((aten.cross_entropy_loss.default,), match_whole_loss)

@@ -50,7 +50,7 @@ class MatrixProduct:
 
 def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
-    if node.target in (kernels.linear_gelu, kernels.split_linear, *collectives.COPIED):
+    if node.target in (kernels.linear, kernels.linear_gelu, kernels.split_linear, *collectives.COPIED):
         return _read_ours(node, bound_arguments(node))
     given: Any = node.args
     match aten_name(node.target):

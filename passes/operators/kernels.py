@@ -172,6 +172,7 @@ _COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=
 
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
+    kernels.linear: products.PRODUCT,
     kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work, backward=_gelu_backward),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: OperatorRules(

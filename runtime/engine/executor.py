@@ -173,7 +173,13 @@ class Executor:
             slots[index][microbatch] = slot
         self.stages = {
             index: StageRun(
-                manifest, connection.rank, manifest.stages[index], functions[index], self.measured, slots[index], graphs
+                manifest,
+                connection.rank,
+                manifest.stages[index],
+                functions[index],
+                self.measured,
+                slots[index],
+                graphs,
             )
             for index in range(here, len(manifest.stages), manifest.mesh.pipeline)
         }

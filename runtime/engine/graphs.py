@@ -124,7 +124,9 @@ class GraphSlot(Slot):
         self.load_gradients(gradients)
         if not pair.backward:
             try:
-                pair.backward.append(self._capture(lambda: pair.forward.result[1].differentiate(self.gradients)))
+                pair.backward.append(
+                    self._capture(lambda: pair.forward.result[1].differentiate(self.gradients))
+                )
             except Exception as error:
                 self._refuse("backward", error)
                 # What autograd kept of the captured forward is spent.
@@ -149,4 +151,6 @@ class GraphSlot(Slot):
         line = line_of(first, filename)
         place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}: " if line else ""
         reason = f"{place}{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
-        warn_caller(f"the {what} of {filename} runs without CUDA graphs (bind(graphs=False) has none): {reason}")
+        warn_caller(
+            f"the {what} of {filename} runs without CUDA graphs (bind(graphs=False) has none): {reason}"
+        )

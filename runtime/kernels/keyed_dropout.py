@@ -68,7 +68,12 @@ def _allocate(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) 
 
 @define_operator("bias_dropout_add", _allocate, triton="elementwise")
 def bias_dropout_add_operator(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Sequence[int], moment: Tensor | None
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    p: float,
+    key: Sequence[int],
+    moment: Tensor | None,
 ) -> Tensor:
     """Compute `bias_dropout_add`; nothing is dropped where `key` is empty and the `moment` None."""
     dtype = promote(x, bias, residual)
@@ -82,14 +87,21 @@ def bias_dropout_add_operator(
     return torch.add(residual, total, alpha=factor, out=out)
 
 
-def _allocate_gradients(gradient: Tensor, p: float, key: Any, _: Tensor, *dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
+def _allocate_gradients(
+    gradient: Tensor, p: float, key: Any, _: Tensor, *dtypes: torch.dtype
+) -> tuple[Tensor, Tensor]:
     of_x, of_bias = dtypes
     return torch.empty_like(gradient, dtype=of_x), gradient.new_empty(gradient.shape[-1:], dtype=of_bias)
 
 
 @define_operator("bias_dropout_add_backward", _allocate_gradients, triton="elementwise")
 def _bias_dropout_add_backward(
-    gradient: Tensor, p: float, key: Sequence[int], moment: Tensor, x_dtype: torch.dtype, bias_dtype: torch.dtype
+    gradient: Tensor,
+    p: float,
+    key: Sequence[int],
+    moment: Tensor,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and bias; without a bias, backward is the dropout itself."""
     of_total = bias_dropout_add_operator(gradient, None, None, p, key, moment)

@@ -80,7 +80,7 @@ class SplitLinear:
         parts = _sections(weight, self.sections, self.transposed).transpose(1, 2)
         return list(zip(self._split(gradient), parts, strict=True))
 
-    def differentiate_weight(self, gradient: Tensor, x: Tensor) -> Tensor:
+    def differentiate_weight(self, _: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the weight, laid out as the weight is, from that of the result."""
         rows = x.reshape(-1, x.shape[-1]).expand(self.sections, -1, -1)
         # A result that is written in place cannot be differentiated again.
@@ -111,7 +111,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
             total = torch.addmm(total, part, own)
         of_x = total.view(x.shape)
     if ctx.needs_input_grad[1]:
-        of_weight = ctx.product.differentiate_weight(gradient, x)
+        of_weight = ctx.product.differentiate_weight(weight, gradient, x)
     if ctx.needs_input_grad[2]:
         of_bias = ctx.product.differentiate_bias(gradient)
     return of_x, of_weight, of_bias, None, None

@@ -76,7 +76,9 @@ class Parallel(BoundModule):
         self._shapes = [BoundShape(program, connection, {}, graphs)]
         for other in further:
             own = other.constants, other.weights, drawn, manifest.parameters
-            self._shapes.append(BoundShape(other, connection, take_slices(other.manifest, rank, *own), graphs))
+            self._shapes.append(
+                BoundShape(other, connection, take_slices(other.manifest, rank, *own), graphs)
+            )
         # The stages compute with trained weights in half precision, which are kept in float32.
         narrow = {
             name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained

@@ -12,12 +12,15 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.kernels.linear import SUM
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets, sum_over
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Action, last_gradients
 
+# Where products add in float32 what they multiply in half precision. Tests add "cpu".
+product_devices = {"cuda"}
 Leaves = Mapping[int, Mapping[str, Tensor]]
 
 
@@ -65,9 +68,19 @@ class WideSum:
     def __init__(self, leaf: Tensor) -> None:
         self.sum: Tensor | None = None
         leaf.register_post_accumulate_grad_hook(self._add)
+        if leaf.device.type in product_devices:
+            setattr(leaf, SUM, self)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right``, in float32."""
+        if self.sum is None:
+            self.sum = torch.mm(left, right, out_dtype=torch.float32)
+        else:
+            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
 
     def _add(self, leaf: Tensor) -> None:
-        assert leaf.grad is not None
+        if leaf.grad is None:
+            return  # a product has added it
         if self.sum is None:
             self.sum = leaf.grad.to(torch.float32)
         else:

@@ -34,7 +34,11 @@ def count_running(program: autoptd.CompiledProgram, model: nn.Module, batch: dic
         parallel = Parallel(
             connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
         )
-        held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
+        with torch.no_grad():
+            parallel(**batch)  # which makes the slot's copy of the batch
+        slots = parallel._runner.shape.executor.stages[0]._slots
+        own = {f"{i}": value for i, value in enumerate(slots[0].values)}
+        held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **own}
         saved = SavedTensors(held)
         with saved:
             parallel(**batch)

@@ -1,0 +1,119 @@
+"""Linears, and the gradients of their weights: a GPU adds them to float32 sums in the products that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.packed_linear import SplitLinear
+
+SUM = "wide_sum"  # the attribute of a leaf that has the sum of its gradients, where products may add to it
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute torch's ``linear`` of a parameter in half precision.
+
+    Where the weight has a sum, the product adds its gradient there: in float32, as it was before it is rounded.
+    """
+    if not hasattr(weight, SUM):
+        return functional.linear(x, weight, bias)
+    return multiply(None, Linear(transposed=False), x, [weight], [bias])[0]
+
+
+def multiply(
+    rank: Rank | None,
+    product: Linear | SplitLinear,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """Compute `product` of x with each weight and its bias; x is ``copy_to_tensor(rank, x)`` where a `rank` is given."""
+    made: tuple[Tensor, ...] = _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-untyped-call]
+    return made
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``linear(x, weight, bias)``; `weight` is [out, in], or [in, out] where `transposed`."""
+
+    transposed: bool
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight.t() if self.transposed else weight, bias)
+
+    def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(_rows(gradient), weight.t() if self.transposed else weight)]
+
+    def differentiate_weight(self, weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:
+        """Return the gradient of the weight; None where the weight has a sum, to which it was added."""
+        left, right = (x, gradient) if self.transposed else (gradient, x)
+        if (own := getattr(weight, SUM, None)) is None:
+            return _rows(left).t() @ _rows(right)
+        own.add_product(_rows(left).t(), _rows(right))
+        return None
+
+    def differentiate_bias(self, gradient: Tensor) -> Tensor:
+        return _rows(gradient).sum(0)
+
+
+class _Products(torch.autograd.Function):
+    """The products as one node that saves x once, and the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rank: Rank | None, product: Linear | SplitLinear, x: Tensor, *parameters: Any
+    ) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.rank, ctx.product, ctx.shape = rank, product, x.shape
+        own, *wanted = ctx.needs_input_grad[2:]
+        ctx.save_for_backward(x if any(wanted[:count]) else None, *weights)
+        return tuple(product.multiply(x, *pair) for pair in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        product, measured = ctx.product, None if ctx.rank is None else ctx.rank.measured
+        # If rows must be copied, then once, and not in each product that reads them.
+        gradients = tuple(_rows(gradient).view(gradient.shape) for gradient in gradients)
+        own, *wanted = ctx.needs_input_grad[2:]
+        posted = begin = of_x = None
+        if own:
+            pairs = zip(gradients, weights, strict=True)
+            (left, right), *rest = (term for pair in pairs for term in product.terms(*pair))
+            total = left @ right
+            for left, right in rest:
+                total.addmm_(left, right)
+            of_x = total.view(ctx.shape)
+            if ctx.rank is not None:
+                posted = ctx.rank.group("tensor").post_all_reduce([total])
+                begin = None if measured is None else measured.stopwatch.mark()
+        count = len(gradients)
+        of_weights = [
+            product.differentiate_weight(weight, gradient, x) if asked else None
+            for weight, gradient, asked in zip(weights, gradients, wanted[:count], strict=True)
+        ]
+        of_biases = [
+            product.differentiate_bias(gradient) if asked else None
+            for gradient, asked in zip(gradients, wanted[count:], strict=True)
+        ]
+        if posted is not None:
+            computed = None if measured is None else measured.stopwatch.mark()
+            of_x = posted.wait()[0].view(ctx.shape)
+            if measured is not None:
+                measured.add("tensor", begin)
+                measured.add("weights", begin, computed)
+        return None, None, of_x, *of_weights, *of_biases
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return `x` with all dimensions but the last as one."""
+    return x.reshape(-1, x.shape[-1])

@@ -1,0 +1,315 @@
+"""Stages replayed from graphs give the bits of stages that run one operator at a time; on a CPU a replay is a call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import autoptd
+from autoptd.compiled import CompiledProgram
+from autoptd.runtime.engine import graphs
+from autoptd.runtime.engine.graphs import GraphSlot, Replay
+from autoptd.runtime.module.parallel import Parallel
+from samples.gpt import GPT, GPTConfig
+from tests.marks import slow_rows_but
+from tests.ranks import run_ranks
+
+VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 4
+RECOMPUTE, DTYPES = ("none", "selective", "full"), (torch.float64, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def replays_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "graph_devices", graphs.graph_devices | {"cpu"})
+    monkeypatch.setattr("autoptd.compiled.graph_devices", graphs.graph_devices)
+
+
+@cache
+def compile_gpt(mesh: Any = (1, 1, 1), dtype: torch.dtype = torch.float64, **options: Any) -> CompiledProgram:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "block_size": LENGTH,
+        "n_layer": 4,
+        "n_embd": 32,
+        "n_head": 4,
+    }
+    model = GPT(GPTConfig(**sizes, dropout=0.1)).to(dtype)
+    given = {"microbatch_size": 1, "num_microbatches": MICROBATCHES, **options}
+    return autoptd.compile(model, mesh=mesh, **given)
+
+
+def make_batch(seed: int, length: int = LENGTH) -> dict[str, Tensor]:
+    idx, targets = torch.randint(
+        0, VOCABULARY, (2, MICROBATCHES, length), generator=torch.Generator().manual_seed(seed)
+    ).unbind()
+    return {"idx": idx, "targets": targets}
+
+
+def train(
+    parallel: Parallel, steps: int = 4, device: str = "cpu", between: Callable[..., Any] | None = None
+) -> Any:
+    """Losses, evaluations and the last gradients of a few steps; ``between(parallel, step)`` runs before each."""
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+    found: list[Tensor] = []
+    for step in range(steps):
+        if between is not None:
+            between(parallel, step)
+        batch = {name: x.to(device) for name, x in make_batch(step).items()}
+        loss = parallel(**batch)[1]
+        loss.backward()
+        found.append(loss.detach().cpu())
+        found += [p.grad.detach().cpu().clone() for p in parallel.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            parallel.eval()
+            with torch.no_grad():
+                found.append(parallel(**batch)[1].cpu())
+            parallel.train()
+    return found
+
+
+class Tape(TorchDispatchMode):
+    """The operators that were called, with their arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self.calls.append((operator, args, kwargs or {}, result))
+        return result
+
+
+class TapeReplay(Replay):
+    """A replay of operators alone, in the memory and with the numbers of the capture: what a CUDA graph repeats."""
+
+    def __init__(self, work: Callable[[], Any], *_: Any) -> None:
+        self._tape: Tape = Tape()
+        with self._tape:
+            self.result = work()
+        self._has_run = True
+
+    def run(self) -> None:
+        if self._has_run:  # by the capture
+            self._has_run = False
+            return
+        with torch.no_grad():
+            for operator, args, kwargs, result in self._tape.calls:
+                again = operator(*args, **kwargs)
+                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+def slots_of(parallel: Parallel) -> list[GraphSlot]:
+    return [slot for stage in parallel._runner.shape.executor.stages.values() for slot in stage._graphed]
+
+
+def assert_same(one: list[Tensor], two: list[Tensor]) -> None:
+    assert len(one) == len(two)
+    assert all(map(torch.equal, one, two))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dtype"),
+    slow_rows_but([("none", torch.bfloat16), ("selective", torch.float64)], product(RECOMPUTE, DTYPES)),
+)
+def test_replays_have_the_bits_of_plain_calls(recompute: str, dtype: torch.dtype) -> None:
+    program = compile_gpt(recompute=recompute, dtype=dtype)
+    replayed, plain = program.bind(), program.bind(graphs=False)
+    assert_same(train(replayed), train(plain))
+    assert {len(slot._pairs) for slot in slots_of(replayed)} == {2}  # of training and evaluation
+    assert not slots_of(plain)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "dtype"),
+    slow_rows_but([("none", torch.float64), ("full", torch.bfloat16)], product(RECOMPUTE, DTYPES)),
+)
+def test_no_number_of_a_step_is_kept_in_a_graph(
+    monkeypatch: pytest.MonkeyPatch, recompute: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(graphs, "Replay", TapeReplay)
+    program = compile_gpt(recompute=recompute, dtype=dtype)
+    replayed, plain = program.bind(), program.bind(graphs=False)
+    assert_same(train(replayed, 6), train(plain, 6))
+    assert any(pair.forward._tape.calls for slot in slots_of(replayed) for pair in slot._pairs.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
+def test_so_do_those_of_a_mesh(mesh: tuple[int, int, int]) -> None:
+    program = compile_gpt(mesh)
+    size = mesh[0] * mesh[1] * mesh[2]
+
+    def work(_: int) -> int:
+        replayed, plain = program.bind(), program.bind(graphs=False)
+        assert_same(train(replayed), train(plain))
+        return sum(len(slot._pairs) for slot in slots_of(replayed))
+
+    assert all(run_ranks(work, size, timeout=60))
+
+
+def test_a_pipeline_has_a_slot_for_each_microbatch_in_flight() -> None:
+    program = compile_gpt((1, 2, 1), schedule="1f1b")
+
+    def work(rank: int) -> int:
+        replayed = program.bind()
+        train(replayed, 3)
+        return len(slots_of(replayed))
+
+    assert run_ranks(work, 2) == [2, 1]
+
+
+def freeze_and_unfreeze(parallel: Parallel, step: int) -> None:
+    for name, parameter in parallel.named_parameters():
+        parameter.requires_grad_("h.0" not in name or step != 2)
+
+
+def load_weights(parallel: Parallel, step: int) -> None:
+    if step == 2:
+        parallel.load_state_dict({n: x * 0.9 for n, x in parallel.state_dict().items()}, assign=False)
+
+
+def move_the_memory(parallel: Parallel, step: int) -> None:
+    if step == 2:
+        for parameter in parallel.parameters():
+            parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [freeze_and_unfreeze, load_weights, move_the_memory])
+def test_what_changes_between_steps_is_noticed(change: Callable[[Parallel, int], None]) -> None:
+    program = compile_gpt()
+    replayed, plain = program.bind(), program.bind(graphs=False)
+    assert_same(train(replayed, 6, between=change), train(plain, 6, between=change))
+    assert slots_of(replayed)[0]._pairs
+
+
+def test_several_calls_add_their_gradients_up() -> None:
+    program = compile_gpt()
+    found = []
+    for parallel in (program.bind(), program.bind(graphs=False)):
+        for step in range(5):
+            parallel(**make_batch(step))[1].backward()
+        found.append([p.grad.clone() for p in parallel.parameters() if p.grad is not None])
+    assert_same(*found)
+
+
+def test_a_gradient_that_is_kept_keeps_its_values() -> None:
+    parallel = compile_gpt().bind()
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(5):
+        parallel(**make_batch(step))[1].backward()
+        for parameter in parallel.parameters():
+            assert parameter.grad is not None
+            kept.append((parameter.grad[:1], parameter.grad[:1].clone()))
+        parallel.zero_grad()
+    assert all(torch.equal(view, value) for view, value in kept)
+    assert slots_of(parallel)[0]._pairs
+
+
+def test_sums_stay_in_place_while_nobody_keeps_a_gradient() -> None:
+    parallel = compile_gpt().bind()
+    places = []
+    for step in range(5):
+        parallel(**make_batch(step))[1].backward()
+        places.append([p.grad.data_ptr() for p in parallel.parameters() if p.grad is not None])
+        parallel.zero_grad()
+    assert places[1] == places[2] == places[3] == places[4]
+
+
+def test_a_nan_is_explained_by_a_plain_run() -> None:
+    parallel = compile_gpt().bind()
+    train(parallel, 3)
+    with torch.no_grad():
+        next(p for n, p in parallel.named_parameters() if "h.2" in n).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="h2_ln1"):
+        parallel(**make_batch(0))
+
+
+def test_several_shapes_have_graphs_of_their_own() -> None:
+    examples = [
+        {n: torch.zeros(1, length, dtype=torch.long) for n in ("idx", "targets")} for length in (LENGTH, 8)
+    ]
+    program = compile_gpt.__wrapped__(example_inputs=examples, microbatch_size=None)
+    found = []
+    for parallel in (program.bind(), program.bind(graphs=False)):
+        losses = []
+        for step in range(8):
+            loss = parallel(**make_batch(step, (LENGTH, 8)[step // 2 % 2]))[1]
+            loss.backward()
+            losses += [loss.detach(), *(p.grad.clone() for p in parallel.parameters() if p.grad is not None)]
+            parallel.zero_grad()
+        found.append(losses)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_what_cannot_be_captured_runs_plainly_and_says_so(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    made: list[str] = []
+
+    class Refusing(Replay):
+        def __init__(self, *arguments: Any) -> None:
+            made.append("forward" if not made or of == "forward" else "backward")
+            if made[-1] == of:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(graphs, "Replay", Refusing)
+    program = compile_gpt()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(program.bind(), 3)
+    assert_same(found, train(program.bind(graphs=False), 3))
+    said = [str(w.message) for w in caught if "without CUDA graphs" in str(w.message)]
+    assert said
+    assert all(f"the {of} of program_00.py" in text and "not permitted" in text for text in said)
+
+
+def test_an_unknown_choice_of_graphs_is_refused() -> None:
+    with pytest.raises(ValueError, match="graphs is True; expected 'auto'"):
+        compile_gpt().bind(graphs=True)
+
+
+@pytest.fixture
+def card() -> Iterator[str]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    yield "cuda"
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_have_the_bits_of_plain_calls_on_a_card(card: str, recompute: str, dtype: torch.dtype) -> None:
+    program = compile_gpt(recompute=recompute, dtype=dtype)
+    replayed, plain = program.bind(card), program.bind(card, graphs=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without CUDA graphs")
+        found = train(replayed, 20, card)
+    assert_same(found, train(plain, 20, card))
+    assert all(
+        isinstance(pair.forward.result[0][0], Tensor)
+        for s in slots_of(replayed)
+        for pair in s._pairs.values()
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [freeze_and_unfreeze, load_weights, move_the_memory])
+def test_what_changes_is_noticed_on_a_card(card: str, change: Callable[[Parallel, int], None]) -> None:
+    program = compile_gpt(dtype=torch.float32)
+    found = train(program.bind(card), 8, card, change)
+    assert_same(found, train(program.bind(card, graphs=False), 8, card, change))
