@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import results_of
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.collectives import COPIED
@@ -38,15 +39,11 @@ def write_bytes(count: int) -> str:
 
 def write_value_shape(node: fx.Node, tensor: int) -> str:
     """Write the shape of a node's value, or of each part; empty if it is unknown."""
-    value, placements = node.meta.get("val"), info(node).placements
-    if isinstance(value, Tensor):
-        return write_shape(value.dtype, value.shape, placements[0]["tensor"].dim, tensor)
-    if not isinstance(value, (tuple, list)):
-        return ""
-    dims = [placement["tensor"].dim for placement in placements] * (len(value) // len(placements))
+    values, placements = results_of(node), info(node).placements
+    dims = [placement["tensor"].dim for placement in placements] * (len(values) // len(placements))
     parts = [
         write_shape(part.dtype, part.shape, dim, tensor) if isinstance(part, Tensor) else ""
-        for part, dim in zip(value, dims, strict=True)
+        for part, dim in zip(values, dims, strict=True)
     ]
     if len(parts) > 1 and len(set(parts)) == 1:
         return f"{len(parts)} x {parts[0]}"

@@ -36,44 +36,36 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
     return Autocast(outer.device, dtype, enabled)
 
 
-class Casts:
-    """A writer of autocast's casts into a normalised graph: each value once per dtype, at its first such use.
+def cast_arguments(
+    state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], writer: Writer
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the arguments, of the new graph, of the exported call `node`, cast according to `state`.
 
-    A parameter is cast at each of its uses, which may lie in several stages, so that its cast need not be sent.
+    The `writer` writes each cast of a value once, at its first such use. A parameter is cast at each of its uses, which
+    may lie in several stages, so that its cast need not be sent. Raises ValueError, with file and line, for what torch
+    refuses under autocast.
     """
+    policy = state.policy(node.target)
+    eligible = {n for n in nodes_in((args, kwargs)) if _is_eligible(n.meta["val"])}
+    if policy == "sum":
+        named = name_arguments(node.target, args, kwargs)
+        eligible = eligible & {args[0]} if named.get("dtype") is None else set()
+    if policy is None or not eligible:
+        return args, kwargs
+    dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
 
-    def __init__(self, writer: Writer) -> None:
-        self.writer = writer
-        self._known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    def read(source: fx.Node) -> fx.Node:
+        if dtype is None or source not in eligible or source.meta["val"].dtype == dtype:
+            return source
+        if (source, dtype) in writer.casts:
+            return writer.casts[source, dtype]
+        meta = {**node.meta, "val": _retype(source.meta["val"], dtype)}
+        made = writer.emit(aten.to.dtype, (source, dtype), meta)
+        if source.op != "get_attr":
+            writer.casts[source, dtype] = made
+        return made
 
-    def cast(
-        self, state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return the arguments, of the new graph, of the exported call `node`, cast according to `state`.
-
-        Raises ValueError, with file and line, for what torch refuses under autocast.
-        """
-        policy = state.policy(node.target)
-        eligible = {n for n in nodes_in((args, kwargs)) if _is_eligible(n.meta["val"])}
-        if policy == "sum":
-            named = name_arguments(node.target, args, kwargs)
-            eligible = eligible & {args[0]} if named.get("dtype") is None else set()
-        if policy is None or not eligible:
-            return args, kwargs
-        dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
-
-        def read(source: fx.Node) -> fx.Node:
-            if dtype is None or source not in eligible or source.meta["val"].dtype == dtype:
-                return source
-            if (source, dtype) in self._known:
-                return self._known[source, dtype]
-            meta = {**node.meta, "val": _retype(source.meta["val"], dtype)}
-            made = self.writer.emit(aten.to.dtype, (source, dtype), meta)
-            if source.op != "get_attr":
-                self._known[source, dtype] = made
-            return made
-
-        return fx.map_arg(args, read), fx.map_arg(kwargs, read)
+    return fx.map_arg(args, read), fx.map_arg(kwargs, read)
 
 
 def _choose_dtype(

@@ -20,7 +20,7 @@ from autoptd.passes.ir.names import name_nodes
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
-from autoptd.passes.normal_form.autocast import Casts, describe_result, enter_region
+from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
 from autoptd.passes.normal_form.functionalize import Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.passes.normal_form.operator_rewrites import rewrite
 from autoptd.passes.normal_form.writer import Call, Writer
@@ -73,7 +73,6 @@ class Normalizer(Writer):
         super().__init__()
         self.parameters = parameters
         self.storage = Storage(self)
-        self.casts = Casts(self)
         self._detached: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
@@ -138,7 +137,7 @@ class Normalizer(Writer):
             values[node] = self._write(node, values[written], args, kwargs, scope)
             return
         if scope.autocast is not None:
-            args, kwargs = self.casts.cast(scope.autocast, node, args, kwargs)
+            args, kwargs = cast_arguments(scope.autocast, node, args, kwargs, self)
         meta = describe_result(scope.autocast, node, target, args, kwargs)
         made = rewrite(target, Call(self, node, args, kwargs, meta))
         values[node] = self.storage.derive(node, made, values)

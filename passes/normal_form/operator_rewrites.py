@@ -261,12 +261,6 @@ _OTHER_NAMES = [
 ]
 
 
-def _rrelu(call: Call) -> fx.Node | None:
-    """Write the mean of its slopes, which is its form without randomness."""
-    slopes = call.argument("lower") + call.argument("upper")
-    return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
-
-
 def _layer_norm(call: Call) -> fx.Node | None:
     """Drop `cudnn_enable`, which differs by machine and means nothing to the operator."""
     return call.emit(aten.layer_norm.default, *call.args[:5])
@@ -290,7 +284,6 @@ RULES: dict[Any, Rule] = {
     aten.chunk.default: _chunk,
     aten.detach.default: lambda call: None if call.source in call.writer.trained else call.source,
     aten.layer_norm.default: _layer_norm,
-    aten.rrelu.default: _rrelu,
     aten.embedding.default: _embedding,
     **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _embedding_bag),
     aten.mul.Tensor: _neutral(1),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.gradients import may_be_trained
@@ -20,6 +21,7 @@ class Writer:
         self.graph = fx.Graph()
         self.trained: set[fx.Node] = set()
         self.dropouts = 0
+        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.rank = self.graph.placeholder("rank")
         describe(self.rank, None, NodeInfo(role="rank"))
 

@@ -66,15 +66,9 @@ class Work:
         return self.read + self.written
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.products + other.products,
-            self.elementwise + other.elementwise,
-            self.read + other.read,
-            self.written + other.written,
-            self.reduced + other.reduced,
-            self.launches + other.launches,
-            sum(filter(None, (self.overlapped, other.overlapped)), Work()) or None,
-        )
+        sums = {name: own + getattr(other, name) for name, own in vars(self).items() if name != "overlapped"}
+        overlapped = sum(filter(None, (self.overlapped, other.overlapped)), Work()) or None
+        return Work(**sums, overlapped=overlapped)
 
     def __bool__(self) -> bool:
         return self.launches > 0 or self.reduced != 0

@@ -110,15 +110,10 @@ class CostSequence:
     def take(self, kept: Ints) -> CostSequence:
         """Return the same sequence with the places of numbers `kept` only (ascending)."""
         work = (self.start + self.end)[kept]
-        return replace(
-            self,
-            places=self.places[kept],
-            start=self.start[kept],
-            end=self.end[kept],
-            before=np.searchsorted(work, work, "left"),
-            static=self.static[kept],
-            activation=self.activation[kept],
-        )
+        rows = {
+            name: getattr(self, name)[kept] for name in ("places", "start", "end", "static", "activation")
+        }
+        return replace(self, **rows, before=np.searchsorted(work, work, "left"))
 
 
 def fold(
