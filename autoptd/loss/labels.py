@@ -15,7 +15,7 @@ from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import has_trait, strip
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input
 
@@ -64,7 +64,7 @@ def describe_inputs(program: Program) -> tuple[Input, ...]:
             inputs[name] = replace(inputs[name], ignore_index=place[0], skipped=place[1], weighs=weighs)
     found: dict[str, list[Lookup]] = {}
     for lookup in find_lookups(program):
-        if info(number := strip(lookup.numbers)).role == "input":
+        if info(number := strip(lookup.numbers, MOVING)).role == "input":
             found.setdefault(str(number.target), []).append(lookup)
     for name, lookups in found.items():
         if not inputs[name].dtype.is_floating_point:
@@ -146,13 +146,6 @@ def find_loss(program: Program) -> fx.Node:
     loss = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
     assert isinstance(loss, fx.Node)
     return loss
-
-
-def strip(node: fx.Node, traits: Trait = MOVING) -> fx.Node:
-    """Return the argument of a chain of operators with `traits`, by default casts and moves, that ends at `node`."""
-    while has_trait(node, traits) and len(node.all_input_nodes) == 1:
-        (node,) = node.all_input_nodes
-    return node
 
 
 def read_loss(node: fx.Node) -> Loss | None:

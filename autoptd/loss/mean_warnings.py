@@ -14,19 +14,19 @@ import torch
 from torch import fx
 
 from autoptd.loss.labels import (
+    MOVING,
     find_counts,
     find_divisors,
     find_loss,
     find_uncounted,
     read_loss,
-    strip,
 )
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import aten_name, walk
 from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import has_trait, strip
 from autoptd.passes.tensor_parallel.symbols import symbol
 
 
@@ -96,7 +96,7 @@ def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: se
     numbers = [1 / x for x in factors if not isinstance(x, fx.Node) and x != 0]
     # A mask divides nothing. Every whole number is a multiple of a batch of one, so the other sizes tell a factor such
     # as 0.1 from one over a count.
-    weighted = any(strip(x).meta["val"].dtype != torch.bool for x in weights)
+    weighted = any(strip(x, MOVING).meta["val"].dtype != torch.bool for x in weights)
     return weighted or any(_may_count(x, sizes) for x in numbers)
 
 

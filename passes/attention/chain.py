@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autoptd.passes.attention.products import Product, Result, Step, call_name, read_result, read_scores
 from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import has_trait, strip
 from autoptd.runtime import kernels
 from autoptd.runtime.kernels.precision import HALF
 
@@ -56,8 +56,12 @@ def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain
             scores, reader = step.source, scores
         elif product is None:
             product = _explain(scores, learned)
-    if isinstance(product, Product) and any(map(_is_parameter, (product.queries.node, product.keys.node))):
-        product = f"a factor of {_name(scores)} is a parameter"
+    if isinstance(product, Product):
+        factors = (
+            strip(n, Trait.REARRANGES | Trait.REPEATS) for n in (product.queries.node, product.keys.node)
+        )
+        if any(factor.op == "get_attr" for factor in factors):
+            product = f"a factor of {_name(scores)} is a parameter"
     return Chain(softmax, tuple(steps), product, *_follow(softmax))
 
 
@@ -73,12 +77,6 @@ def _explain(node: fx.Node, learned: set[fx.Node]) -> str:
     if not isinstance(made, Tensor) or all(dtype == made.dtype for dtype in scores):
         return f"its scores pass {_name(node)}"
     return f"its scores pass {_name(node)}, which makes them {made.dtype}"
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    while has_trait(node, Trait.REARRANGES | Trait.REPEATS):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "get_attr"
 
 
 # Back, to the scores

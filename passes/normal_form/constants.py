@@ -15,7 +15,7 @@ from autoptd.passes.ir.nodes import argument, is_lifted, where
 from autoptd.passes.ir.program import Program, Stage, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.operators.table import rules_of, strip
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
@@ -169,9 +169,7 @@ class _Folder:
 
     def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
         """Load a constant where it was computed, named after the operator that computed its elements."""
-        origin = node
-        while has_trait(origin, Trait.VIEWS):
-            origin = origin.args[0]  # type: ignore[assignment]
+        origin = strip(node, Trait.VIEWS)
         # It becomes an attribute of the rank's nn.Module, which already has `to` and `type`.
         name = f"constant.{origin.name}" + "_value" * hasattr(torch.nn.Module, origin.name)
         unique, count = name, 1

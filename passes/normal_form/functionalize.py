@@ -55,11 +55,8 @@ def functional_twin(target: OpOverload) -> OpOverload | None:
     return getattr(packet, target._overloadname, None)
 
 
-class Storage:
-    """The present value of every tensor, written through views to the tensors that they look into."""
-
-    def __init__(self, writer: Writer) -> None:
-        self.writer = writer
+class Storage(Writer):
+    """A writer that keeps the present value of every tensor, written through views to the tensors they look into."""
 
     def read(self, cell: Cell) -> fx.Node:
         """Return the present value; a view whose base was written since is taken again."""
@@ -67,7 +64,7 @@ class Storage:
             value = self.read(cell.base)
             if cell.base.version != cell.seen:
                 view = cell.view
-                cell.node = self.writer.emit(view.target, (value, *view.args[1:]), view.meta, view.kwargs)
+                cell.node = self.emit(view.target, (value, *view.args[1:]), view.meta, view.kwargs)
                 cell.seen = cell.base.version
                 cell.version += 1
         return cell.node
@@ -90,7 +87,7 @@ class Storage:
         refuse_owned(cell, value)
         kept = cell.node.meta["val"]
         if value.meta["val"].dtype != kept.dtype:
-            value = self.writer.emit(aten.to.dtype, (value, kept.dtype), {**value.meta, "val": kept})
+            value = self.emit(aten.to.dtype, (value, kept.dtype), {**value.meta, "val": kept})
         cell.node = value
         cell.version += 1
         base, view = cell.base, cell.view
@@ -108,11 +105,11 @@ class Storage:
         target, rest = view.target, view.args[1:]
         meta = {**value.meta, "val": whole.meta["val"]}
         if target in _SCATTERS:
-            return self.writer.emit(_SCATTERS[target], (whole, value, *rest), meta)
+            return self.emit(_SCATTERS[target], (whole, value, *rest), meta)
         if target is aten.transpose.int:
-            return self.writer.emit(target, (value, *rest), meta)
+            return self.emit(target, (value, *rest), meta)
         if has_trait(view, Trait.RESHAPES | Trait.SQUEEZES):
-            return self.writer.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
+            return self.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
         raise ValueError(
             f"{where(value)}: writing in place through {target} ({value.target}) is not supported; write it out of "
             "place"
@@ -124,12 +121,12 @@ class Storage:
         meta = {**value.meta, "val": whole.meta["val"]}
         if split.target is aten.unbind.int:
             dim = split.args[1] if len(split.args) > 1 else 0
-            self.write(base, self.writer.emit(aten.select_scatter.default, (whole, value, dim, index), meta))
+            self.write(base, self.emit(aten.select_scatter.default, (whole, value, dim, index), meta))
             return
         dim = int(split.args[2]) if len(split.args) > 2 else 0  # type: ignore[arg-type]
         start = sum(piece.shape[dim] for piece in split.meta["val"][:index])
         arguments = (whole, value, dim, start, start + split.meta["val"][index].shape[dim])
-        self.write(base, self.writer.emit(aten.slice_scatter.default, arguments, meta))
+        self.write(base, self.emit(aten.slice_scatter.default, arguments, meta))
 
 
 def refuse_owned(cell: Cell, node: fx.Node) -> None:

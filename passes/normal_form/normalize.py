@@ -23,7 +23,7 @@ from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
 from autoptd.passes.normal_form.functionalize import Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.passes.normal_form.operator_rewrites import rewrite
-from autoptd.passes.normal_form.writer import Call, Writer
+from autoptd.passes.normal_form.writer import Call
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
@@ -66,19 +66,18 @@ def normalize(program: Program) -> Program:
     return program.replace_stages((Stage(graph, stage.parameters, stage.constants),), entry)
 
 
-class Normalizer(Writer):
+class Normalizer(Storage):
     """A writer of the normalised graph, one operator of the exported graph at a time."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         super().__init__()
         self.parameters = parameters
-        self.storage = Storage(self)
         self._detached: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
         """Rewrite one node; `values` maps the region's nodes to what they became."""
         if node.op == "output":
-            result = fx.map_arg(node.args[0], lambda n: self.storage.read(values[n]))
+            result = fx.map_arg(node.args[0], lambda n: self.read(values[n]))
             self.graph.output(result).meta = dict(node.meta)
         elif node.op == "placeholder" or (node.op == "get_attr" and info(node).region is None):
             copied = self.graph.node_copy(node)
@@ -128,7 +127,7 @@ class Normalizer(Writer):
                 f"{where(node)}: a transform of torch.func, such as vmap, is not supported in forward; write it with "
                 "operators on the whole batch"
             )
-        read = self.storage.read if scope.grad else self._read_detached
+        read = self.read if scope.grad else self._read_detached
         options = {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}
         args = fx.map_arg(node.args, lambda n: read(values[n]))
         kwargs: Any = fx.map_arg(options, lambda n: read(values[n]))
@@ -140,7 +139,7 @@ class Normalizer(Writer):
             args, kwargs = cast_arguments(scope.autocast, node, args, kwargs, self)
         meta = describe_result(scope.autocast, node, target, args, kwargs)
         made = rewrite(target, Call(self, node, args, kwargs, meta))
-        values[node] = self.storage.derive(node, made, values)
+        values[node] = self.derive(node, made, values)
 
     def _write(
         self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
@@ -150,21 +149,21 @@ class Normalizer(Writer):
         if twin is None:
             refuse_random(node, node.target)
             refuse_owned(cell, node)
-        if twin is None or (not scope.grad and self.storage.read(cell) in self.trained):
+        if twin is None or (not scope.grad and self.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
         if node.target is aten.detach_.default:
             cell.node, cell.base = rewrite(twin, Call(self, node, args, kwargs, node.meta)), None
         elif twin is aten.copy.default:
             shape = list(node.meta["val"].shape)
             meta = describe_result(scope.autocast, node, aten.expand.default, (args[1], shape), {})
-            self.storage.write(cell, self.emit(aten.expand.default, (args[1], shape), meta))
+            self.write(cell, self.emit(aten.expand.default, (args[1], shape), meta))
         else:
             meta = describe_result(scope.autocast, node, twin, args, kwargs)
-            self.storage.write(cell, rewrite(twin, Call(self, node, args, kwargs, meta)))
+            self.write(cell, rewrite(twin, Call(self, node, args, kwargs, meta)))
         return cell
 
     def _read_detached(self, tensor: Any) -> fx.Node:
-        node: fx.Node = self.storage.read(tensor)
+        node: fx.Node = self.read(tensor)
         if node not in self.trained:
             return node
         if node not in self._detached:

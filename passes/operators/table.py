@@ -36,3 +36,10 @@ def rules_of(node: fx.Node) -> OperatorRules:
 def has_trait(node: fx.Node, trait: Trait) -> bool:
     """Return whether the operator that a node calls has this trait, or any of these."""
     return bool(trait & rules_of(node).traits)
+
+
+def strip(node: fx.Node, traits: Trait) -> fx.Node:
+    """Return the argument of the chain of operators with any of `traits` that ends at `node`."""
+    while has_trait(node, traits) and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
