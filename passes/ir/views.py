@@ -9,13 +9,10 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import argument, operator_name, results_of, shape_of, where
 
-DimMap = tuple[int | None, ...]
-"""For each dimension of a result the dimension of the argument that it is; None for a new one."""
 
-
-def read_dim(node: fx.Node, position: int, rank: int, default: int = 0) -> int:
-    """Return the dimension that a call names, counted from the front of `rank` dimensions."""
-    return int(argument(node, position, "dim", default)) % rank
+def read_dim(node: fx.Node, position: int, rank: int) -> int:
+    """Return the dimension that a call names, by default the first, counted from the front of `rank` dimensions."""
+    return int(argument(node, position, "dim", 0)) % rank
 
 
 def dim_place(node: fx.Node) -> int:
@@ -36,8 +33,8 @@ def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     return [d % rank for d in listed]
 
 
-def dim_map(node: fx.Node) -> DimMap:
-    """Return which dimension of its first argument each dimension of a view's result is.
+def dim_map(node: fx.Node) -> tuple[int | None, ...]:
+    """Return which dimension of its first argument each dimension of a view's result is; None for a new one.
 
     Of operators that move, drop, add, resize or reduce single dimensions; those of the argument that the result lacks
     are dropped, and one that it has in another size is new. Of several results all are alike.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
 from autoptd.passes.operators import axes as ax
-from autoptd.runtime.program.placement import Parameter
 
 # Reasons that tell a sequence from a batch (see `sharding.find_batch`).
 ATTENTION = "is attention over it"
@@ -29,7 +28,6 @@ class AxisMap:
     depend on parameters, and those in `batch` on the batch.
     """
 
-    parameters: Mapping[str, Parameter]
     tensor: int
     replicated_kv: frozenset[fx.Node] = frozenset()
     axes: dict[fx.Node, tuple[ax.Axes, ...]] = field(default_factory=dict)

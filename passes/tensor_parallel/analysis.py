@@ -9,60 +9,49 @@ from torch import fx
 
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import operator_name, shape_of, where
+from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.table import has_trait, rules_of
-from autoptd.runtime.program.placement import Parameter
 
 
 def find_axes(
-    graph: fx.Graph,
-    parameters: Mapping[str, Parameter],
-    *,
+    stage: Stage,
     tensor: int,
     rules: Mapping[str, OperatorRules],
     replicated_kv: frozenset[fx.Node] = frozenset(),
 ) -> AxisMap:
-    """Return the axes of every value in a one-stage `graph`, for `tensor` ranks; `rules` go before torch's own."""
-    axes = AxisMap(parameters, tensor=tensor, replicated_kv=replicated_kv)
-    for node in graph.nodes:
-        _visit(axes, node, rules)
+    """Return the axes of every value in an uncut `stage`, for `tensor` ranks; `rules` go before torch's own."""
+    axes = AxisMap(tensor, replicated_kv)
+    for node in stage.graph.nodes:
+        if node.op == "call_function":
+            _visit(axes, node, rules)
+        elif node.op != "output" and info(node).role == "rank":
+            axes.rank = node
+        elif node.op != "output":
+            own = tuple(Axis(size) for size in shape_of(node))
+            axes.axes[node] = (own,)
+            if node.op == "placeholder":
+                for axis in own:
+                    axis.kept = axis.size == 1
+                axes.batch.add(node)
+                axes.inputs.append(node)
+            elif stage.parameters[str(node.target)].kind == "parameter":
+                axes.weights.add(node)
+                axes.learned.add(node)
     return axes
 
 
 def _visit(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> None:
-    if node.op == "output":
-        return
-    if node.op == "placeholder" and info(node).role == "rank":
-        axes.rank = node
-        return
-    if node.op in ("placeholder", "get_attr"):
-        own = tuple(Axis(size) for size in shape_of(node))
-        axes.axes[node] = (own,)
-        if node.op == "placeholder":
-            for axis in own:
-                axis.kept = axis.size == 1
-            axes.batch.add(node)
-            axes.inputs.append(node)
-        elif axes.parameters[str(node.target)].kind == "parameter":
-            axes.weights.add(node)
-            axes.learned.add(node)
-        return
-    _mark(axes, node)
-    found = _find_rule(axes, node, rules)(axes, node)
-    axes.axes[node] = found if isinstance(node.meta["val"], (tuple, list)) else (found,)
-
-
-def _mark(axes: AxisMap, node: fx.Node) -> None:
-    sources = node.all_input_nodes
-    if any(s in axes.batch for s in sources):
-        axes.batch.add(node)
-    if any(s in axes.learned for s in sources):
-        axes.learned.add(node)
+    for marked in (axes.batch, axes.learned):
+        if not marked.isdisjoint(node.all_input_nodes):
+            marked.add(node)
     if has_trait(node, Trait.REARRANGES) and node.args[0] in axes.weights:
         axes.weights.add(node)
+    found = _find_rule(axes, node, rules)(axes, node)
+    axes.axes[node] = found if isinstance(node.meta["val"], (tuple, list)) else (found,)
 
 
 def _find_rule(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> Callable[..., Any]:

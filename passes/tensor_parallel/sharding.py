@@ -40,13 +40,11 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     (stage,) = program.stages
     tensor = program.mesh.tensor
     table = read_rules(rules)
-    axis_map = find_axes(stage.graph, stage.parameters, tensor=tensor, rules=table)
+    axis_map = find_axes(stage, tensor, table)
     _check_used(table, axis_map.operators)
     replicated = replicated_heads(axis_map) if tensor > 1 else frozenset[fx.Node]()
     if replicated:
-        axis_map = find_axes(
-            stage.graph, stage.parameters, tensor=tensor, rules=table, replicated_kv=replicated
-        )
+        axis_map = find_axes(stage, tensor, table, replicated)
     inputs, batch = find_batch(program.inputs, axis_map)
     divided, notes = choose_axes(stage.graph, axis_map)
     program = replace(program, inputs=inputs)
