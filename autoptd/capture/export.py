@@ -60,8 +60,7 @@ def capture(
     with mode:
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
-    names = [i.name for i in examples.inputs]
-    objective = Objective(skeleton, names, examples.constants, loss_twin, examples.targets)
+    objective = Objective(skeleton, examples, loss_twin)
     functions = Functions()
     autocast = read_autocast(model)
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.

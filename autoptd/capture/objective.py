@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
+from autoptd.capture.example_inputs import Examples
 from autoptd.capture.side_effects import refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -27,26 +28,18 @@ class Result:
 
 
 class Objective(nn.Module):
-    """A module that calls `model` with the inputs named in `names` and returns the scalar loss alone.
+    """A module that calls `model` with the inputs of `examples` and returns the scalar loss alone.
 
-    `targets` are the names that go to `loss_fn` (the rest go to the model); `constants` are the arguments that are not
-    tensors. After a call, `result` describes the model's whole output, and its calls.
+    After a call, `result` describes the model's whole output, and its calls.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        names: Sequence[str],
-        constants: Mapping[str, Any],
-        loss_fn: Callable[..., Tensor] | None,
-        targets: Sequence[str],
-    ) -> None:
+    def __init__(self, model: nn.Module, examples: Examples, loss_fn: Callable[..., Tensor] | None) -> None:
         super().__init__()
         self.captured = model
-        self.names = tuple(names)
-        self.constants = dict(constants)
+        self.names = [i.name for i in examples.inputs]
+        self.constants = dict(examples.constants)
         self.loss_fn = loss_fn
-        self.targets = frozenset(targets)
+        self.targets = frozenset(examples.targets)
         self.result = Result()
 
     def forward(self, *values: Tensor) -> Tensor:

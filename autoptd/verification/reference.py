@@ -32,9 +32,8 @@ def run_plain(
     batch: Mapping[str, Tensor],
 ) -> StepResult:
     """Run one step; microbatches are weighed by their valid labels if the program does so, else equally."""
-    examples = read_examples(model, make_example(manifest), loss_fn, None)
-    names = [i.name for i in manifest.inputs]
-    objective = Objective(model, names, examples.constants, loss_fn, examples.targets)
+    examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
+    objective = Objective(model, examples, loss_fn)
     leaves = {}
     for name, parameter in manifest.parameters.items():
         if parameter.kind != "constant" and name in tensors:

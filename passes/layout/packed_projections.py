@@ -14,7 +14,7 @@ from torch import fx
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import aten_name, shape_of
-from autoptd.passes.ir.products import read_product
+from autoptd.passes.ir.products import read_product, read_products
 from autoptd.passes.ir.views import read_cut
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
@@ -35,9 +35,23 @@ def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     copy = fx.Graph()
     propagation = Propagation(mesh)
     values: dict[fx.Node, fx.Node] = {}
+
+    def write(target: Any, arguments: Any, like: fx.Node) -> fx.Node:
+        node = copy.create_node("call_function", target, arguments, {}, like.name)
+        describe(node, propagation.run(node), info(like))
+        return node
+
     for node in graph.nodes:
         if node in packed:
-            values[node] = _unpack(copy, node, packed[node], values, propagation)
+            linear, *reshaped = packed[node]
+            (product,), sections = read_products(linear), len(node.meta["val"])
+            options = (True,) if product.transposed else ()
+            arguments: Any = (product.x, product.weight, product.bias, sections, *options)
+            made = write(kernels.split_linear, fx.map_arg(arguments, values.__getitem__), linear)
+            for view in reshaped:
+                *rows, width = shape_of(view)
+                made = write(view.target, (made, [sections, *rows, width // sections]), view)
+            values[node] = write(aten.unbind.int, (made, 0), node)
         elif node not in gone:
             values[node] = copy.node_copy(node, values.__getitem__)
     return copy
@@ -75,30 +89,3 @@ def _is_heads(node: fx.Node) -> bool:
         return False
     before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
     return len(after) == len(before) + 1 and after[: len(before) - 1] == before[:-1]
-
-
-def _unpack(
-    graph: fx.Graph,
-    split: fx.Node,
-    chain: list[fx.Node],
-    values: dict[fx.Node, fx.Node],
-    propagation: Propagation,
-) -> fx.Node:
-    """Write the linear of a `chain`, the reshape behind it and its split as parts that lie by themselves."""
-    linear, *reshaped = chain
-    product = read_product(linear)
-    assert product is not None
-
-    def write(target: Any, arguments: Any, like: fx.Node) -> fx.Node:
-        node = graph.create_node("call_function", target, arguments, {}, like.name)
-        describe(node, propagation.run(node), info(like))
-        return node
-
-    sections = len(split.meta["val"])
-    options = (True,) if product.transposed else ()
-    arguments: Any = (product.x, product.weight, product.bias, sections, *options)
-    made = write(kernels.split_linear, fx.map_arg(arguments, values.__getitem__), linear)
-    for view in reshaped:
-        *rows, width = shape_of(view)
-        made = write(view.target, (made, [sections, *rows, width // sections]), view)
-    return write(aten.unbind.int, (made, 0), split)
