@@ -15,6 +15,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import where
 from autoptd.text.call_arguments import resolve_overload, shorten_call
 
 # Names that a stage function uses itself, besides Python's keywords.
@@ -72,7 +73,7 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
     text = _function(node.target)
     if text is None:
         raise ValueError(
-            f"cannot write {node.target!r}, the target of node {node.name} at {place_of(node)}; expected a "
+            f"cannot write {node.target!r}, the target of node {node.name} at {where(node)}; expected a "
             "torch operator or a function of autoptd.runtime.kernels or autoptd.runtime.collectives"
         )
     args, kwargs = shorten_call(node.target, node.args, node.kwargs)
@@ -136,12 +137,6 @@ def write_value(value: Any, names: Names) -> str:
 def quote(text: str) -> str:
     """Write a string literal, in double quotes where nothing needs an escape."""
     return f'"{text}"' if _PLAIN.fullmatch(text) and text.isprintable() else repr(text)
-
-
-def place_of(node: fx.Node) -> str:
-    """Return a node's module path and source line, as far as they are known."""
-    path, line = info(node).path, info(node).line
-    return f"{path or 'the model'} ({line})" if line else path or "the model"
 
 
 def _index(item: Any, names: Names) -> str:
