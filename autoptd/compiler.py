@@ -26,7 +26,7 @@ from autoptd.input_shapes import (
     naming_shape,
     rename_own,
 )
-from autoptd.loss.mean_warnings import describe_means
+from autoptd.loss import describe_means
 from autoptd.options import (
     Options,
     check_flags,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoptd.capture.example_inputs import read_arguments
-from autoptd.loss.labels import describe_inputs
+from autoptd.loss import describe_inputs
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import boundaries

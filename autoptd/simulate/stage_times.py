@@ -17,8 +17,7 @@ from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.meta_values import shaping_arguments
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import values_taken
-from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.passes.ir.program import Stage, recomputed_groups, values_taken
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.schedule import COMPUTING, Kind

@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, fx, nn
 
-from autoptd.loss.labels import find_lookups, find_sources
+from autoptd.loss import find_lookups, find_sources
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.placement import Parameter

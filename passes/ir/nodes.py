@@ -61,8 +61,7 @@ def results_of(node: fx.Node) -> Sequence[Any]:
 
 def as_results(node: fx.Node, found: Iterable[Any]) -> Any:
     """Return what was `found` of each of a call's results: a tuple where it has several, else the only one."""
-    several = isinstance(node.meta["val"], (tuple, list))
-    return tuple(found) if several else next(iter(found))
+    return tuple(found) if isinstance(node.meta["val"], (tuple, list)) else next(iter(found))
 
 
 def has_gradients(value: object) -> bool:
@@ -129,16 +128,3 @@ def called(node: fx.Node) -> str:
     """Return the call's name in messages, alike in all layers: "aten.cumsum (gpt.py:52)"."""
     line = info(node).line
     return operator_name(node.target) + (f" ({line})" if line else "")
-
-
-def values_taken(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the values that a group of calls takes from outside, besides parameters and the rank, in order of use."""
-    inside = set(nodes)
-    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    return [s for s in sources if s not in inside and s.op != "get_attr" and info(s).role != "rank"]
-
-
-def values_given(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the values of a group of calls that are read outside, in order."""
-    inside = set(nodes)
-    return [node for node in nodes if not inside.issuperset(node.users)]

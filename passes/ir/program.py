@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -101,6 +101,19 @@ def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     runs = groupby(calls, key=lambda node: info(node).recompute)
     return [list(run) for label, run in runs if label is not None]
+
+
+def values_taken(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the values that a group of calls takes from outside, besides parameters and the rank, in order of use."""
+    inside = set(nodes)
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    return [s for s in sources if s not in inside and s.op != "get_attr" and info(s).role != "rank"]
+
+
+def values_given(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the values of a group of calls that are read outside, in order."""
+    inside = set(nodes)
+    return [node for node in nodes if not inside.issuperset(node.users)]
 
 
 def tensor_bytes(value: torch.Tensor) -> int:

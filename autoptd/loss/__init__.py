@@ -1,1 +1,0 @@
-"""Describe what the loss counts: its labels, its classes, and whether microbatches may be averaged."""
