@@ -104,7 +104,7 @@ OPERATOR_TABLES = {
     "one operator written as another": {
         *("passes/fusion/rules.py: RULES", "passes/fusion/rules.py: _ADDED_NORMS"),
         *("passes/fusion/activations.py: KNOWN", "passes/normal_form/constants.py: _FACTORIES"),
-        *("passes/normal_form/functionalize.py: _SCATTERS", "passes/normal_form/operator_rewrites.py: RULES"),
+        *("passes/normal_form/writer.py: _SCATTERS", "passes/normal_form/operator_rewrites.py: RULES"),
     },
     "a reader of one pattern": {
         "passes/fusion/activations.py: ANALYTIC",

@@ -18,9 +18,7 @@ from autoptd.passes.fusion.patterns import (
     is_reshape,
     is_single,
     is_vector,
-    last_dim,
     plain_add,
-    uncast,
 )
 from autoptd.passes.ir.nodes import argument, shape_of
 from autoptd.passes.ir.views import read_cut
@@ -88,6 +86,18 @@ def _normed(node: Any) -> tuple[fx.Node, float, list[fx.Node]] | None:
 def _inside(chain: Collection[fx.Node], end: fx.Node) -> bool:
     """Return whether only the chain reads its values."""
     return all(user in chain or user is end for node in chain for user in node.users)
+
+
+def last_dim(node: fx.Node, dims: Any) -> bool:
+    """Return whether `dims` is the node's last dimension alone."""
+    dims, count = [dims] if isinstance(dims, int) else dims, len(shape_of(node))
+    return isinstance(dims, (list, tuple)) and [d % count for d in dims] == [count - 1]
+
+
+def uncast(node: Any) -> fx.Node:
+    """Return the argument of a cast; any other node itself."""
+    source: fx.Node = node.args[0] if is_call(node, aten.to.dtype) else node
+    return source
 
 
 # Rotary embeddings

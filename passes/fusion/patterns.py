@@ -125,15 +125,3 @@ def read_linear(node: Any) -> MatrixProduct | None:
     if product is None or not is_vector(product.bias, shape_of(node)[-1]):
         return None
     return product if product.parameters[1].meta["val"].dtype == node.meta["val"].dtype else None
-
-
-def last_dim(node: fx.Node, dims: Any) -> bool:
-    """Return whether `dims` is the node's last dimension alone."""
-    dims, count = [dims] if isinstance(dims, int) else dims, len(shape_of(node))
-    return isinstance(dims, (list, tuple)) and [d % count for d in dims] == [count - 1]
-
-
-def uncast(node: Any) -> fx.Node:
-    """Return the argument of a cast; any other node itself."""
-    source: fx.Node = node.args[0] if is_call(node, aten.to.dtype) else node
-    return source

@@ -10,8 +10,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
 from autoptd.passes.ir.nodes import name_arguments, nodes_in, where
-from autoptd.passes.normal_form.functionalize import is_mutation
-from autoptd.passes.normal_form.writer import Writer
+from autoptd.passes.normal_form.writer import Writer, is_mutation
 from autoptd.runtime import aten
 
 

@@ -21,9 +21,8 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
-from autoptd.passes.normal_form.functionalize import Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.passes.normal_form.operator_rewrites import rewrite
-from autoptd.passes.normal_form.writer import Call
+from autoptd.passes.normal_form.writer import Call, Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 

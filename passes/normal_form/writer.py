@@ -1,17 +1,24 @@
-"""The normalised graph while it is written, and a call as rewrite rules see it."""
+"""The normalised graph while it is written: a call as rewrite rules see it, and memory turned into values."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import name_arguments
+from autoptd.passes.ir.nodes import name_arguments, where
+from autoptd.passes.ir.strides import is_view
+from autoptd.passes.operators.record import Trait
+from autoptd.passes.operators.table import has_trait
+from autoptd.runtime import aten
 
 
 class Writer:
@@ -79,3 +86,139 @@ class Call:
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Write a call of `target` in its place."""
         return self.writer.emit(target, args, self.meta, kwargs)
+
+
+# Memory: in-place operators make new values, and views of written memory are taken again
+
+_SCATTERS: Mapping[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+
+
+@dataclass(eq=False)
+class Cell:
+    """A tensor of the exported graph as memory: `node` is its present value.
+
+    A view has the cell it looks into (`base`), the call that takes it (`view`), and the base's version it saw. `owner`
+    is the name of the user's parameter or buffer whose memory this is.
+    """
+
+    node: fx.Node
+    version: int = 0
+    base: Cell | None = None
+    view: fx.Node | None = None
+    seen: int = 0
+    owner: str = ""
+
+
+@functools.cache
+def is_mutation(target: Any) -> bool:
+    """Return whether an operator writes to one of its arguments."""
+    return isinstance(target, OpOverload) and bool(target._schema.is_mutable)
+
+
+@functools.cache
+def functional_twin(target: OpOverload) -> OpOverload | None:
+    """Return the operator that computes an in-place one's result as a new tensor; None if torch has none."""
+    name = target._opname
+    packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") and name[-2] != "_" else None
+    return getattr(packet, target._overloadname, None)
+
+
+class Storage(Writer):
+    """A writer that keeps the present value of every tensor, written through views to the tensors they look into."""
+
+    def read(self, cell: Cell) -> fx.Node:
+        """Return the present value; a view whose base was written since is taken again."""
+        if cell.base is not None and cell.view is not None:
+            value = self.read(cell.base)
+            if cell.base.version != cell.seen:
+                view = cell.view
+                cell.node = self.emit(view.target, (value, *view.args[1:]), view.meta, view.kwargs)
+                cell.seen = cell.base.version
+                cell.version += 1
+        return cell.node
+
+    def derive(self, node: fx.Node, made: fx.Node, values: Mapping[fx.Node, Any]) -> Cell:
+        """Return the cell of the operator `node`, written as `made`: its argument's own, a view, or new memory."""
+        source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if not isinstance(source, Cell) or not _is_view(node.target):
+            return Cell(made)
+        if node.target is operator.getitem and source.base is None:
+            return Cell(made)  # one of several new tensors, as of topk
+        if made is source.node:
+            return source
+        if made.args[0] is not source.node or _copies(made, source.node):
+            return Cell(made)
+        return Cell(made, base=source, view=made, seen=source.version)
+
+    def write(self, cell: Cell, value: fx.Node) -> None:
+        """Give `cell`, and every tensor that it is a view of, the new `value`. Raises ValueError if it cannot."""
+        refuse_owned(cell, value)
+        kept = cell.node.meta["val"]
+        if value.meta["val"].dtype != kept.dtype:
+            value = self.emit(aten.to.dtype, (value, kept.dtype), {**value.meta, "val": kept})
+        cell.node = value
+        cell.version += 1
+        base, view = cell.base, cell.view
+        if base is None or view is None:
+            return
+        if view.target is operator.getitem and base.base is not None and base.view is not None:
+            self._write_piece(base.base, base.view, int(view.args[1]), value)  # type: ignore[arg-type]
+            self.read(base)
+        else:
+            self.write(base, self._undo(view, self.read(base), value))
+        cell.seen = base.version
+
+    def _undo(self, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+        """Return `whole` with `value` written where `view` looks."""
+        target, rest = view.target, view.args[1:]
+        meta = {**value.meta, "val": whole.meta["val"]}
+        if target in _SCATTERS:
+            return self.emit(_SCATTERS[target], (whole, value, *rest), meta)
+        if target is aten.transpose.int:
+            return self.emit(target, (value, *rest), meta)
+        if has_trait(view, Trait.RESHAPES | Trait.SQUEEZES):
+            return self.emit(aten.reshape.default, (value, list(meta["val"].shape)), meta)
+        raise ValueError(
+            f"{where(value)}: writing in place through {target} ({value.target}) is not supported; write it out of "
+            "place"
+        )
+
+    def _write_piece(self, base: Cell, split: fx.Node, index: int, value: fx.Node) -> None:
+        """Write piece `index` of a split or unbind of `base`."""
+        whole = self.read(base)
+        meta = {**value.meta, "val": whole.meta["val"]}
+        if split.target is aten.unbind.int:
+            dim = split.args[1] if len(split.args) > 1 else 0
+            self.write(base, self.emit(aten.select_scatter.default, (whole, value, dim, index), meta))
+            return
+        dim = int(split.args[2]) if len(split.args) > 2 else 0  # type: ignore[arg-type]
+        start = sum(piece.shape[dim] for piece in split.meta["val"][:index])
+        arguments = (whole, value, dim, start, start + split.meta["val"][index].shape[dim])
+        self.write(base, self.emit(aten.slice_scatter.default, arguments, meta))
+
+
+def refuse_owned(cell: Cell, node: fx.Node) -> None:
+    """Raise ValueError if `node`, which writes to `cell`, changes a tensor of the user's."""
+    while cell.base is not None:
+        cell = cell.base
+    if cell.owner:
+        raise ValueError(
+            f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in the step is not "
+            "supported. Keep it constant, or update it outside forward; if only the first call fills it, make that "
+            "call before compile"
+        )
+
+
+@functools.cache
+def _is_view(target: Any) -> bool:
+    return target is operator.getitem or (isinstance(target, OpOverload) and bool(target.is_view))
+
+
+def _copies(made: fx.Node, source: fx.Node) -> bool:
+    """Return whether an operator that may give a view had to copy."""
+    if made.target in (aten.to.dtype, aten.contiguous.default):
+        return True
+    return made.target is aten.reshape.default and not is_view(source.meta["val"], made.args[1])  # type: ignore[arg-type]
