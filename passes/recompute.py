@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile
 from math import ceil
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -130,7 +131,7 @@ def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if has_trait(node, Trait.SOFTMAX):
             before, behind = _reach(node, lambda n: n.all_input_nodes), _reach(node, lambda n: n.users)
-            core = _between(filter(_is_product, before), filter(_is_product, behind), graph)
+            core = _between(filter(_is_product, before), filter(_is_product, behind))
             if node in core and not core & taken:
                 taken |= core
                 cores.append(sorted(core))
@@ -155,14 +156,10 @@ def _is_product(node: fx.Node) -> bool:
     return bool(factors) and all(factor.op == "call_function" for factor in factors)
 
 
-def _between(starts: Iterable[fx.Node], ends: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+def _between(starts: Iterable[fx.Node], ends: Iterable[fx.Node]) -> set[fx.Node]:
     """Return all calls on a way from one of `starts` to one of `ends`, with these."""
-    reached = set(starts)
-    for node in graph.nodes:
-        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    ways = walk(reached.intersection(ends), lambda node: reached.intersection(node.all_input_nodes))
-    return set(ways)
+    reached = set(walk(starts, attrgetter("users")))
+    return set(walk(reached.intersection(ends), lambda node: reached.intersection(node.all_input_nodes)))
 
 
 # The groups

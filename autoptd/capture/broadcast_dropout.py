@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from autoptd.capture.export import capture
 from autoptd.options import Options
 from autoptd.pass_list import select_passes
 from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, where
+from autoptd.passes.ir.nodes import argument, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
 from autoptd.runtime.program.tagged_json import decode_value
@@ -66,10 +67,7 @@ def mark_expanded(
 
 def _list_dropouts(program: Program) -> dict[int, fx.Node]:
     """Return the dropouts of values that do not depend on the batch, by operator number."""
-    varying, found = set[fx.Node](), dict[int, fx.Node]()
-    for node in program.stages[0].graph.nodes:
-        if info(node).role == "input" or not varying.isdisjoint(node.all_input_nodes):
-            varying.add(node)
-        elif node.target is kernels.dropout:
-            found[int(argument(node, 3, "operator"))] = node
-    return found
+    graph = program.stages[0].graph
+    varying = set(walk((node for node in graph.nodes if info(node).role == "input"), attrgetter("users")))
+    dropouts = graph.find_nodes(op="call_function", target=kernels.dropout)
+    return {int(argument(node, 3, "operator")): node for node in dropouts if node not in varying}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx.traceback
@@ -28,10 +28,7 @@ class Result:
 
 
 class Objective(nn.Module):
-    """A module that calls `model` with the inputs of `examples` and returns the scalar loss alone.
-
-    After a call, `result` describes the model's whole output, and its calls.
-    """
+    """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest."""
 
     def __init__(self, model: nn.Module, examples: Examples, loss_fn: Callable[..., Tensor] | None) -> None:
         super().__init__()
@@ -78,10 +75,7 @@ def _call(model: nn.Module, given: Mapping[str, Any]) -> object:
 
 
 class DataDependentError(Exception):
-    """Control flow that depends on a tensor's values; the cause has the place.
-
-    Torch's own error would print the whole graph so far.
-    """
+    """Control flow that depends on a tensor's values; the cause has the place, and prints the whole graph so far."""
 
 
 class LossError(ValueError):
@@ -90,10 +84,9 @@ class LossError(ValueError):
 
 def find_loss(result: object) -> tuple[Tensor, Output]:
     """Return the scalar loss in a model's output, and the structure of the output. Raises LossError."""
-    if isinstance(result, Tensor):
-        if _is_loss(result):
-            return result, Output("tensor")
-    elif isinstance(result, Mapping) or dataclasses.is_dataclass(result):
+    if _is_loss(result):
+        return result, Output("tensor")
+    if isinstance(result, Mapping) or dataclasses.is_dataclass(result):
         items = dict(result) if isinstance(result, Mapping) else vars(result)
         if _is_loss(items.get("loss")):
             kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
@@ -101,8 +94,9 @@ def find_loss(result: object) -> tuple[Tensor, Output]:
     elif isinstance(result, (tuple, list)):
         for index, item in enumerate(result):
             if _is_loss(item):
-                fields = tuple(str(i) for i in range(len(result)))
-                return item, Output("tuple", str(index), _type_name(result), fields)
+                return item, Output(
+                    "tuple", str(index), _type_name(result), tuple(map(str, range(len(result))))
+                )
     raise LossError(
         f"the model returned {describe(result)}, which has no scalar loss; return the loss (alone, in a tuple, or "
         "under 'loss'), or pass loss_fn="
@@ -132,5 +126,5 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}:{name}"
 
 
-def _is_loss(value: object) -> bool:
+def _is_loss(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 0 and torch.is_floating_point(value)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
@@ -153,20 +153,22 @@ def boundaries(program: Program) -> tuple[tuple[Boundary, ...], ...]:
 
 
 def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
-    ends = (*positions, len(row.items))
     crossing: list[list[fx.Node]] = [[] for _ in positions]
     for defined, node in enumerate(row.items):
         for number in range(bisect_right(positions, defined), bisect_right(positions, row.last_use[node])):
             crossing[number].append(node)
+    parts = [row.items[start:end] for start, end in pairwise((0, *positions, len(row.items)))]
+    held = [name_held(row, items) for items in parts]
+    # The first stage has the parameters that none uses, so that the model's ``state_dict`` stays whole.
+    held[0] |= {n for n, p in row.stage.parameters.items() if p.kind == "parameter"}.difference(*held)
     stages = []
-    for number, (start, end) in enumerate(zip((0, *positions), ends, strict=True)):
+    for number, (items, names) in enumerate(zip(parts, held, strict=True)):
         receives = crossing[number - 1] if number else []
         sends = crossing[number] if number < len(positions) else None
-        graph = row.build_graph(row.items[start:end], receives, sends)
-        names = name_held(row, row.items[start:end])
+        graph = row.build_graph(items, receives, sends)
         once = _select_constants(row.stage.constants, names)
         stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
-    return _house_unused(row.stage, stages)
+    return tuple(stages)
 
 
 def name_held(row: Row, items: Iterable[fx.Node]) -> set[str]:
@@ -181,17 +183,6 @@ def _loads(nodes: Iterable[fx.Node]) -> set[str]:
 
 def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
     return constants_graph({n: node for n, node in constants_made(constants).items() if n in names})
-
-
-def _house_unused(whole: Stage, stages: list[Stage]) -> tuple[Stage, ...]:
-    """Leave parameters that no stage uses with the first, so that the model's ``state_dict`` stays whole."""
-    first, used = stages[0], {name for stage in stages for name in stage.parameters}
-    held = {
-        name: parameter
-        for name, parameter in whole.parameters.items()
-        if name in first.parameters or (parameter.kind == "parameter" and name not in used)
-    }
-    return (replace(first, parameters=held), *stages[1:])
 
 
 def make_boundary(node: fx.Node) -> Boundary:
