@@ -16,9 +16,8 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.cost.work import describe_saving
-from autoptd.passes.fusion import norms
+from autoptd.passes.fusion import matches
 from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
-from autoptd.passes.fusion.losses import match_half_loss, match_whole_loss
 from autoptd.passes.fusion.patterns import (
     Call,
     Match,
@@ -284,13 +283,13 @@ _ADDED_NORMS: Mapping[Any, Any] = {
 _FUSED = [getattr(k, "default", k) for k, rules in OPERATORS.items() if Trait.FUSED_ATTENTION & rules.traits]
 RULES: Sequence[Rule] = (
     (ANALYTIC, match_activation),
-    ((kernels.cross_entropy,), match_half_loss),
+    ((kernels.cross_entropy,), matches.match_half_loss),
     (_FUSED, _grouped_attention),
-    ((aten.layer_norm.default,), norms.match_layer_norm),
-    ((aten.mul.Tensor,), norms.match_rms_norm),
-    ((aten.rms_norm.default,), norms.match_torch_rms_norm),
-    ((aten.add.Tensor,), norms.match_rotary),
-    ((aten.cat.default,), norms.match_partial_rotary),
+    ((aten.layer_norm.default,), matches.match_layer_norm),
+    ((aten.mul.Tensor,), matches.match_rms_norm),
+    ((aten.rms_norm.default,), matches.match_torch_rms_norm),
+    ((aten.add.Tensor,), matches.match_rotary),
+    ((aten.cat.default,), matches.match_partial_rotary),
     ((aten.mul.Tensor,), _gated_product),
     ((aten.gelu.default,), _linear_gelu),
     ((aten.gelu.default,), _bias_gelu),
@@ -300,4 +299,4 @@ RULES: Sequence[Rule] = (
     (_ADDED_NORMS, _add_norm),
     ((aten.linear.default,), _half_linear),
 )
-_WHOLE_LOSS: Rule = ((aten.cross_entropy_loss.default,), match_whole_loss)
+_WHOLE_LOSS: Rule = ((aten.cross_entropy_loss.default,), matches.match_whole_loss)

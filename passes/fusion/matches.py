@@ -1,4 +1,4 @@
-"""Match normalisations and rotary embeddings that models write out."""
+"""Matches of normalisations and rotary embeddings that models write out, and of losses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from autoptd.passes.fusion.patterns import (
     is_vector,
     plain_add,
 )
-from autoptd.passes.ir.nodes import argument, shape_of
+from autoptd.passes.ir.nodes import argument, name_arguments, shape_of
 from autoptd.passes.ir.views import read_cut
 from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.precision import HALF
 
 
 def match_layer_norm(node: fx.Node) -> Match | None:
@@ -175,3 +176,47 @@ def match_partial_rotary(node: fx.Node) -> Match | None:
         return None
     members = (turned, *(n for n in (taken, rest) if n is not x and is_single(n)))
     return Match(Call(kernels.rotary_embedding, (x, *turned.args[1:]), node, turned.kwargs), members)
+
+
+# Losses: the kernel keeps one tensor as wide as the vocabulary. It sums half-precision logits in float32 without the
+# model's copy in float32; of whole logits it keeps the softmax, which becomes the gradient, where torch makes two more.
+
+REDUCTIONS = {1: "mean", 2: "sum"}
+
+
+def match_half_loss(node: fx.Node) -> Match | None:
+    """Match kernels.cross_entropy(logits.float(), target), of logits divided over the tensor ranks."""
+    rank, logits, *rest = node.args
+    narrow, cast = _narrow(logits)
+    options = {**node.kwargs, "dtype": torch.float32}
+    return Match(Call(kernels.cross_entropy, (rank, narrow, *rest), node, options), cast) if cast else None
+
+
+def match_whole_loss(node: fx.Node) -> Match | None:
+    """Match cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
+    given = name_arguments(node.target, node.args, node.kwargs)
+    logits, target, reduction, ignored = (given[n] for n in ("self", "target", "reduction", "ignore_index"))
+    plain = given["weight"] is None and given["label_smoothing"] == 0 and reduction in REDUCTIONS
+    if not plain or len(shape_of(logits)) != 2 or len(shape_of(target)) != 1:
+        return None
+    narrow, cast = _narrow(logits)
+    options = {"ignore_index": ignored, "reduction": REDUCTIONS[reduction]}
+    options |= {"dtype": torch.float32} if cast else {}
+    arguments = (next(iter(node.graph.nodes)), narrow, target, shape_of(logits)[1])
+    return Match(Call(kernels.cross_entropy, arguments, node, options), cast)
+
+
+def _narrow(logits: Any) -> tuple[Any, list[fx.Node]]:
+    """Return the half-precision logits behind a cast to float32 and single-use reshapes, and those nodes.
+
+    Other logits as they are, and no nodes.
+    """
+    if not isinstance(logits, fx.Node) or not is_single(logits):
+        return logits, []
+    if is_reshape(logits):
+        inner, cast = _narrow(logits.args[0])
+        shaped = Call(logits.target, (inner, *logits.args[1:]), logits)
+        return (shaped, [*cast, logits]) if cast else (logits, [])
+    source: Any = logits.args[0] if is_call(logits, aten.to.dtype) else None
+    half = source is not None and source.meta["val"].dtype in HALF
+    return (source, [logits]) if half and logits.meta["val"].dtype == torch.float32 else (logits, [])
